@@ -1,0 +1,33 @@
+# Each target makes the environment when it is missing or when what it depends on changed.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: env demo test stress bench lint clean
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m ckpt_trainers.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m 'not stress'
+
+stress: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m stress -s
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks all
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build demo-runs *.egg-info

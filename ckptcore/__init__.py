@@ -1,0 +1,81 @@
+"""ckptcore: a distributed checkpoint engine for any PyTorch training loop.
+
+Names are imported when they are first used: `from ckptcore import open_checkpoint` does not import torch,
+`from ckptcore import CheckpointManager` does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import errors as _errors
+from .errors import *  # noqa: F403
+
+if TYPE_CHECKING:
+    from .coordinator import CheckpointCoordinator as CheckpointCoordinator
+    from .format.manifest import CheckpointManifest as CheckpointManifest
+    from .format.manifest import ComponentManifest as ComponentManifest
+    from .format.values import Opaque as Opaque
+    from .format.values import register_codec as register_codec
+    from .loading.apply import LoadReport as LoadReport
+    from .loading.view import CheckpointView as CheckpointView
+    from .loading.view import Problem as Problem
+    from .loading.view import TensorInfo as TensorInfo
+    from .loading.view import open_checkpoint as open_checkpoint
+    from .manager import CheckpointManager as CheckpointManager
+    from .ranks.communicator import Communicator as Communicator
+    from .ranks.communicator import SingleProcess as SingleProcess
+    from .retention import KeepLast as KeepLast
+    from .retention import RetentionPolicy as RetentionPolicy
+    from .root import CheckpointInfo as CheckpointInfo
+    from .root import scan_root as scan_root
+    from .state.adapters import ModelState as ModelState
+    from .state.adapters import OptimizerState as OptimizerState
+    from .state.adapters import RNGState as RNGState
+    from .state.component import SharingPattern as SharingPattern
+    from .state.component import StateComponent as StateComponent
+    from .state.component import Stateful as Stateful
+    from .state.component import StatefulProvider as StatefulProvider
+    from .state.component import ValidationLevel as ValidationLevel
+    from .storage.base import Storage as Storage
+    from .storage.base import open_storage as open_storage
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "coordinator": ["CheckpointCoordinator"],
+    "format.manifest": ["CheckpointManifest", "ComponentManifest"],
+    "format.values": ["Opaque", "register_codec"],
+    "loading.apply": ["LoadReport"],
+    "loading.view": ["CheckpointView", "Problem", "TensorInfo", "open_checkpoint"],
+    "manager": ["CheckpointManager"],
+    "ranks.communicator": ["Communicator", "SingleProcess"],
+    "retention": ["KeepLast", "RetentionPolicy"],
+    "root": ["CheckpointInfo", "scan_root"],
+    "state.adapters": ["ModelState", "OptimizerState", "RNGState"],
+    "state.component": [
+        "SharingPattern",
+        "StateComponent",
+        "Stateful",
+        "StatefulProvider",
+        "ValidationLevel",
+    ],
+    "storage.base": ["Storage", "open_storage"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME_OF, *_errors.__all__, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ckptcore' has no attribute {name!r}")
+    value = getattr(import_module(f"ckptcore.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,229 @@
+"""Everything that this package raises or warns with.
+
+CheckpointError(Exception)
+├── CheckpointNotFound        (FileNotFoundError)  no checkpoint at this place or step
+│   └── NoUsableCheckpoint                         there are checkpoints, and none can be restored
+├── CheckpointExists          (FileExistsError)    a committed checkpoint, or foreign files, are in the way
+├── CheckpointCorrupt         (ValueError)         bytes are not those that were saved
+│   └── UnsafePath                                 a path in a manifest that leaves its checkpoint
+├── UnsupportedVersion        (ValueError)         written by a newer major version of the format
+├── UnsupportedValue          (TypeError)          a leaf that cannot be stored; nothing was written
+├── InvalidState              (ValueError)         the state, its keys or its declaration are not valid
+├── StateMismatch             (ValueError)         checkpoint and live state do not fit together
+├── ReplicationMismatch       (ValueError)         state declared equal differs between ranks
+├── CoordinationError         (RuntimeError)       the ranks did not act together
+│   ├── JoinTimeout           (TimeoutError)       a rank did not make the call
+│   ├── RankLost                                   a rank's heartbeat stopped
+│   └── RanksDisagree                              ranks called with different steps or plans
+├── RankFailed                (RuntimeError)       another rank failed; causes by rank
+├── AsyncSaveError            (RuntimeError)       a background save failed
+└── StorageError              (OSError)            the storage refused an operation
+    └── NoSpace                                    ... because it is full
+
+CheckpointWarning(UserWarning)                     what was skipped, kept or could not be deleted, and why
+
+Every error carries its facts as attributes (see each class), so callers never parse messages.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+__all__ = [
+    "AsyncSaveError",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointNotFound",
+    "CheckpointWarning",
+    "CoordinationError",
+    "InvalidState",
+    "JoinTimeout",
+    "NoSpace",
+    "NoUsableCheckpoint",
+    "RankFailed",
+    "RankLost",
+    "RanksDisagree",
+    "ReplicationMismatch",
+    "StateMismatch",
+    "StorageError",
+    "UnsafePath",
+    "UnsupportedValue",
+    "UnsupportedVersion",
+]
+
+
+class CheckpointWarning(UserWarning):
+    """Something was skipped, kept or left behind; training goes on."""
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this package. Keyword arguments become attributes.
+
+    Attributes that a class names in `facts` always exist; they are None when they do not apply.
+    """
+
+    facts: tuple[str, ...] = ()
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        for name in self.facts:
+            setattr(self, name, facts.pop(name, None))
+        if facts:
+            raise TypeError(f"{type(self).__name__} has no fact named {', '.join(sorted(facts))}")
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Built by keyword, so that errors cross process boundaries (multiprocessing, launchers).
+        return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in self.facts})
+
+
+def _rebuild(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:
+    return kind(message, **facts)
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """No checkpoint at this place or step."""
+
+    facts = ("path", "step", "available")
+    path: str | None
+    step: int | None
+    available: list[int] | None
+
+
+class NoUsableCheckpoint(CheckpointNotFound):
+    """The root holds checkpoints and none of them can be restored; `reasons` maps name to why."""
+
+    facts = ("path", "step", "available", "reasons")
+    reasons: dict[str, str] | None
+
+
+class CheckpointExists(CheckpointError, FileExistsError):
+    """A committed checkpoint, or files that are not ours, stand where one is to be written."""
+
+    facts = ("path", "step")
+    path: str | None
+    step: int | None
+
+
+class CheckpointCorrupt(CheckpointError, ValueError):
+    """The bytes are not those that were saved. `kind` is "missing", "size", "digest", "header" or "format"."""
+
+    facts = ("path", "file", "kind", "tensor", "expected", "actual")
+    path: str | None
+    file: str | None
+    kind: str | None
+    tensor: str | None
+    expected: str | int | None
+    actual: str | int | None
+
+
+class UnsafePath(CheckpointCorrupt):
+    """A file name in a manifest is not a plain name inside the checkpoint."""
+
+
+class UnsupportedVersion(CheckpointError, ValueError):
+    """The checkpoint was written by a newer major version of the format."""
+
+    facts = ("path", "found", "supported")
+    path: str | None
+    found: str | None
+    supported: str | None
+
+
+class UnsupportedValue(CheckpointError, TypeError):
+    """A leaf of the state cannot be stored. Raised before any byte is written."""
+
+    facts = ("component", "key", "type_name")
+    component: str | None
+    key: str | None
+    type_name: str | None
+
+
+class InvalidState(CheckpointError, ValueError):
+    """The state, its component keys, or what was declared about them are not valid."""
+
+    facts = ("component", "key", "ranks")
+    component: str | None
+    key: str | None
+    ranks: list[int] | None
+
+
+class StateMismatch(CheckpointError, ValueError):
+    """Checkpoint and live state do not fit together; live state was not touched.
+
+    missing: full names that the live state has and the checkpoint lacks.
+    unexpected: full names that the checkpoint has and the live state lacks.
+    mismatched: full name -> (what the checkpoint holds, what the live state holds).
+    """
+
+    facts = ("path", "missing", "unexpected", "mismatched")
+    path: str | None
+    missing: list[str] | None
+    unexpected: list[str] | None
+    mismatched: dict[str, tuple[str, str]] | None
+
+
+class ReplicationMismatch(CheckpointError, ValueError):
+    """State that was declared equal differs between ranks. Raised on every rank."""
+
+    facts = ("component", "keys", "ranks", "details")
+    component: str | None
+    keys: list[str] | None
+    ranks: list[int] | None
+    details: dict[str, Any] | None
+
+
+class CoordinationError(CheckpointError, RuntimeError):
+    """The ranks did not act together."""
+
+    facts = ("ranks", "step")
+    ranks: list[int] | None
+    step: int | None
+
+
+class JoinTimeout(CoordinationError, TimeoutError):
+    """The ranks named did not make the call that must be made on every rank."""
+
+
+class RankLost(CoordinationError):
+    """The heartbeat of the ranks named stopped."""
+
+
+class RanksDisagree(CoordinationError):
+    """The ranks called with different steps, paths or plans."""
+
+
+class RankFailed(CheckpointError, RuntimeError):
+    """An operation failed on other ranks; `causes` maps rank to its error message."""
+
+    facts = ("causes",)
+    causes: dict[int, str] | None
+
+
+class AsyncSaveError(CheckpointError, RuntimeError):
+    """A background save failed; its own error is the `__cause__`."""
+
+    facts = ("step",)
+    step: int | None
+
+
+class StorageError(CheckpointError, OSError):
+    """The storage refused an operation. `errno` is that of the operating system where there is one."""
+
+    facts = ("path", "errno", "needed", "free")
+    path: str | None
+    needed: int | None
+    free: int | None
+
+
+class NoSpace(StorageError):
+    """The storage is full. `needed` and `free` are bytes; None where the storage does not tell."""
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        facts.setdefault("errno", errno.ENOSPC)
+        super().__init__(message, **facts)

@@ -1,0 +1,1 @@
+"""What lies on disk: digests, tensor files, values, indexes, manifests. Nothing here imports torch."""

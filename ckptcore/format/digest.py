@@ -1,0 +1,55 @@
+"""Digests: xxh3 of chunks, combined into the digests of tensors and files.
+
+Every byte is hashed once. Tensor bytes are hashed in chunks of 4 MiB (xxh3-64, so that chunks can be hashed and
+checked in parallel and in any order); the digest of a tensor is the xxh3-128 of its ordered chunk digests, that of a
+tensor file the xxh3-128 of its header's digest and the chunk digests in file order. xxh3 detects damage, not malice:
+whoever can change the data can change the digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+from typing_extensions import Buffer
+
+__all__ = [
+    "CHUNK_BYTES",
+    "DIGEST_BYTES",
+    "chunk_count",
+    "chunk_digest",
+    "combined_digest",
+    "content_digest",
+    "content_hash",
+]
+
+CHUNK_BYTES = 4 * 1024 * 1024
+DIGEST_BYTES = 8
+
+
+def chunk_count(nbytes: int) -> int:
+    """Number of chunks of a tensor of `nbytes` bytes; an empty tensor has none."""
+    return -(-nbytes // CHUNK_BYTES)
+
+
+def chunk_digest(data: Buffer) -> bytes:
+    """8 bytes, big-endian: xxh3-64 of one chunk. Releases the GIL."""
+    return xxhash.xxh3_64_digest(data)  # type: ignore[arg-type]
+
+
+def content_hash(data: Buffer) -> bytes:
+    """16 bytes: xxh3-128 of `data`."""
+    return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]
+
+
+def content_digest(data: Buffer) -> str:
+    """32 hex digits: xxh3-128 of `data`, as manifests record it for whole files."""
+    return content_hash(data).hex()
+
+
+def combined_digest(parts: Iterable[bytes]) -> str:
+    """32 hex digits: xxh3-128 of the concatenation of digests, in order."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()

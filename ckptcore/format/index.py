@@ -1,0 +1,200 @@
+"""What one writer wrote: for each component the tree of its plain values, and where its tensors' bytes lie.
+
+An index is msgpack: {"format", "version", "writer", "files": {name: [size, header size, header digest]},
+"components": {key: {"tree": bytes or nil, "tensors": [row, ...]}}}. A row is
+[name, dtype, shape, offset, local shape, file, name in file, start, chunk digests, alias]: the logical tensor `name`
+has the global `shape`; this writer's piece is the box at `offset` of `local shape` (both nil: all of it), its bytes
+are C order in `file` from byte `start` on, with 8 bytes of digest per 4 MiB. `alias` (else nil) is the row number of
+the tensor that holds the bytes; then file, start and digests are nil.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from ..errors import CheckpointCorrupt
+from .digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest
+from .manifest import check_file_name
+from .tensorfile import DTYPES, tensor_nbytes
+
+__all__ = ["ComponentIndex", "FileEntry", "Index", "TensorEntry", "index_file_name"]
+
+FORMAT = "ckptcore.index"
+VERSION = 1
+
+
+def index_file_name(writer: int) -> str:
+    return f"index.rank{writer:05d}.msgpack"
+
+
+@dataclass(slots=True)
+class TensorEntry:
+    """One tensor, or one writer's piece of it. Shapes in items, `start` and `nbytes` in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...] | None
+    local_shape: tuple[int, ...]
+    file: str | None
+    stored_name: str | None
+    start: int
+    digests: bytes
+    alias_of: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_nbytes(self.dtype, self.local_shape)
+
+    @property
+    def digest(self) -> str:
+        """The tensor's digest (of this piece): that of its ordered chunk digests."""
+        return combined_digest([self.digests])
+
+    def chunk(self, number: int) -> tuple[int, int, bytes]:
+        """Start in the file, length, and digest of chunk `number`."""
+        at = number * CHUNK_BYTES
+        return (
+            self.start + at,
+            min(CHUNK_BYTES, self.nbytes - at),
+            self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES],
+        )
+
+
+@dataclass(slots=True)
+class FileEntry:
+    """A tensor file: its size, and the length and 16-byte digest of its header (with the length field)."""
+
+    size: int
+    header_size: int
+    header_digest: bytes
+
+
+@dataclass(slots=True)
+class ComponentIndex:
+    """`tree`: encoded plain values with TensorRefs that number `tensors`; None where another writer has it."""
+
+    tree: bytes | None
+    tensors: list[TensorEntry] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Index:
+    writer: int
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    components: dict[str, ComponentIndex] = field(default_factory=dict)
+
+    def file_digests(self) -> dict[str, str]:
+        """What the manifest must say of each tensor file: over header digest and chunk digests in file order."""
+        held: dict[str, list[TensorEntry]] = {name: [] for name in self.files}
+        for component in self.components.values():
+            for entry in component.tensors:
+                if entry.file is not None:
+                    held[entry.file].append(entry)
+        return {
+            name: combined_digest(
+                [self.files[name].header_digest, *(e.digests for e in sorted(entries, key=lambda e: e.start))]
+            )
+            for name, entries in held.items()
+        }
+
+    def encode(self) -> bytes:
+        components = {}
+        for key, component in self.components.items():
+            rows = []
+            for e in component.tensors:
+                whole = e.offset is None
+                place = (
+                    [None, None, None, None]
+                    if e.file is None
+                    else [e.file, None if e.stored_name == e.name else e.stored_name, e.start, e.digests]
+                )
+                rows.append(
+                    [e.name, e.dtype, e.shape, e.offset, None if whole else e.local_shape, *place, e.alias_of]
+                )
+            components[key] = {"tree": component.tree, "tensors": rows}
+        files = {name: [f.size, f.header_size, f.header_digest] for name, f in self.files.items()}
+        packed = {
+            "format": FORMAT,
+            "version": VERSION,
+            "writer": self.writer,
+            "files": files,
+            "components": components,
+        }
+        return bytes(msgpack.packb(packed, use_bin_type=True, unicode_errors="surrogatepass"))
+
+    @classmethod
+    def decode(cls, data: bytes, file: str = "index") -> Index:
+        """Raises CheckpointCorrupt when `data` is not an index whose parts fit together."""
+        try:
+            raw = msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass")
+            if raw["format"] != FORMAT or raw["version"] != VERSION:
+                raise ValueError(f"format {raw['format']!r} version {raw['version']!r} is not known")
+            index = cls(_whole(raw["writer"]))
+            for name, (size, header_size, header_digest) in raw["files"].items():
+                check_file_name(name)
+                if len(header_digest) != 16:
+                    raise ValueError("a header digest is not 16 bytes")
+                index.files[name] = FileEntry(_whole(size), _whole(header_size), bytes(header_digest))
+            for key, component in raw["components"].items():
+                tree = component["tree"]
+                if not isinstance(key, str) or not (tree is None or isinstance(tree, bytes)):
+                    raise ValueError("a component's key or tree has the wrong type")
+                rows = component["tensors"]
+                entries = [_entry(row, index.files, len(rows)) for row in rows]
+                for entry in entries:
+                    if entry.alias_of is not None and entries[entry.alias_of].alias_of is not None:
+                        raise ValueError(f"tensor {entry.name!r} is an alias of an alias")
+                index.components[key] = ComponentIndex(tree, entries)
+            return index
+        except _DECODE_ERRORS as error:
+            if isinstance(error, CheckpointCorrupt):
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise CheckpointCorrupt(
+                f"{file} is not a valid index ({what})", file=file, kind="format"
+            ) from None
+
+
+_DECODE_ERRORS = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, MemoryError,
+    msgpack.UnpackException,
+)  # fmt: skip
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple([_whole(n) for n in value])
+
+
+def _entry(row: list[Any], files: dict[str, FileEntry], count: int) -> TensorEntry:
+    name, dtype, shape, offset, local, file, stored_name, start, digests, alias = row
+    if not isinstance(name, str) or dtype not in DTYPES:
+        raise ValueError(f"tensor {name!r} has an unknown dtype {dtype!r}")
+    shape = _shape(shape)
+    box = None if offset is None else _shape(offset)
+    local = shape if box is None else _shape(local)
+    if box is not None and not (
+        len(box) == len(shape) == len(local)
+        and all(o + n <= s for o, n, s in zip(box, local, shape, strict=True))
+    ):
+        raise ValueError(f"tensor {name!r}: box at {box} of {local} is not inside {shape}")
+    if alias is not None:
+        if _whole(alias) >= count or file is not None:
+            raise ValueError(f"tensor {name!r}: alias of row {alias} is not valid")
+        return TensorEntry(name, dtype, shape, box, local, None, None, 0, b"", alias)
+    nbytes = tensor_nbytes(dtype, local)
+    known = files[file]
+    if not known.header_size <= _whole(start) <= start + nbytes <= known.size:
+        raise ValueError(f"tensor {name!r}: bytes {start} to {start + nbytes} are not inside {file}")
+    if len(digests) != DIGEST_BYTES * chunk_count(nbytes):
+        raise ValueError(f"tensor {name!r}: {len(digests)} digest bytes for {nbytes} bytes of data")
+    return TensorEntry(name, dtype, shape, box, local, file, stored_name or name, start, bytes(digests), None)

@@ -1,0 +1,276 @@
+"""The manifest: strict JSON, written last. Its presence and its own digest are the commit.
+
+The file is the JSON object with sorted keys and one-space indentation, in UTF-8, whose last member (out of order, so
+that it can be cut off) is "digest": the xxh3-128, in hex, of every byte of the file before that member. A single
+changed byte anywhere is found without agreeing on how numbers or strings are spelled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CheckpointCorrupt, InvalidState, UnsafePath, UnsupportedVersion
+from .digest import content_digest
+
+__all__ = ["MANIFEST_NAME", "CheckpointManifest", "ComponentManifest", "FileRecord", "check_file_name"]
+
+MANIFEST_NAME = "checkpoint_manifest.json"
+FORMAT = "ckptcore"
+VERSION = "1.0"
+SIZE_LIMIT = 1 << 30
+
+_PLAIN_NAME = re.compile(r"[^/\\:\x00-\x1f\x7f]{1,255}")
+_TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
+
+
+def check_file_name(name: Any, file: str = MANIFEST_NAME) -> str:
+    """`name` when it is a plain name inside a checkpoint. Raises UnsafePath for anything else."""
+    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST_NAME):
+        raise UnsafePath(
+            f"{file}: {name!r} is not a plain file name inside the checkpoint; refused",
+            file=file,
+            kind="format",
+        )
+    return name
+
+
+@dataclass(slots=True)
+class FileRecord:
+    """One file of the checkpoint: size in bytes, digest (see format/digest.py), rank that wrote it."""
+
+    size: int
+    digest: str
+    writer: int
+
+
+@dataclass(slots=True)
+class ComponentManifest:
+    """One component: who shares it and who wrote it. `tensors` is a count, `size_bytes` that of tensor data.
+
+    group: name of the process group (PER_GROUP); partition: its groups, each a list of ranks; group_keys: the
+    user's names for them, in the same order. trees: ranks whose index holds the plain values.
+    checksum: over the component's plain values and the digests of its files, in order.
+    """
+
+    key: str
+    pattern: str = "GLOBAL"
+    writers: list[int] = field(default_factory=lambda: [0])
+    trees: list[int] = field(default_factory=lambda: [0])
+    replicated_across: list[list[int]] | None = None
+    group: str | None = None
+    partition: list[list[int]] | None = None
+    group_keys: list[str] | None = None
+    size_bytes: int = 0
+    checksum: str = ""
+    files: list[str] = field(default_factory=list)
+    required: bool = True
+    tensors: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CheckpointManifest:
+    """Everything about one checkpoint but its tensors and values. `extra` keeps fields of newer minor versions."""
+
+    checkpoint_id: str
+    step: int
+    run_id: str
+    attempt_id: str
+    sequence: int
+    created: str
+    world_size: int = 1
+    nodes: list[list[int]] = field(default_factory=lambda: [[0]])
+    groups: dict[str, list[list[int]]] = field(default_factory=dict)
+    components: dict[str, ComponentManifest] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_step: int | None = None
+    training_args_hash: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    format_version: str = VERSION
+    extra: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files that the manifest lists (without itself)."""
+        return sum(record.size for record in self.files.values())
+
+    def encode(self) -> bytes:
+        """The manifest file. Sets `digest`. Raises InvalidState for metadata that JSON cannot hold."""
+        document = {**self.extra, "format": FORMAT}
+        for name in self.__slots__:
+            if name not in ("extra", "digest"):
+                document[name] = getattr(self, name)
+        document["components"] = {
+            key: {name: getattr(c, name) for name in c.__slots__ if name != "key"}
+            for key, c in self.components.items()
+        }
+        document["files"] = {name: [f.size, f.digest, f.writer] for name, f in self.files.items()}
+        # Strict JSON has no NaN or infinity, and a metric may well be one.
+        document["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}
+        try:
+            text = json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+            body = text.removesuffix("\n}").encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidState(f"metadata that is not JSON cannot go into a manifest: {error}") from None
+        self.digest = content_digest(body)
+        return body + b',\n "digest": "%s"\n}\n' % self.digest.encode()
+
+    @classmethod
+    def decode(cls, data: bytes, path: str = "") -> CheckpointManifest:
+        """Raises CheckpointCorrupt, UnsafePath (a kind of it) or UnsupportedVersion."""
+        where = f"{path}/{MANIFEST_NAME}" if path else MANIFEST_NAME
+
+        def bad(what: str, kind: str = "format", **facts: Any) -> CheckpointCorrupt:
+            return CheckpointCorrupt(
+                f"{where}: {what}", path=path or None, file=MANIFEST_NAME, kind=kind, **facts
+            )
+
+        tail = _TAIL.search(data[-64:])
+        if tail is None:
+            raise bad(f"not a complete manifest ({len(data)} bytes without a digest at the end)")
+        expected = tail.group(1).decode()
+        body = data[: -len(tail.group(0))]
+        actual = content_digest(body)
+        if actual != expected:
+            raise bad(
+                f"digest is {actual}, the manifest says {expected}",
+                "digest",
+                expected=expected,
+                actual=actual,
+            )
+        try:
+            document = json.loads(body + b"\n}", object_pairs_hook=_unique, parse_constant=_no_constant)
+            if document.pop("format") != FORMAT:
+                raise ValueError(f"format is not {FORMAT!r}")
+            version = document["format_version"]
+            if int(version.split(".")[0]) > int(VERSION.split(".")[0]):
+                raise UnsupportedVersion(
+                    f"{where}: format version {version} is newer than {VERSION}, the newest that this ckptcore reads; "
+                    "install a newer ckptcore", path=path or None, found=version, supported=VERSION)  # fmt: skip
+            manifest = _manifest(document)
+        except _DECODE_ERRORS as error:
+            if isinstance(error, CheckpointCorrupt | UnsupportedVersion):
+                raise
+            raise bad(f"not a valid manifest ({type(error).__name__}: {error})") from None
+        manifest.digest = expected
+        return manifest
+
+
+_DECODE_ERRORS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+    InvalidState,
+)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _typed(value: Any, *kinds: type) -> Any:
+    # bool is an int to isinstance, and never what is meant here.
+    if type(value) not in kinds:
+        raise TypeError(f"{value!r} is not {' or '.join(k.__name__ for k in kinds)}")
+    return value
+
+
+def _ranks(value: Any) -> list[int]:
+    return [_count(rank) for rank in _typed(value, list)]
+
+
+def _partition(value: Any) -> list[list[int]]:
+    return [_ranks(group) for group in _typed(value, list)]
+
+
+def _count(value: Any) -> int:
+    if _typed(value, int) < 0:
+        raise ValueError(f"{value} is negative")
+    return int(value)
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return {key: _typed(text, str) for key, text in _typed(value, dict).items()}
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    found = {}
+    for key, number in _typed(value, dict).items():
+        if isinstance(number, str) and number not in ("nan", "inf", "-inf"):
+            raise ValueError(f"{number!r} is not a number")
+        found[key] = float(_typed(number, int, float, str))
+    return found
+
+
+def _optional(check: Any) -> Any:
+    return lambda value: None if value is None else check(value)
+
+
+def _file(value: Any) -> FileRecord:
+    size, digest, writer = _typed(value, list)
+    return FileRecord(_count(size), _typed(digest, str), _count(writer))
+
+
+def _string(value: Any) -> str:
+    return str(_typed(value, str))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return dict(_typed(value, dict))
+
+
+def _boolean(value: Any) -> bool:
+    return bool(_typed(value, bool))
+
+
+_COMPONENT = {
+    "pattern": _string, "writers": _ranks, "trees": _ranks, "replicated_across": _optional(_partition),
+    "group": _optional(_string), "partition": _optional(_partition),
+    "group_keys": _optional(lambda v: [_string(k) for k in _typed(v, list)]),
+    "size_bytes": _count, "checksum": _string, "files": lambda v: [check_file_name(n) for n in _typed(v, list)],
+    "required": _boolean, "tensors": _count, "metadata": _mapping,
+}  # fmt: skip
+
+
+def _component(key: str, value: dict[str, Any]) -> ComponentManifest:
+    return ComponentManifest(key, **{name: check(value[name]) for name, check in _COMPONENT.items()})
+
+
+_MANIFEST = {
+    "checkpoint_id": _string, "step": _count, "run_id": _string, "attempt_id": _string, "sequence": _count,
+    "created": _string, "world_size": _count, "nodes": _partition,
+    "groups": lambda v: {k: _partition(p) for k, p in _mapping(v).items()},
+    "components": lambda v: {k: _component(k, c) for k, c in _mapping(v).items()},
+    "files": lambda v: {check_file_name(n): _file(f) for n, f in _mapping(v).items()},
+    "metrics": _numbers, "metrics_step": _optional(_count), "training_args_hash": _optional(_string),
+    "versions": _texts, "environment": _texts, "timings": _numbers, "metadata": _mapping, "format_version": _string,
+}  # fmt: skip
+
+
+def _manifest(document: dict[str, Any]) -> CheckpointManifest:
+    known = {name: check(document.pop(name)) for name, check in _MANIFEST.items()}
+    manifest = CheckpointManifest(**known, extra=document)
+    for component in manifest.components.values():
+        if unlisted := [name for name in component.files if name not in manifest.files]:
+            raise ValueError(f"component {component.key!r} names files that are not listed: {unlisted}")
+    return manifest

@@ -1,0 +1,154 @@
+"""Tensor files: the safetensors header and byte layout.
+
+A file is 8 bytes (header length, little-endian), the JSON header, and the tensors' bytes back to back in C order.
+Tensors are ordered by (item size descending, name): stock readers demand data without holes and aligned to the item
+size, and this order gives both for any shapes. The header is padded with spaces to a multiple of 4096 bytes, so that
+the data of large files can be mapped and written in whole pages. Source: the safetensors format description.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..errors import CheckpointCorrupt
+
+__all__ = ["DTYPES", "HEADER_LIMIT", "DType", "StoredTensor", "lay_out", "parse_header", "tensor_nbytes"]
+
+HEADER_LIMIT = 100_000_000  # stock readers refuse more
+ALIGNMENT = 4096
+METADATA = {"format": "pt"}  # Hugging Face refuses weight files without it
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One dtype: its name in indexes, bytes per item, and whether safetensors files know it by that name.
+
+    Other dtypes are stored as `U8` with the item size as an extra last dimension.
+    """
+
+    name: str
+    itemsize: int
+    native: bool
+
+
+def _table() -> dict[str, DType]:
+    native = {
+        1: "BOOL U8 I8 F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ",
+        2: "U16 I16 F16 BF16",
+        4: "U32 I32 F32",
+        8: "U64 I64 F64 C64",
+    }
+    # Named as torch names them. No stock reader knows these, or not under one agreed name.
+    other = {1: "float8_e8m0fnu float4_e2m1fn_x2 bits8", 2: "bits16", 4: "complex32", 16: "complex128"}
+    small = " ".join(f"int{n} uint{n}" for n in range(1, 8))
+    other[1] = f"{other[1]} {small} bits1x8 bits2x4 bits4x2"
+    table = {n: DType(n, size, True) for size, names in native.items() for n in names.split()}
+    table |= {n: DType(n, size, False) for size, names in other.items() for n in names.split()}
+    return table
+
+
+DTYPES: dict[str, DType] = _table()
+
+
+def tensor_nbytes(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a dense tensor in C order."""
+    return DTYPES[dtype].itemsize * prod(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in a file: `start` counts from the beginning of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[StoredTensor]]:
+    """Header bytes, and the tensors in file order, for (name, dtype, shape) triples in any order.
+
+    Raises ValueError when two names are equal or the header would be larger than stock readers accept.
+    """
+    ordered = sorted(tensors, key=lambda t: (-DTYPES[t[1]].itemsize if DTYPES[t[1]].native else -1, t[0]))
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    placed: list[tuple[str, str, tuple[int, ...], int, int]] = []
+    at = 0
+    for name, dtype, shape in ordered:
+        if name in header:
+            raise ValueError(f"two tensors of one file are named {name!r}")
+        kind = DTYPES[dtype]
+        nbytes = tensor_nbytes(dtype, shape)
+        stored_shape = [*shape] if kind.native else [*shape, kind.itemsize]
+        stored_dtype = dtype if kind.native else "U8"
+        header[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": [at, at + nbytes]}
+        placed.append((name, dtype, shape, at, nbytes))
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > HEADER_LIMIT:
+        raise ValueError(
+            f"a header of {len(text):,} bytes is larger than the {HEADER_LIMIT:,} that readers accept"
+        )
+    head = len(text).to_bytes(8, "little") + text
+    return head, [StoredTensor(n, d, s, len(head) + a, b) for n, d, s, a, b in placed]
+
+
+def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTensor]:
+    """The tensors of a safetensors file, in file order, from its first bytes (length field and header).
+
+    Checks what stock readers check: sizes that match dtype and shape, data without holes or overlaps that ends
+    with the file. Dtypes are as the file names them. Raises CheckpointCorrupt.
+    """
+
+    def bad(what: str) -> CheckpointCorrupt:
+        return CheckpointCorrupt(f"{file or 'tensor file'}: {what}", file=file or None, kind="header")
+
+    if len(head) < 8:
+        raise bad(f"{len(head)} bytes are too short for a safetensors file")
+    length = int.from_bytes(head[:8], "little")
+    if length > HEADER_LIMIT or 8 + length > min(len(head), file_size):
+        raise bad(f"header length {length} does not fit the file of {file_size} bytes")
+    try:
+        header = json.loads(head[8 : 8 + length], object_pairs_hook=_unique)
+        header.pop("__metadata__", None)
+        found = [
+            StoredTensor(str(name), e["dtype"], tuple(e["shape"]), 8 + length + e["data_offsets"][0],
+                         e["data_offsets"][1] - e["data_offsets"][0])
+            for name, e in header.items()
+        ]  # fmt: skip
+        found.sort(key=lambda t: (t.start, t.nbytes))
+        at = 8 + length
+        for t in found:
+            if not all(type(n) is int and n >= 0 for n in (*t.shape, t.start, t.nbytes)):
+                raise bad(f"tensor {t.name!r} has a shape or place that is not made of whole numbers")
+            if t.start != at or t.nbytes != tensor_nbytes(t.dtype, t.shape):
+                raise bad(f"tensor {t.name!r} is not where, or not as long as, its dtype and shape say")
+            at += t.nbytes
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        if isinstance(error, CheckpointCorrupt):
+            raise
+        raise bad(f"header is not that of a safetensors file ({type(error).__name__}: {error})") from None
+    if at != file_size:
+        raise bad(f"data end at byte {at}, the file at {file_size}")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice")
+    return result

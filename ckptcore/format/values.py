@@ -1,0 +1,383 @@
+"""Codecs of plain values: every leaf keeps its exact type, and nothing is ever executed or imported to read one.
+
+Values are msgpack. What msgpack has a type for is stored as that (None, bool, int of 64 bits, float, str, bytes,
+list, dict with str keys); everything else is an extension whose payload is msgpack again. Tensors are not values:
+a `leaf` function replaces them with `TensorRef(number)` on the way in and back again on the way out.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import pathlib
+import struct
+import sys
+import zoneinfo
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from typing import Any, TypeVar
+from uuid import UUID
+
+import msgpack
+
+from ..errors import CheckpointCorrupt, UnsupportedValue
+
+__all__ = ["MAX_DEPTH", "Opaque", "TensorRef", "decode", "encode", "join_path", "register_codec"]
+
+MAX_DEPTH = 200
+
+# Extension codes of format version 1. Never reuse a number.
+BIG_INT, TUPLE, DICT, SET, FROZENSET, COMPLEX, TIME, PATH, NUMPY_SCALAR, NUMPY_ARRAY, REGISTERED, TENSOR = (
+    range(1, 13)
+)
+
+Leaf = Callable[[tuple[Any, ...], Any], "TensorRef | None"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stands for the tensor number `index` of its component; `numpy`: it was a numpy array in the live state."""
+
+    index: int
+    numpy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value whose codec is not registered in this process (only when reading leniently, as `ckpt` does)."""
+
+    codec: str
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    cls: type
+    name: str
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+_by_type: dict[type, _Codec] = {}
+_by_name: dict[str, _Codec] = {}
+
+
+def register_codec(
+    cls: type[T],
+    encode: Callable[[T], Any] | None = None,
+    decode: Callable[[Any], T] | None = None,
+    *,
+    name: str | None = None,
+) -> None:
+    """Teach checkpoints to hold values of exactly the type `cls`.
+
+    `encode` turns a value into plain ones (tensors inside are fine), `decode` turns them back. An Enum needs
+    neither: its members are stored by name. `name` is what the file says, by default module and qualified name;
+    keep it when you move the class. The same call must have been made in the process that loads.
+    Raises ValueError when the name is taken by another class, TypeError when functions are missing.
+    """
+    if issubclass(cls, Enum):
+        encode = encode or (lambda member: member.name)
+        decode = decode or (lambda member_name: cls[member_name])
+    if encode is None or decode is None:
+        raise TypeError(f"register_codec({cls.__qualname__}) needs encode= and decode=")
+    name = name or f"{cls.__module__}.{cls.__qualname__}"
+    taken = _by_name.get(name)
+    if taken is not None and (taken.cls.__module__, taken.cls.__qualname__) != (
+        cls.__module__,
+        cls.__qualname__,
+    ):
+        raise ValueError(f"codec name {name!r} is taken by {taken.cls!r}")
+    _by_type[cls] = _by_name[name] = _Codec(cls, name, encode, decode)
+
+
+register_codec(OrderedDict, lambda d: [list(pair) for pair in d.items()], lambda p: OrderedDict((k, v) for k, v in p),
+               name="OrderedDict")  # fmt: skip
+register_codec(Counter, lambda c: dict(c), lambda p: Counter(p), name="Counter")
+register_codec(deque, lambda d: [list(d), d.maxlen], lambda p: deque(p[0], p[1]), name="deque")
+register_codec(bytearray, bytes, bytearray, name="bytearray")
+register_codec(range, lambda r: [r.start, r.stop, r.step], lambda p: range(*p), name="range")
+register_codec(slice, lambda s: [s.start, s.stop, s.step], lambda p: slice(*p), name="slice")
+register_codec(Decimal, str, Decimal, name="Decimal")
+register_codec(Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*p), name="Fraction")
+register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=p), name="UUID")
+
+
+def join_path(path: tuple[Any, ...]) -> str:
+    """The name of a leaf: its path joined with `/`, each part escaped as in JSON Pointer (RFC 6901).
+
+    A part that is no str is written as its repr; where a str key of the same dict has that text too, `~2` and the
+    type follow, so names stay distinct. Lone surrogates, which no UTF-8 file can hold, become backslash escapes.
+    """
+    parts = []
+    for part in path:
+        text = part if isinstance(part, str) else repr(part)
+        parts.append(text.replace("~", "~0").replace("/", "~1") if not isinstance(part, _Twin) else text)
+    return "/".join(parts).encode("utf-8", "backslashreplace").decode()
+
+
+class _Twin:
+    """A dict key that is no str and whose text a str key of the same dict has too: {0: a, "0": b}."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"{self.key!r}".replace("~", "~0").replace("/", "~1") + f"~2{type(self.key).__name__}"
+
+
+def encode(value: Any, leaf: Leaf | None = None, *, component: str = "") -> bytes:
+    """Bytes of `value`. `leaf(path, x)` is asked first about every x that is not plain; None means "not mine".
+
+    Raises UnsupportedValue, naming component, path and type, for what cannot be stored.
+    """
+    return _Encoder(leaf, component).bytes_of(value, (), 0)
+
+
+def decode(
+    data: bytes, leaf: Callable[[TensorRef], Any] | None = None, *, lenient: bool = False, file: str = ""
+) -> Any:
+    """The value that `encode` was given. `leaf(ref)` supplies tensors. Raises CheckpointCorrupt.
+
+    lenient: values of unregistered codecs become `Opaque` instead of an error.
+    """
+    decoder = _Decoder(leaf, lenient)
+    try:
+        return decoder.value_of(data)
+    except _DECODE_ERRORS as error:
+        if isinstance(error, CheckpointCorrupt):
+            raise
+        what = f"{file or 'index'}: stored values cannot be read ({error})"
+        raise CheckpointCorrupt(what, file=file or None, kind="format") from None
+
+
+_DECODE_ERRORS = (
+    ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, ArithmeticError, RecursionError,
+    MemoryError, struct.error, msgpack.UnpackException,
+)  # fmt: skip
+
+_INT64 = range(-(2**63), 2**64)
+_PLAIN = frozenset({type(None), bool, float, bytes})
+_PATHS = {cls.__name__: cls for cls in
+          (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)}  # fmt: skip
+
+
+class _Encoder:
+    def __init__(self, leaf: Leaf | None, component: str) -> None:
+        self.leaf = leaf
+        self.component = component
+
+    def refuse(self, path: tuple[Any, ...], value: Any, why: str) -> UnsupportedValue:
+        key = join_path(path)
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        where = f"component {self.component!r}, key {key!r}" if self.component else f"key {key!r}"
+        return UnsupportedValue(f"{where}: {why}", component=self.component or None, key=key, type_name=kind)
+
+    def bytes_of(self, value: Any, path: tuple[Any, ...], depth: int) -> bytes:
+        return self.pack_wire(self.wire(value, path, depth), path, value)
+
+    def ext(self, code: int, payload: Any, path: tuple[Any, ...], depth: int) -> msgpack.ExtType:
+        return msgpack.ExtType(code, self.bytes_of(payload, path, depth + 1))
+
+    def wire(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
+        kind = type(value)
+        if kind in _PLAIN or kind is str:
+            return value
+        if kind is int:
+            if value in _INT64:
+                return value
+            size = value.bit_length() // 8 + 1
+            return msgpack.ExtType(BIG_INT, value.to_bytes(size, "big", signed=True))
+        if depth > MAX_DEPTH:
+            raise self.refuse(path, value, f"nested deeper than {MAX_DEPTH} levels (or contains itself)")
+        if kind is list:
+            return [self.wire(item, (*path, i), depth + 1) for i, item in enumerate(value)]
+        if kind is dict:
+            return self.wire_dict(value, path, depth)
+        if kind is tuple:
+            items = [self.wire(item, (*path, i), depth + 1) for i, item in enumerate(value)]
+            return msgpack.ExtType(TUPLE, self.pack_wire(items, path, value))
+        if self.leaf is not None and (ref := self.leaf(path, value)) is not None:
+            return msgpack.ExtType(TENSOR, msgpack.packb([ref.index, ref.numpy]))
+        return self.wire_other(value, path, depth)
+
+    def pack_wire(self, wire: Any, path: tuple[Any, ...], value: Any) -> bytes:
+        try:
+            return bytes(msgpack.packb(wire, use_bin_type=True, unicode_errors="surrogatepass"))
+        except (ValueError, OverflowError) as error:
+            raise self.refuse(path, value, f"cannot be stored ({error})") from None
+
+    def wire_dict(self, value: dict[Any, Any], path: tuple[Any, ...], depth: int) -> Any:
+        if all(type(key) is str for key in value):
+            return {key: self.wire(item, (*path, key), depth + 1) for key, item in value.items()}
+        texts = {key for key in value if type(key) is str}
+        pairs = []
+        for key, item in value.items():
+            step = _Twin(key) if type(key) is not str and repr(key) in texts else key
+            pairs.append(
+                [self.wire(key, (*path, step), depth + 1), self.wire(item, (*path, step), depth + 1)]
+            )
+        return msgpack.ExtType(DICT, self.pack_wire(pairs, path, value))
+
+    def wire_other(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
+        kind = type(value)
+        if kind in (set, frozenset):
+            # In the order of their bytes: equal sets give equal files whatever the hash seed.
+            items = sorted(self.bytes_of(item, path, depth + 1) for item in value)
+            return msgpack.ExtType(SET if kind is set else FROZENSET, msgpack.packb(items))
+        if kind is complex:
+            return msgpack.ExtType(COMPLEX, struct.pack(">dd", value.real, value.imag))
+        if kind in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone, zoneinfo.ZoneInfo):
+            return self.ext(TIME, self.time_payload(value, path), path, depth)
+        if kind.__name__ in _PATHS and isinstance(value, pathlib.PurePath):
+            return self.ext(PATH, [kind.__name__, str(value)], path, depth)
+        # Where numpy was not imported, nothing can be a numpy value; readers start faster without it.
+        np = sys.modules.get("numpy")
+        if np is not None and kind.__module__ == "numpy" and isinstance(value, np.generic | np.ndarray):
+            dtype = self.numpy_dtype(value, path)
+            raw = value.tobytes() if value.dtype.itemsize else b""
+            if kind is np.ndarray:
+                return self.ext(NUMPY_ARRAY, [dtype, list(value.shape), raw], path, depth)
+            return self.ext(NUMPY_SCALAR, [dtype, raw], path, depth)
+        codec = _by_type.get(kind)
+        if codec is None:
+            raise self.refuse(path, value, f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
+                              "store plain values or tensors instead, or call ckptcore.register_codec for the type")  # fmt: skip
+        return self.ext(REGISTERED, [codec.name, codec.encode(value)], path, depth)
+
+    def numpy_dtype(self, value: Any, path: tuple[Any, ...]) -> str:
+        if value.dtype.hasobject or value.dtype.names is not None:
+            raise self.refuse(
+                path, value, f"numpy dtype {value.dtype} cannot be stored (objects or named fields)"
+            )
+        return str(value.dtype.str)
+
+    def time_payload(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
+        if isinstance(value, dt.timedelta):
+            return ["timedelta", value.days, value.seconds, value.microseconds]
+        if isinstance(value, zoneinfo.ZoneInfo):
+            if value.key is None:
+                raise self.refuse(path, value, "a ZoneInfo without a key cannot be stored")
+            return ["zone", value.key]
+        if isinstance(value, dt.timezone):
+            offset = value.utcoffset(None)
+            return ["timezone", offset.days, offset.seconds, offset.microseconds, value.tzname(None)]
+        if isinstance(value, dt.datetime | dt.time):
+            zone = value.tzinfo
+            if zone is not None and type(zone) not in (dt.timezone, zoneinfo.ZoneInfo):
+                raise self.refuse(
+                    path, value, f"time zone of type {type(zone).__qualname__} cannot be stored"
+                )
+            zone_payload = None if zone is None else self.time_payload(zone, path)
+            return [type(value).__name__, value.replace(tzinfo=None).isoformat(), value.fold, zone_payload]
+        return ["date", value.isoformat()]
+
+
+class _Decoder:
+    def __init__(self, leaf: Callable[[TensorRef], Any] | None, lenient: bool) -> None:
+        self.leaf = leaf
+        self.lenient = lenient
+        self.depth = 0
+
+    def value_of(self, data: bytes) -> Any:
+        # Lengths are bounded by the size of the data itself (msgpack's own rule for complete buffers).
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, unicode_errors="surrogatepass",
+                               ext_hook=self.ext, object_pairs_hook=self.mapping)  # fmt: skip
+
+    def mapping(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a key appears twice")
+        return result
+
+    def ext(self, code: int, data: bytes) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH + 1:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+        try:
+            return self.ext_value(code, data)
+        finally:
+            self.depth -= 1
+
+    def ext_value(self, code: int, data: bytes) -> Any:
+        if code == BIG_INT:
+            return int.from_bytes(data, "big", signed=True)
+        if code == TUPLE:
+            return tuple(self.value_of(data))
+        if code == DICT:
+            return self.mapping([(key, item) for key, item in self.value_of(data)])
+        if code in (SET, FROZENSET):
+            items = [self.value_of(item) for item in self.value_of(data)]
+            return set(items) if code == SET else frozenset(items)
+        if code == COMPLEX:
+            return complex(*struct.unpack(">dd", data))
+        if code == TIME:
+            return self.time(self.value_of(data))
+        if code == PATH:
+            kind, text = self.value_of(data)
+            # A path of another system stays readable as its pure kind.
+            native = _PATHS[kind]
+            pure = (
+                native
+                if kind.startswith("Pure") or kind == type(pathlib.Path()).__name__
+                else native.__bases__[-1]
+            )
+            return pure(text)
+        if code == NUMPY_SCALAR:
+            dtype, raw = self.value_of(data)
+            return _array(dtype, [], raw)[()]
+        if code == NUMPY_ARRAY:
+            return _array(*self.value_of(data))
+        if code == TENSOR:
+            index, is_numpy = self.value_of(data)
+            if type(index) is not int or type(is_numpy) is not bool:
+                raise ValueError("a tensor reference is malformed")
+            ref = TensorRef(index, is_numpy)
+            return ref if self.leaf is None else self.leaf(ref)
+        if code == REGISTERED:
+            name, payload = self.value_of(data)
+            codec = _by_name.get(name)
+            if codec is not None:
+                return codec.decode(payload)
+            if self.lenient:
+                return Opaque(name, payload)
+            raise ValueError(
+                f"no codec named {name!r} is registered; call ckptcore.register_codec before loading"
+            )
+        raise ValueError(f"unknown kind of value {code}")
+
+    def time(self, payload: list[Any]) -> Any:
+        kind, *rest = payload
+        if kind == "timedelta":
+            return dt.timedelta(days=rest[0], seconds=rest[1], microseconds=rest[2])
+        if kind == "zone":
+            return zoneinfo.ZoneInfo(rest[0])
+        if kind == "timezone":
+            offset = dt.timedelta(days=rest[0], seconds=rest[1], microseconds=rest[2])
+            plain = dt.timezone(offset)
+            return plain if plain.tzname(None) == rest[3] else dt.timezone(offset, rest[3])
+        if kind == "date":
+            return dt.date.fromisoformat(rest[0])
+        cls = {"datetime": dt.datetime, "time": dt.time}[kind]
+        zone = None if rest[2] is None else self.time(rest[2])
+        return cls.fromisoformat(rest[0]).replace(fold=rest[1], tzinfo=zone)
+
+
+def _array(dtype: str, shape: list[int], raw: bytes) -> Any:
+    import numpy as np
+
+    kind = np.dtype(dtype)
+    if kind.hasobject or kind.names is not None or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"numpy dtype {dtype!r} or shape {shape!r} is not one that is ever stored")
+    count = 1
+    for n in shape:
+        count *= n
+    if count * kind.itemsize != len(raw):
+        raise ValueError(f"{len(raw)} bytes do not hold {count} items of {dtype}")
+    if kind.itemsize == 0:
+        return np.zeros(shape, kind)
+    return np.frombuffer(bytearray(raw), kind).reshape(shape)

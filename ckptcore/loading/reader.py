@@ -1,0 +1,191 @@
+"""Verified parallel reads: each byte is read once, straight into its destination, and hashed while it is warm."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from ..errors import CheckpointCorrupt, StorageError
+from ..format.digest import CHUNK_BYTES, chunk_digest, content_hash
+from ..format.index import FileEntry, TensorEntry
+from ..root import join
+from ..storage.base import FileReader, Storage
+
+__all__ = ["Target", "TensorRead", "check_header", "open_member", "read_tensors"]
+
+STEP_BYTES = 1 << 20  # read and hashed at a time, so that the hash finds the bytes in the processor's cache
+BATCH_PARTS = 512
+
+
+class Target(Protocol):
+    """Where the bytes of one tensor go, in C order."""
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        """The memory itself; None when it is not contiguous host memory."""
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Store `data` from byte `start` on; used where `view` gives None."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRead:
+    """All bytes of `entry`; target None: read and verify only."""
+
+    component: str
+    entry: TensorEntry
+    target: Target | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.component}/{self.entry.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    read: TensorRead
+    chunk: int
+
+
+def read_tensors(
+    storage: Storage,
+    folder: str,
+    reads: Sequence[TensorRead],
+    io_threads: int,
+    on_corrupt: Callable[[CheckpointCorrupt], None] | None = None,
+) -> None:
+    """Do all `reads`. The first damage raises CheckpointCorrupt (file, tensor, digests), unless `on_corrupt` takes
+    each. Memory beyond the targets is bounded by `io_threads` x 8 MiB. Raises StorageError."""
+    files: dict[str, list[TensorRead]] = {}
+    for read in reads:
+        if read.entry.file is not None and read.entry.nbytes:
+            files.setdefault(read.entry.file, []).append(read)
+    if not files:
+        return
+    stop = threading.Event()
+    scratch = threading.local()
+
+    def run(reader: FileReader, file: str, parts: list[_Part]) -> None:
+        if not stop.is_set():
+            for error in _read_batch(reader, file, storage.at(join(folder, file)), parts, scratch):
+                if on_corrupt is None:
+                    raise error
+                on_corrupt(error)
+
+    readers: list[FileReader] = []
+    pool = ThreadPoolExecutor(io_threads, "ckptcore-read")
+    try:
+        futures = []
+        for file, wanted in files.items():
+            reader = storage.open(join(folder, file))
+            readers.append(reader)
+            futures += [pool.submit(run, reader, file, batch) for batch in _batches(wanted)]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        for reader in readers:
+            reader.close()
+
+
+def _batches(reads: list[TensorRead]) -> Iterator[list[_Part]]:
+    """Chunks that lie next to each other in the file, up to CHUNK_BYTES together."""
+    batch: list[_Part] = []
+    size, end = 0, -1
+    for read in sorted(reads, key=lambda r: r.entry.start):
+        for number in range(len(read.entry.digests) // 8):
+            start, length, _ = read.entry.chunk(number)
+            if batch and (start != end or size + length > CHUNK_BYTES or len(batch) == BATCH_PARTS):
+                yield batch
+                batch, size = [], 0
+            batch.append(_Part(read, number))
+            size += length
+            end = start + length
+    if batch:
+        yield batch
+
+
+def _read_batch(
+    reader: FileReader, file: str, where: str, parts: list[_Part], scratch: threading.local
+) -> Iterator[CheckpointCorrupt]:
+    """Read, verify and deliver one batch; yields what is damaged."""
+    places = [part.read.entry.chunk(part.chunk) for part in parts]
+    first = places[0][0]
+    total = sum(length for _, length, _ in places)
+    if not hasattr(scratch, "memory"):
+        scratch.memory = memoryview(bytearray(CHUNK_BYTES))
+    buffers: list[memoryview] = []
+    direct: list[bool] = []
+    at = 0
+    for part, (_, length, _) in zip(parts, places, strict=True):
+        start = part.chunk * CHUNK_BYTES
+        view = part.read.target.view(start, start + length) if part.read.target is not None else None
+        direct.append(view is not None)
+        buffers.append(scratch.memory[at : at + length] if view is None else view)
+        at += length
+    if first + total > reader.size:
+        raise CheckpointCorrupt(
+            f"{where} ends at byte {reader.size}; tensor {parts[-1].read.name!r} needs bytes up to {first + total}",
+            file=file, kind="size", tensor=parts[-1].read.name, expected=first + total, actual=reader.size)  # fmt: skip
+    if len(parts) == 1:
+        digests = [_read_hashing(reader, first, buffers[0])]
+    else:
+        reader.read_into(first, buffers)
+        digests = [chunk_digest(buffer) for buffer in buffers]
+    for part, place, buffer, in_place, digest in zip(parts, places, buffers, direct, digests, strict=True):
+        if digest != place[2]:
+            yield CheckpointCorrupt(
+                f"{where}: tensor {part.read.name!r} is damaged: bytes {place[0]} to {place[0] + place[1]} have digest "
+                f"{digest.hex()}, {place[2].hex()} was saved",
+                file=file, kind="digest", tensor=part.read.name, expected=place[2].hex(), actual=digest.hex())  # fmt: skip
+        elif not in_place and part.read.target is not None:
+            part.read.target.put(part.chunk * CHUNK_BYTES, buffer)
+
+
+def _read_hashing(reader: FileReader, offset: int, buffer: memoryview) -> bytes:
+    state = xxhash.xxh3_64()
+    for at in range(0, len(buffer), STEP_BYTES):
+        step = buffer[at : at + STEP_BYTES]
+        reader.read_into(offset + at, [step])
+        state.update(step)
+    return state.digest()
+
+
+def open_member(storage: Storage, folder: str, file: str, size: int) -> FileReader:
+    """Open a file that must be there with `size` bytes. CheckpointCorrupt when it is not, StorageError."""
+    where = storage.at(join(folder, file))
+    try:
+        reader = storage.open(join(folder, file))
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL):
+            raise
+        what = "is missing" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "is not a file"
+        raise CheckpointCorrupt(
+            f"{where} {what}", path=storage.at(folder), file=file, kind="missing", expected=size
+        ) from None
+    if reader.size != size:
+        reader.close()
+        raise CheckpointCorrupt(
+            f"{where} has {reader.size} bytes, {size} were saved",
+            path=storage.at(folder), file=file, kind="size", expected=size, actual=reader.size)  # fmt: skip
+    return reader
+
+
+def check_header(storage: Storage, folder: str, file: str, known: FileEntry) -> None:
+    """Raises CheckpointCorrupt when a tensor file is missing, or its size or header is not what was saved."""
+    with open_member(storage, folder, file, known.size) as reader:
+        head = bytearray(known.header_size)
+        reader.read_into(0, [memoryview(head)])
+    actual = content_hash(head)
+    if actual != known.header_digest:
+        raise CheckpointCorrupt(
+            f"{storage.at(join(folder, file))}: the header is damaged: digest {actual.hex()}, "
+            f"{known.header_digest.hex()} was saved", path=storage.at(folder), file=file, kind="header",
+            expected=known.header_digest.hex(), actual=actual.hex())  # fmt: skip

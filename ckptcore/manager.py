@@ -1,0 +1,263 @@
+"""The run: names, the newest checkpoint, restoring past damaged ones, retention."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import secrets
+import warnings
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from .coordinator import CheckpointCoordinator, SaveRequest, default_io_threads
+from .errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    CheckpointWarning,
+    InvalidState,
+    NoUsableCheckpoint,
+    StorageError,
+    UnsupportedVersion,
+)
+from .loading.apply import LoadReport
+from .loading.view import CheckpointView, Problem
+from .ranks.communicator import Communicator, SingleProcess
+from .retention import RetentionPolicy
+from .root import CheckpointInfo, checkpoint_name, committed, delete_checkpoint, newest_run, scan, sweep
+from .storage.base import Storage, open_storage
+
+__all__ = ["CheckpointManager"]
+
+log = logging.getLogger("ckptcore")
+
+
+class CheckpointManager:
+    """Saves and restores one training run in one root.
+
+    root: a local path, an fsspec URL, or a Storage; run_id: name of the run, by default that of the checkpoint restored, or a new
+    one. keep: which checkpoints stay after a save (default: all). Use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Storage,
+        *,
+        keep: RetentionPolicy | None = None,
+        comm: Communicator | None = None,
+        process_groups: Mapping[str, Any] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        io_threads: int | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        self.storage = open_storage(root, storage_options)
+        self.keep = keep
+        self.comm = comm or SingleProcess()
+        self.process_groups = dict(process_groups or {})
+        self.io_threads = io_threads or default_io_threads()
+        self._run_id = run_id
+        self._found_damaged: set[str] = set()
+
+    @property
+    def root(self) -> str:
+        return self.storage.url
+
+    @property
+    def run_id(self) -> str:
+        """The run that new checkpoints belong to."""
+        if self._run_id is None:
+            self._run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+        return self._run_id
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is pending after a synchronous save; here for symmetry with asynchronous ones."""
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        training_args_hash: str | None = None,
+    ) -> CheckpointInfo:
+        """Write the checkpoint of `step`; when this returns it is committed and survives a crash.
+
+        metrics: numbers measured at this step (0-d tensors are fine). metadata: anything that JSON holds.
+        Raises CheckpointExists, UnsupportedValue, InvalidState, StorageError, NoSpace; earlier checkpoints stay.
+        """
+        name = checkpoint_name(_checked_step(step))
+        request = SaveRequest(
+            step, self.run_id, _numbers(metrics or {}), dict(metadata or {}), training_args_hash,
+            overwrite or name in self._found_damaged,
+        )  # fmt: skip
+        info = self._coordinator(state).save(self.storage, name, request)
+        self._found_damaged.discard(name)
+        self._clean_up(info)
+        return info
+
+    def load(
+        self,
+        state: Any,
+        step: int | str = "latest",
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        transactional: bool = False,
+    ) -> LoadReport:
+        """Restore `state` from one checkpoint: "latest", a step of this root, or a path or URL of a checkpoint.
+
+        Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch, StorageError.
+        """
+        coordinator = self._coordinator(state)
+        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
+        if isinstance(step, str) and step != "latest":
+            return coordinator.load(open_storage(step), "", **how)
+        info = self._find(step)
+        report = coordinator.load(self.storage, info.name, **how)
+        self._adopt(info)
+        return report
+
+    def restore(
+        self,
+        state: Any,
+        which: int | str = "auto",
+        *,
+        fresh_ok: bool = False,
+        strict: bool = True,
+        cast: bool = False,
+        transactional: bool = False,
+    ) -> LoadReport:
+        """Restore where a run left off. "auto": the newest checkpoint that verifies, else a fresh start.
+
+        Damaged or unfinished ones are skipped with one CheckpointWarning. A root without any checkpoint starts fresh
+        (`report.fresh`); one with only unusable ones raises NoUsableCheckpoint, unless `fresh_ok`. Other values of
+        `which` are those of `load`. Raises what `load` raises, but never CheckpointCorrupt for "auto".
+        """
+        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
+        if which != "auto":
+            return self.load(state, which, **how)
+        coordinator = self._coordinator(state)
+        infos = scan(self.storage)
+        run = self._run_id or newest_run(infos)
+        skipped: dict[str, str] = {}
+        for info in reversed(infos):
+            if info.status == "partial" or (run is not None and info.run_id not in (None, run)):
+                continue
+            reason = info.reason or info.status
+            if info.status == "committed":
+                try:
+                    report = coordinator.load(self.storage, info.name, **how)
+                except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
+                    if isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.ENOENT):
+                        raise
+                    reason = str(error)
+                else:
+                    report.skipped = skipped
+                    self._adopt(info)
+                    self._warn_skipped(skipped, f"restored {info.name} (step {info.step})")
+                    return report
+            skipped[info.name] = reason
+            self._found_damaged.add(info.name)
+        if skipped and not fresh_ok:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+            raise NoUsableCheckpoint(
+                f"{self.root} holds no checkpoint that can be restored: {listed}; repair or remove them, or pass fresh_ok=True "
+                "to start again", path=self.root, reasons=skipped)  # fmt: skip
+        self._warn_skipped(skipped, "starting fresh")
+        log.info("%s holds no checkpoint of this run: starting fresh", self.root)
+        return LoadReport(fresh=True, skipped=skipped)
+
+    def list(self) -> list[CheckpointInfo]:
+        """The committed checkpoints of this run, oldest first; of the run that committed last if none is known yet."""
+        infos = scan(self.storage)
+        return committed(infos, self._run_id or newest_run(infos))
+
+    def latest(self) -> CheckpointInfo | None:
+        """The newest committed checkpoint of this run, by (step, commit sequence)."""
+        return next(reversed(self.list()), None)
+
+    def verify(self, step: int | str = "latest") -> list[Problem]:
+        """Read and check every byte of a checkpoint. Empty when all is well. Raises CheckpointNotFound."""
+        return CheckpointView(self.storage, self._find(step).name).verify(self.io_threads)
+
+    def delete(self, step: int) -> None:
+        """Remove the checkpoint of `step`. Raises CheckpointNotFound, StorageError."""
+        delete_checkpoint(self.storage, self._find(step).name)
+
+    def _coordinator(self, state: Any) -> CheckpointCoordinator:
+        return CheckpointCoordinator(state, self.process_groups, comm=self.comm, io_threads=self.io_threads)
+
+    def _find(self, step: int | str) -> CheckpointInfo:
+        infos = self.list()
+        matching = infos[-1:] if step == "latest" else [i for i in infos if i.step == step]
+        if not matching and step != "latest":
+            # A step that only another run of this root has, or that is there and damaged: say so when it is opened.
+            matching = [i for i in scan(self.storage) if i.step == step and i.status != "partial"]
+        if not matching:
+            steps = [i.step for i in infos if i.step is not None]
+            what = "no checkpoint yet" if step == "latest" else f"no checkpoint of step {step}"
+            raise CheckpointNotFound(
+                f"{self.root} has {what}; steps there: {', '.join(map(str, steps)) or 'none'}",
+                path=self.root, step=step if isinstance(step, int) else None, available=steps)  # fmt: skip
+        return matching[-1]
+
+    def _adopt(self, info: CheckpointInfo) -> None:
+        if self._run_id is None:
+            self._run_id = info.run_id
+
+    def _warn_skipped(self, skipped: dict[str, str], outcome: str) -> None:
+        if skipped:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+            warnings.warn(f"{self.root}: {outcome}; skipped {listed}", CheckpointWarning, stacklevel=3)
+
+    def _clean_up(self, saved: CheckpointInfo) -> None:
+        """Retention and sweeping, after a commit only. What fails is a warning: the checkpoint is safe."""
+        try:
+            infos = scan(self.storage)
+            if self.keep is not None:
+                mine = committed(infos, self.run_id)
+                keep = self.keep.keep(mine) | {saved.name} | {info.name for info in mine[-1:]}
+                for info in mine:
+                    if info.name not in keep:
+                        self._delete_or_warn(info)
+            sweep(self.storage, infos, self.run_id)
+        except StorageError as error:
+            warnings.warn(
+                f"{self.root}: cleaning up after step {saved.step} failed: {error}",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+
+    def _delete_or_warn(self, info: CheckpointInfo) -> None:
+        try:
+            delete_checkpoint(self.storage, info.name)
+        except (StorageError, CheckpointCorrupt) as error:
+            warnings.warn(f"{info.url} could not be deleted: {error}", CheckpointWarning, stacklevel=4)
+
+
+def _checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
+        raise InvalidState(f"step must be a whole number >= 0, not {step!r}")
+    return int(step)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidState(f"metric {name!r} is not a number: {error}", key=str(name)) from None
+        if math.isnan(numbers[str(name)]):
+            log.warning("metric %r of this checkpoint is NaN", name)
+    return numbers

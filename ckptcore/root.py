@@ -1,0 +1,361 @@
+"""The checkpoints of one root: which exist, which is newest, how one is withdrawn, what leftovers may be swept.
+
+A checkpoint exists if and only if its manifest is there and verifies; names, times and listing order decide nothing.
+Folder names only say where to look:
+
+checkpoint-500                      a checkpoint (or, without a manifest, what became of one)
+checkpoint-500.partial-<attempt>    an attempt that was not published
+checkpoint-500.replaced-<attempt>   the one that an overwrite put aside; it counts while checkpoint-500 does not
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import socket
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    CheckpointWarning,
+    StorageError,
+    UnsupportedVersion,
+)
+from .format.digest import content_digest
+from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
+from .storage.base import Storage, open_storage
+
+__all__ = [
+    "Attempt", "CheckpointInfo", "checkpoint_name", "committed", "delete_checkpoint", "is_ours", "newest_run",
+    "read_manifest", "scan", "scan_root", "sweep",
+]  # fmt: skip
+
+WITHDRAWN_NAME = "checkpoint_manifest.withdrawn.json"
+_FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
+_OURS = re.compile(
+    r".*\.safetensors|.*\.safetensors\.index\.json|index\.rank\d{5,}\.msgpack|"
+    + re.escape(MANIFEST_NAME)
+    + "|"
+    + re.escape(WITHDRAWN_NAME)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One entry of a root. `status` is "committed", "uncommitted" (no manifest), "damaged" (it does not verify, or a
+    listed file is missing or of another size) or "partial" (an attempt or deletion that was not finished)."""
+
+    name: str
+    url: str
+    status: str
+    step: int | None = None
+    reason: str | None = None
+    manifest: CheckpointManifest | None = None
+
+    @property
+    def sequence(self) -> int | None:
+        return self.manifest.sequence if self.manifest else None
+
+    @property
+    def run_id(self) -> str | None:
+        return self.manifest.run_id if self.manifest else None
+
+    @property
+    def size_bytes(self) -> int | None:
+        return self.manifest.size_bytes if self.manifest else None
+
+    @property
+    def created(self) -> str | None:
+        return self.manifest.created if self.manifest else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.manifest.metrics if self.manifest else {}
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (-1 if self.step is None else self.step, self.sequence or 0)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file name is one that this format gives to the files of a checkpoint."""
+    return _OURS.fullmatch(file) is not None
+
+
+def join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
+    """The verified manifest of a checkpoint folder; "" is the storage's root.
+
+    Raises CheckpointNotFound where there is none, CheckpointCorrupt, UnsupportedVersion, StorageError.
+    """
+    try:
+        data = storage.read(join(folder, MANIFEST_NAME), SIZE_LIMIT)
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        where = storage.at(folder)
+        raise CheckpointNotFound(f"{where}: no checkpoint here (no {MANIFEST_NAME})", path=where) from None
+    return CheckpointManifest.decode(data, storage.at(folder))
+
+
+def check_files(storage: Storage, folder: str, manifest: CheckpointManifest) -> None:
+    """Raises CheckpointCorrupt, naming the first file that is missing or has another size than the manifest says."""
+    sizes = {entry.name: entry.size for entry in storage.list(folder)}
+    for name, record in manifest.files.items():
+        if name not in sizes:
+            raise CheckpointCorrupt(
+                f"{storage.at(join(folder, name))} is missing", path=storage.at(folder), file=name,
+                kind="missing", expected=record.size)  # fmt: skip
+        if sizes[name] != record.size:
+            raise CheckpointCorrupt(
+                f"{storage.at(join(folder, name))} has {sizes[name]} bytes, the manifest says {record.size}",
+                path=storage.at(folder), file=name, kind="size", expected=record.size, actual=sizes[name])  # fmt: skip
+
+
+def scan(storage: Storage) -> list[CheckpointInfo]:
+    """Every checkpoint-like entry, ordered by (step, commit sequence). A root that does not exist has none."""
+    try:
+        entries = storage.list()
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return []
+    found = [_look(storage, entry.name, match) for entry in entries
+             if entry.is_folder and (match := _FOLDER.fullmatch(entry.name))]  # fmt: skip
+    whole = {info.name for info in found if info.status == "committed"}
+    result = []
+    for info in found:
+        base = info.name.partition(".replaced-")[0]
+        if base != info.name and base in whole:
+            info = CheckpointInfo(
+                info.name, info.url, "partial", info.step, "left over from an overwrite", info.manifest
+            )
+        result.append(info)
+    return sorted(result, key=lambda info: (*info.order, info.name))
+
+
+def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
+    step, kind, url = int(match.group(1)), match.group(2), storage.at(name)
+    if kind == "partial":
+        return CheckpointInfo(name, url, "partial", step, "an attempt that was not published")
+    manifest = None
+    try:
+        manifest = read_manifest(storage, name)
+        check_files(storage, name, manifest)
+    except CheckpointNotFound:
+        try:
+            names = {entry.name for entry in storage.list(name)}
+        except StorageError as error:
+            return CheckpointInfo(name, url, "damaged", step, str(error))
+        if WITHDRAWN_NAME in names:
+            return CheckpointInfo(name, url, "partial", step, "a deletion that was not finished")
+        return CheckpointInfo(
+            name, url, "uncommitted", step, f"no {MANIFEST_NAME}: it was never committed, or damaged"
+        )
+    except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
+        return CheckpointInfo(name, url, "damaged", manifest.step if manifest else step, str(error), manifest)
+    return CheckpointInfo(name, url, "committed", manifest.step, None, manifest)
+
+
+def scan_root(
+    url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None
+) -> list[CheckpointInfo]:
+    """`scan` of the root at `url`. Raises CheckpointNotFound when there is no such folder, StorageError."""
+    storage = open_storage(url, storage_options)
+    try:
+        storage.list()
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointNotFound(f"{storage.url}: no such folder", path=storage.url) from None
+        raise
+    return scan(storage)
+
+
+def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
+    """The run that committed last in this root, by commit sequence."""
+    last = max(
+        (i for i in infos if i.status == "committed"), key=lambda i: (i.sequence or 0, *i.order), default=None
+    )
+    return last.run_id if last else None
+
+
+def committed(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[CheckpointInfo]:
+    """The committed checkpoints of one run, oldest first; of all runs with None."""
+    return [i for i in infos if i.status == "committed" and run_id in (None, i.run_id)]
+
+
+def delete_checkpoint(storage: Storage, folder: str) -> None:
+    """Withdraw the manifest, then remove the files that it names, then the folder if nothing foreign is in it.
+
+    Killed anywhere, it leaves the checkpoint whole or a folder that `sweep` finishes. Raises StorageError,
+    CheckpointCorrupt when the manifest cannot say which files are the checkpoint's.
+    """
+    try:
+        storage.rename(join(folder, MANIFEST_NAME), join(folder, WITHDRAWN_NAME))
+        storage.sync_folder(folder)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+    _finish_deletion(storage, folder)
+
+
+def _finish_deletion(storage: Storage, folder: str) -> None:
+    try:
+        manifest = CheckpointManifest.decode(
+            storage.read(join(folder, WITHDRAWN_NAME), SIZE_LIMIT), storage.at(folder)
+        )
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+    else:
+        for name in manifest.files:
+            storage.remove(join(folder, name))
+        storage.remove(join(folder, WITHDRAWN_NAME))
+    _remove_if_empty(storage, folder)
+
+
+def remove_checkpoint_folder(storage: Storage, folder: str) -> None:
+    """Remove a folder that no longer counts: by its manifest where that verifies, else the files named like ours."""
+    try:
+        delete_checkpoint(storage, folder)
+    except CheckpointCorrupt:
+        remove_attempt(storage, folder)
+
+
+def remove_attempt(storage: Storage, folder: str) -> None:
+    """Remove an attempt that was never published: our files in it, the manifest first, then the empty folder."""
+    try:
+        names = [entry.name for entry in storage.list(folder) if not entry.is_folder and is_ours(entry.name)]
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return
+        raise
+    for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
+        storage.remove(join(folder, name))
+    _remove_if_empty(storage, folder)
+
+
+def _remove_if_empty(storage: Storage, folder: str) -> None:
+    try:
+        storage.remove_folder(folder)
+    except StorageError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str) -> list[str]:
+    """Finish deletions and overwrites that were interrupted, and remove attempts that are provably abandoned.
+
+    Returns the names removed. What cannot be removed is a CheckpointWarning, never an error.
+    """
+    swept = []
+    for info in infos:
+        if info.status != "partial":
+            continue
+        try:
+            match = _FOLDER.fullmatch(info.name)
+            kind, attempt = (match.group(2), match.group(3)) if match else (None, None)
+            if kind == "partial":
+                if not Attempt.parse(attempt or "").is_abandoned(run_id):
+                    continue
+                remove_attempt(storage, info.name)
+            else:
+                remove_checkpoint_folder(storage, info.name)
+            swept.append(info.name)
+        except (StorageError, CheckpointCorrupt) as error:
+            warnings.warn(f"could not remove leftovers {info.url}: {error}", CheckpointWarning, stacklevel=2)
+    return swept
+
+
+@cache
+def _machine() -> str:
+    """8 hex digits for this boot of this machine and its process ids (containers number theirs afresh)."""
+    parts = [socket.gethostname()]
+    if os.path.exists("/proc/sys/kernel/random/boot_id"):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    if os.path.exists("/proc/self/ns/pid"):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return content_digest("|".join(parts).encode())[:8]
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in clock ticks since boot; "0" where the system does not tell; None when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        fields = stat.rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else fields[19]
+    except (OSError, IndexError):
+        if os.path.exists("/proc/self/stat"):
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return "0"
+
+
+_numbers = itertools.count(1)
+_in_flight: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Who tries to write a checkpoint: run, machine and process, so that leftovers can be told from work in progress."""
+
+    run: str
+    machine: str
+    pid: int
+    started: str
+    number: int
+
+    @classmethod
+    def new(cls, run_id: str) -> Attempt:
+        pid = os.getpid()
+        run = content_digest(run_id.encode())[:8]
+        return cls(run, _machine(), pid, _started(pid) or "0", next(_numbers))
+
+    @classmethod
+    def parse(cls, text: str) -> Attempt:
+        parts = text.split("-")
+        if len(parts) != 5 or not (parts[2].isdecimal() and parts[4].isdecimal()):
+            return cls("", "", 0, "", 0)
+        return cls(parts[0], parts[1], int(parts[2]), parts[3], int(parts[4]))
+
+    def __str__(self) -> str:
+        return f"{self.run}-{self.machine}-{self.pid}-{self.started}-{self.number}"
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """While it lasts, this process does not take the attempt for abandoned."""
+        _in_flight.add(str(self))
+        try:
+            yield
+        finally:
+            _in_flight.discard(str(self))
+
+    def is_abandoned(self, run_id: str) -> bool:
+        """True when nobody can still be writing: its process is gone, or is this one and has moved on; from another
+        machine, only when it belongs to this very run, which has one job at a time."""
+        if self.machine != _machine():
+            return self.run == content_digest(run_id.encode())[:8]
+        if self.pid == os.getpid() and self.started == (_started(self.pid) or "0"):
+            return str(self) not in _in_flight
+        return _started(self.pid) != self.started

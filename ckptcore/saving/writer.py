@@ -1,0 +1,159 @@
+"""Writing tensor files: each byte is hashed and written once, straight from where it is, by several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
+from ..root import join
+from ..storage.base import FileWriter, Storage
+from .plan import FilePlan
+
+__all__ = ["Source", "WrittenFile", "write_files"]
+
+BATCH_PARTS = 512
+
+
+class Source(Protocol):
+    """The bytes of one tensor, in C order."""
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        """The memory itself; None when it is not contiguous host memory."""
+
+    def fill(self, start: int, buffer: memoryview) -> None:
+        """Copy bytes from `start` on into `buffer`; used where `view` gives None."""
+
+
+@dataclass(slots=True)
+class WrittenFile:
+    """What became of one FilePlan: digest of its header, and by tensor number the digests of its chunks."""
+
+    plan: FilePlan
+    header_digest: bytes
+    digests: dict[int, bytearray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    number: int
+    chunk: int
+    start: int
+    length: int
+
+
+class _OpenFile:
+    """A file in progress; the thread that finishes its last batch makes it durable."""
+
+    def __init__(self, writer: FileWriter, batches: int) -> None:
+        self.writer, self.left, self.lock = writer, batches, threading.Lock()
+
+    def batch_done(self) -> None:
+        with self.lock:
+            self.left -= 1
+            last = self.left == 0
+        if last:
+            self.writer.close()
+
+
+def write_files(
+    storage: Storage,
+    folder: str,
+    plans: Sequence[FilePlan],
+    sources: Mapping[str, Sequence[Source]],
+    io_threads: int,
+) -> list[WrittenFile]:
+    """Write `plans` into `folder`; `sources` has, by component, the tensors by number. Durable on return.
+
+    Memory beyond the sources is at most `io_threads` x 8 MiB. On any failure what was written is removed again,
+    and the first error is raised (StorageError, NoSpace).
+    """
+    written = [_prepared(plan) for plan in plans]
+    opened: list[_OpenFile] = []
+    stop = threading.Event()
+    scratch = threading.local()
+
+    def run(file: _OpenFile, result: WrittenFile, batches: Sequence[list[_Part]], head: bytes) -> None:
+        for batch in batches:
+            if stop.is_set():
+                return
+            _write_batch(file.writer, result, batch, sources[result.plan.component], scratch, head)
+            head = b""
+            file.batch_done()
+
+    pool = ThreadPoolExecutor(io_threads, "ckptcore-write")
+    done = False
+    try:
+        futures = []
+        for result in written:
+            batches = list(_batches(result.plan)) or [[]]
+            file = _OpenFile(storage.create(join(folder, result.plan.name), result.plan.size), len(batches))
+            opened.append(file)
+            # Files are filled in order where the storage cannot take their parts out of order.
+            groups = [[batch] for batch in batches] if storage.positional_writes else [batches]
+            for number, group in enumerate(groups):
+                futures.append(pool.submit(run, file, result, group, b"" if number else result.plan.header))
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        done = True
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        if not done:
+            for file in opened:
+                file.writer.abort()
+    return written
+
+
+def _prepared(plan: FilePlan) -> WrittenFile:
+    result = WrittenFile(plan, content_hash(plan.header))
+    for number, place in plan.places:
+        result.digests[number] = bytearray(DIGEST_BYTES * chunk_count(place.nbytes))
+    return result
+
+
+def _batches(plan: FilePlan) -> Iterator[list[_Part]]:
+    """Neighbouring chunks, up to CHUNK_BYTES together; in file order."""
+    batch: list[_Part] = []
+    size = 0
+    for number, place in plan.places:
+        for chunk in range(chunk_count(place.nbytes)):
+            at = chunk * CHUNK_BYTES
+            length = min(CHUNK_BYTES, place.nbytes - at)
+            if batch and (size + length > CHUNK_BYTES or len(batch) == BATCH_PARTS):
+                yield batch
+                batch, size = [], 0
+            batch.append(_Part(number, chunk, place.start + at, length))
+            size += length
+    if batch:
+        yield batch
+
+
+def _write_batch(
+    writer: FileWriter,
+    result: WrittenFile,
+    parts: list[_Part],
+    sources: Sequence[Source],
+    scratch: threading.local,
+    head: bytes,
+) -> None:
+    buffers = [memoryview(head)] if head else []
+    used = 0
+    for part in parts:
+        at = part.chunk * CHUNK_BYTES
+        buffer = sources[part.number].view(at, at + part.length)
+        if buffer is None:
+            if not hasattr(scratch, "memory"):
+                scratch.memory = memoryview(bytearray(CHUNK_BYTES))
+            buffer = scratch.memory[used : used + part.length]
+            used += part.length
+            sources[part.number].fill(at, buffer)
+        result.digests[part.number][part.chunk * DIGEST_BYTES : (part.chunk + 1) * DIGEST_BYTES] = (
+            chunk_digest(buffer)
+        )
+        buffers.append(buffer)
+    if buffers:
+        writer.write_at(0 if head else parts[0].start, buffers)

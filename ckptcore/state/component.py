@@ -1,0 +1,83 @@
+"""What users declare: components of a training state, and who shares each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from ..errors import InvalidState
+
+__all__ = ["OnResize", "SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"]
+
+
+class SharingPattern(str, Enum):
+    """Who holds which part of a component's state."""
+
+    GLOBAL = "GLOBAL"  # rank 0's state is the truth
+    REPLICATED = "REPLICATED"  # all ranks hold identical state
+    PER_RANK = "PER_RANK"  # every rank has its own
+    PER_GROUP = "PER_GROUP"  # identical within each group of a partition
+    PER_NODE = "PER_NODE"  # one state per node: that of its lowest rank
+    SHARDED = "SHARDED"  # one logical state; each rank holds some keys and slices
+
+
+class ValidationLevel(str, Enum):
+    """How closely replicas are compared before a save."""
+
+    NONE = "NONE"
+    QUICK = "QUICK"
+    TENSOR = "TENSOR"
+    FULL = "FULL"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with torch's state protocol: modules, optimizers, schedulers, loaders, scalers, your own."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+OnResize = Literal["error", "keep"] | Callable[[int, int, int], int]
+
+
+@dataclass(slots=True)
+class StateComponent:
+    """One named part of the state.
+
+    on_resize: what happens to state that belongs to a rank, node or group when their number changed: "error",
+    "keep" (live state stays, with a warning), or a function (new rank, new size, old size) -> old rank.
+    Raises InvalidState for a key that cannot name files.
+    """
+
+    key: str
+    stateful: Any
+    sharing_pattern: SharingPattern = SharingPattern.GLOBAL
+    process_group_name: str | None = None
+    required: bool = True
+    validate_replication: bool | None = None
+    validation_level: ValidationLevel = ValidationLevel.QUICK
+    on_resize: OnResize = "error"
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str) or not self.key or len(self.key.encode("utf-8", "replace")) > 80:
+            raise InvalidState(
+                f"component key {self.key!r} must be a text of 1 to 80 bytes", component=str(self.key)
+            )
+        if "/" in self.key or "\x00" in self.key:
+            raise InvalidState(f"component key {self.key!r} must not contain '/'", component=self.key)
+        self.sharing_pattern = SharingPattern(self.sharing_pattern)
+        self.validation_level = ValidationLevel(self.validation_level)
+
+
+@runtime_checkable
+class StatefulProvider(Protocol):
+    """An object that knows its own components; every trainer is one."""
+
+    def get_state_components(self) -> Sequence[StateComponent]: ...
+
+    def get_process_groups(self) -> Mapping[str, Any]: ...

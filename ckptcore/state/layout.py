@@ -1,0 +1,139 @@
+"""Tensor memory: dtypes, bytes in C order without a copy where that is possible, and which tensors share memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..format.tensorfile import DTYPES
+
+__all__ = ["TensorBytes", "dtype_name", "memory_span", "same_view_key", "torch_dtype", "why_not_storable"]
+
+_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
+    torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+# Those that safetensors has no agreed name for are stored under torch's own.
+_NAMES |= {
+    dtype: name
+    for name, kind in DTYPES.items()
+    if not kind.native and isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """The format's name of a dtype; None when it cannot be stored (quantized dtypes: they need their scales)."""
+    return _NAMES.get(dtype)
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The installed torch's dtype of that name, if it has one."""
+    return _DTYPES.get(name)
+
+
+def why_not_storable(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be stored, or None."""
+    if is_traceable_wrapper_subclass(tensor):
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        return f"tensor subclass {kind} is not supported; store its inner tensors"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"a tensor of layout {tensor.layout} cannot be stored; convert it to dense or store its parts"
+    if tensor.is_meta:
+        return "a meta tensor has no data to store"
+    if dtype_name(tensor.dtype) is None:
+        return f"dtype {tensor.dtype} cannot be stored; store its integers and scales as tensors of their own"
+    return None
+
+
+def same_view_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Equal for tensors that are the same view of the same memory; None for tensors without memory."""
+    if tensor.numel() == 0:
+        return None
+    return (
+        str(tensor.device), tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape),
+        tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
+
+
+def memory_span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
+    """(device, first byte, end byte) of the memory that a tensor's items lie in; None when it is empty."""
+    if tensor.numel() == 0:
+        return None
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + (reach + 1) * tensor.element_size()
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several items may share memory (expanded tensors, sliding windows): not a place to read into."""
+    dims = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    reach = 0
+    for stride, n in dims:
+        if stride <= reach:
+            return True
+        reach += (n - 1) * stride
+    return False
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same items as integers of the same width: every dtype can then be copied, on any device, bit for bit."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype == torch.complex128:
+        plain = torch.view_as_real(plain)
+    return plain.view(_WORDS[plain.element_size()])
+
+
+class TensorBytes:
+    """A tensor as its bytes in C order: a source for writers, a target for readers."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._words = words(tensor)
+        self._memory: memoryview | None = None
+        if self._words.device.type == "cpu" and self._words.is_contiguous() and self._words.numel():
+            self._memory = memoryview(self._words.reshape(-1).view(torch.uint8).numpy())
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        """Bytes `start` to `stop` in place; None when they are not contiguous host memory."""
+        return None if self._memory is None else self._memory[start:stop]
+
+    def fill(self, start: int, buffer: memoryview) -> None:
+        """Copy bytes from `start` on into `buffer`. Both are multiples of the item size."""
+        host, size = self._host(buffer), self._words.element_size()
+        _copy_range(self._words, start // size, host, to_host=True)
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Store `data` from byte `start` on."""
+        host, size = self._host(data), self._words.element_size()
+        _copy_range(self._words, start // size, host, to_host=False)
+
+    def _host(self, buffer: memoryview) -> torch.Tensor:
+        return torch.frombuffer(buffer, dtype=self._words.dtype)
+
+
+def _copy_range(tensor: torch.Tensor, start: int, host: torch.Tensor, *, to_host: bool) -> None:
+    """Copy items `start` ... of `tensor` in C order to or from the flat `host`, as few block copies."""
+    count = host.numel()
+    if tensor.is_contiguous():
+        part = tensor.reshape(-1)[start : start + count]
+        host.copy_(part) if to_host else part.copy_(host)
+        return
+    row = tensor[0].numel()
+    at = 0
+    while at < count:
+        index, within = divmod(start + at, row)
+        if within or count - at < row:
+            n = min(row - within, count - at)
+            _copy_range(tensor[index], within, host[at : at + n], to_host=to_host)
+        else:
+            rows = (count - at) // row
+            n = rows * row
+            block, flat = tensor[index : index + rows], host[at : at + n]
+            flat.view(block.shape).copy_(block) if to_host else block.copy_(flat.view(block.shape))
+        at += n

@@ -1,0 +1,181 @@
+"""The storage that the engine asks for: few operations, so that a new backend is an afternoon's work.
+
+Paths are relative to the storage's root, with `/` between parts. Every failure is a StorageError (NoSpace when the
+storage is full) that names the path; `errno` is ENOENT where there is nothing. Which files make up a checkpoint, and
+in what order they are written, is not decided here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import NoSpace, StorageError
+
+__all__ = ["Entry", "FileReader", "FileWriter", "Storage", "open_storage", "translated"]
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a folder; `size` in bytes, None for folders."""
+
+    name: str
+    is_folder: bool
+    size: int | None
+
+
+class FileWriter(ABC):
+    """A file being written. It does not exist under its name for readers of the rule until `close` returned."""
+
+    @abstractmethod
+    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Write `buffers` one after the other from byte `offset` on. Threads may call it at once when the storage
+        has `positional_writes`; otherwise calls come in order of offset."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish, and return only when the bytes would survive a crash of the machine (as far as it can be asked)."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up: whatever was written must not be found under the file's name. Never raises."""
+
+
+class FileReader(ABC):
+    """An open file of `size` bytes: what it reads is of one file even if the name is replaced meanwhile."""
+
+    size: int
+
+    @abstractmethod
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers` from byte `offset` on; any number of threads at once. StorageError (EIO) at end of file."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Storage(ABC):
+    """A folder of checkpoints somewhere. `url` is how users name it and how messages print it."""
+
+    url: str
+    # Folders can be renamed in one step that readers see as a whole.
+    atomic_rename: bool
+    # FileWriter.write_at may be called out of order and from several threads.
+    positional_writes: bool
+
+    @abstractmethod
+    def create(self, path: str, size: int) -> FileWriter:
+        """A new file of `size` bytes; EEXIST when the name is taken."""
+
+    @abstractmethod
+    def open(self, path: str) -> FileReader: ...
+
+    @abstractmethod
+    def list(self, path: str = "") -> list[Entry]:
+        """What is in a folder now (never a cached answer), sorted by name; ENOENT when there is none."""
+
+    @abstractmethod
+    def make_folder(self, path: str) -> None:
+        """Create a folder and the ones above it. One that exists is fine."""
+
+    @abstractmethod
+    def sync_folder(self, path: str) -> None:
+        """Return when the names in the folder would survive a crash."""
+
+    @abstractmethod
+    def rename(self, source: str, target: str) -> None:
+        """Files on any storage; folders only with `atomic_rename`. An existing file is replaced, a folder never."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove a file; one that is gone already is fine."""
+
+    @abstractmethod
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder if it is empty; one that is gone already is fine."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be written; None when the storage does not tell."""
+        return None
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a whole small file, durably."""
+        writer = self.create(path, len(data))
+        try:
+            writer.write_at(0, [memoryview(data)])
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
+
+    def read(self, path: str, limit: int = 1 << 30) -> bytes:
+        """A whole small file. StorageError (EFBIG) when it is larger than `limit` bytes."""
+        with self.open(path) as reader:
+            if reader.size > limit:
+                what = f"{self.at(path)} has {reader.size:,} bytes, more than the {limit:,} expected at most"
+                raise StorageError(what, path=path, errno=errno.EFBIG)
+            data = bytearray(reader.size)
+            if data:
+                reader.read_into(0, [memoryview(data)])
+            return bytes(data)
+
+    def at(self, path: str) -> str:
+        """How messages name a path of this storage."""
+        return f"{self.url.rstrip('/')}/{path}" if path else self.url
+
+
+@contextmanager
+def translated(storage: Storage, path: str, doing: str) -> Iterator[None]:
+    """Turn an OSError into the StorageError that says what was done to which path."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        number = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO)
+        why = error.strerror or str(error) or type(error).__name__
+        if number in FULL:
+            free = storage.free_bytes()
+            left = "" if free is None else f" ({free:,} bytes free)"
+            raise NoSpace(
+                f"{storage.at(path)}: {doing} failed: {why}{left}", path=path, errno=number, free=free
+            ) from error
+        raise StorageError(f"{storage.at(path)}: {doing} failed: {why}", path=path, errno=number) from error
+
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def open_storage(
+    url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None
+) -> Storage:
+    """The storage whose root is `url`: a local path (with or without `file://`), any fsspec URL, or a Storage itself.
+
+    Nothing is created or contacted yet. Raises StorageError for a scheme that no installed filesystem knows.
+    """
+    if isinstance(url, Storage):
+        return url
+    text = os.fspath(url)
+    scheme = _SCHEME.match(text)
+    if scheme is None or scheme.group(1) in ("file", "local"):
+        from .local import LocalStorage
+
+        return LocalStorage(Path(text[scheme.end() :] if scheme else text))
+    from .remote import FsspecStorage
+
+    return FsspecStorage(text, storage_options or {})

@@ -1,0 +1,171 @@
+"""Local disks and mounted filesystems: positional reads and writes, fsync, atomic rename."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import StorageError, UnsafePath
+from .base import Entry, FileReader, FileWriter, Storage, translated
+
+__all__ = ["LocalStorage"]
+
+IOV_MAX = 1024  # buffers that one preadv or pwritev takes (Linux and macOS)
+
+
+class LocalStorage(Storage):
+    """A folder on a filesystem of this machine. It need not exist before something is written."""
+
+    atomic_rename = True
+    positional_writes = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(os.path.abspath(root.expanduser()))
+        self.url = str(self.root)
+
+    def _full(self, path: str) -> str:
+        return f"{self.root}/{path}" if path else str(self.root)
+
+    def create(self, path: str, size: int) -> FileWriter:
+        with translated(self, path, "creating the file"):
+            # Mode 0666 less the umask, as any ordinary program creates files.
+            fd = os.open(self._full(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        return _Writer(self, path, fd)
+
+    def open(self, path: str) -> FileReader:
+        # Not through links, which could lead out of the checkpoint; and without waiting for the other end of a pipe.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            with translated(self, path, "opening the file"):
+                fd = os.open(self._full(path), flags)
+        except StorageError as error:
+            if error.errno == errno.ELOOP:
+                raise UnsafePath(
+                    f"{self.at(path)} is a symbolic link; refused", file=path, kind="format"
+                ) from None
+            raise
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            os.close(fd)
+            kind = errno.EISDIR if stat.S_ISDIR(info.st_mode) else errno.EINVAL
+            raise StorageError(f"{self.at(path)} is not a regular file", path=path, errno=kind)
+        return _Reader(self, path, fd, info.st_size)
+
+    def list(self, path: str = "") -> list[Entry]:
+        with translated(self, path, "listing the folder"), os.scandir(self._full(path)) as found:
+            entries = []
+            for item in found:
+                folder = item.is_dir()
+                try:
+                    size = None if folder else item.stat(follow_symlinks=False).st_size
+                except FileNotFoundError:
+                    continue  # removed by somebody else between the two calls
+                entries.append(Entry(item.name, folder, size))
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def make_folder(self, path: str) -> None:
+        with translated(self, path, "creating the folder"):
+            os.makedirs(self._full(path), exist_ok=True)
+
+    def sync_folder(self, path: str) -> None:
+        with translated(self, path, "syncing the folder"):
+            fd = os.open(self._full(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                # Some network filesystems have no fsync for folders; their renames are durable on their own.
+                if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+                    raise
+            finally:
+                os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        with translated(self, target, f"renaming {source}"):
+            os.rename(self._full(source), self._full(target))
+
+    def remove(self, path: str) -> None:
+        with translated(self, path, "removing the file"):
+            try:
+                os.unlink(self._full(path))
+            except FileNotFoundError:
+                pass
+
+    def remove_folder(self, path: str) -> None:
+        with translated(self, path, "removing the folder"):
+            try:
+                os.rmdir(self._full(path))
+            except FileNotFoundError:
+                pass
+
+    def free_bytes(self) -> int | None:
+        for folder in (self.root, *self.root.parents):
+            try:
+                return shutil.disk_usage(folder).free
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return None
+        return None
+
+
+class _Writer(FileWriter):
+    def __init__(self, storage: LocalStorage, path: str, fd: int) -> None:
+        self.storage, self.path, self.fd = storage, path, fd
+
+    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        with translated(self.storage, self.path, "writing"):
+            _transfer(os.pwritev, self.fd, offset, buffers)
+
+    def close(self) -> None:
+        with translated(self.storage, self.path, "syncing"):
+            try:
+                os.fsync(self.fd)
+            finally:
+                fd, self.fd = self.fd, -1
+                os.close(fd)
+
+    def abort(self) -> None:
+        try:
+            if self.fd >= 0:
+                fd, self.fd = self.fd, -1
+                os.close(fd)
+            self.storage.remove(self.path)
+        except OSError:
+            pass  # the failure that led here is the one to report; what is left is swept later
+
+
+class _Reader(FileReader):
+    def __init__(self, storage: LocalStorage, path: str, fd: int, size: int) -> None:
+        self.storage, self.path, self.fd, self.size = storage, path, fd, size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        with translated(self.storage, self.path, "reading"):
+            _transfer(os.preadv, self.fd, offset, buffers)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int], fd: int, offset: int, buffers: Sequence[memoryview]
+) -> None:
+    """preadv or pwritev until all buffers are done: both may stop early, at a signal or a limit of the system."""
+    rest = [b for b in buffers if len(b)]
+    while rest:
+        done = call(fd, rest[:IOV_MAX], offset)
+        if done == 0:
+            raise OSError(errno.EIO, "the file ends too early")
+        offset += done
+        first = 0
+        while first < len(rest) and done >= len(rest[first]):
+            done -= len(rest[first])
+            first += 1
+        rest = rest[first:]
+        if done:
+            rest[0] = rest[0][done:]
