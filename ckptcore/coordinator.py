@@ -97,9 +97,7 @@ class CheckpointCoordinator:
         Raises CheckpointExists, UnsupportedValue and InvalidState before a byte is written; StorageError, NoSpace.
         """
         clock = _Clock()
-        attempt, sequence = self.comm.together(
-            "begin", lambda: None, lambda _: self._begin(storage, name, request)
-        )
+        attempt, sequence = self.comm.together("begin", lambda: None, lambda _: self._begin(storage, name, request))
         folder = f"{name}.partial-{attempt}" if storage.atomic_rename else name
         with Attempt.parse(attempt).in_flight():
             try:
@@ -170,9 +168,7 @@ class CheckpointCoordinator:
                 component.sharing_pattern.value,
                 writers=sorted({plan.writer for plan in plans[component.key]}),
                 size_bytes=sum(t.nbytes for t in state.tensors if t.alias_of is None),
-                checksum=combined_digest(
-                    [bytes.fromhex(d) for d in (*values, *(files[n].digest for n in names))]
-                ),
+                checksum=combined_digest([bytes.fromhex(d) for d in (*values, *(files[n].digest for n in names))]),
                 files=names,
                 required=component.required,
                 tensors=len(state.tensors),
@@ -235,9 +231,7 @@ class _Clock:
 
 
 def default_io_threads() -> int:
-    return min(
-        8, max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
-    )
+    return min(8, max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
 
 
 def _specs(captured: Captured) -> list[TensorSpec]:
@@ -252,9 +246,7 @@ def _check_names(plans: Sequence[FilePlan]) -> None:
     names = [plan.name for plan in plans]
     if twice := [plan for plan in plans if names.count(plan.name) > 1]:
         keys = sorted({plan.component for plan in twice})
-        raise InvalidState(
-            f"components {keys} would both be stored as {twice[0].name}; rename one", component=keys[0]
-        )
+        raise InvalidState(f"components {keys} would both be stored as {twice[0].name}; rename one", component=keys[0])
 
 
 def _say_how_much_space(error: BaseException, planned: int | None) -> None:

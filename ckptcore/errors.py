@@ -28,7 +28,7 @@ Every error carries its facts as attributes (see each class), so callers never p
 from __future__ import annotations
 
 import errno
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = [
     "AsyncSaveError",
@@ -64,7 +64,7 @@ class CheckpointError(Exception):
     Attributes that a class names in `facts` always exist; they are None when they do not apply.
     """
 
-    facts: tuple[str, ...] = ()
+    facts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ def _rebuild(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """No checkpoint at this place or step."""
 
-    facts = ("path", "step", "available")
+    facts: ClassVar[tuple[str, ...]] = ("path", "step", "available")
     path: str | None
     step: int | None
     available: list[int] | None
@@ -98,14 +98,14 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 class NoUsableCheckpoint(CheckpointNotFound):
     """The root holds checkpoints and none of them can be restored; `reasons` maps name to why."""
 
-    facts = ("path", "step", "available", "reasons")
+    facts: ClassVar[tuple[str, ...]] = ("path", "step", "available", "reasons")
     reasons: dict[str, str] | None
 
 
 class CheckpointExists(CheckpointError, FileExistsError):
     """A committed checkpoint, or files that are not ours, stand where one is to be written."""
 
-    facts = ("path", "step")
+    facts: ClassVar[tuple[str, ...]] = ("path", "step")
     path: str | None
     step: int | None
 
@@ -113,7 +113,7 @@ class CheckpointExists(CheckpointError, FileExistsError):
 class CheckpointCorrupt(CheckpointError, ValueError):
     """The bytes are not those that were saved. `kind` is "missing", "size", "digest", "header" or "format"."""
 
-    facts = ("path", "file", "kind", "tensor", "expected", "actual")
+    facts: ClassVar[tuple[str, ...]] = ("path", "file", "kind", "tensor", "expected", "actual")
     path: str | None
     file: str | None
     kind: str | None
@@ -129,7 +129,7 @@ class UnsafePath(CheckpointCorrupt):
 class UnsupportedVersion(CheckpointError, ValueError):
     """The checkpoint was written by a newer major version of the format."""
 
-    facts = ("path", "found", "supported")
+    facts: ClassVar[tuple[str, ...]] = ("path", "found", "supported")
     path: str | None
     found: str | None
     supported: str | None
@@ -138,7 +138,7 @@ class UnsupportedVersion(CheckpointError, ValueError):
 class UnsupportedValue(CheckpointError, TypeError):
     """A leaf of the state cannot be stored. Raised before any byte is written."""
 
-    facts = ("component", "key", "type_name")
+    facts: ClassVar[tuple[str, ...]] = ("component", "key", "type_name")
     component: str | None
     key: str | None
     type_name: str | None
@@ -147,7 +147,7 @@ class UnsupportedValue(CheckpointError, TypeError):
 class InvalidState(CheckpointError, ValueError):
     """The state, its component keys, or what was declared about them are not valid."""
 
-    facts = ("component", "key", "ranks")
+    facts: ClassVar[tuple[str, ...]] = ("component", "key", "ranks")
     component: str | None
     key: str | None
     ranks: list[int] | None
@@ -161,7 +161,7 @@ class StateMismatch(CheckpointError, ValueError):
     mismatched: full name -> (what the checkpoint holds, what the live state holds).
     """
 
-    facts = ("path", "missing", "unexpected", "mismatched")
+    facts: ClassVar[tuple[str, ...]] = ("path", "missing", "unexpected", "mismatched")
     path: str | None
     missing: list[str] | None
     unexpected: list[str] | None
@@ -171,7 +171,7 @@ class StateMismatch(CheckpointError, ValueError):
 class ReplicationMismatch(CheckpointError, ValueError):
     """State that was declared equal differs between ranks. Raised on every rank."""
 
-    facts = ("component", "keys", "ranks", "details")
+    facts: ClassVar[tuple[str, ...]] = ("component", "keys", "ranks", "details")
     component: str | None
     keys: list[str] | None
     ranks: list[int] | None
@@ -181,7 +181,7 @@ class ReplicationMismatch(CheckpointError, ValueError):
 class CoordinationError(CheckpointError, RuntimeError):
     """The ranks did not act together."""
 
-    facts = ("ranks", "step")
+    facts: ClassVar[tuple[str, ...]] = ("ranks", "step")
     ranks: list[int] | None
     step: int | None
 
@@ -201,21 +201,21 @@ class RanksDisagree(CoordinationError):
 class RankFailed(CheckpointError, RuntimeError):
     """An operation failed on other ranks; `causes` maps rank to its error message."""
 
-    facts = ("causes",)
+    facts: ClassVar[tuple[str, ...]] = ("causes",)
     causes: dict[int, str] | None
 
 
 class AsyncSaveError(CheckpointError, RuntimeError):
     """A background save failed; its own error is the `__cause__`."""
 
-    facts = ("step",)
+    facts: ClassVar[tuple[str, ...]] = ("step",)
     step: int | None
 
 
 class StorageError(CheckpointError, OSError):
     """The storage refused an operation. `errno` is that of the operating system where there is one."""
 
-    facts = ("path", "errno", "needed", "free")
+    facts: ClassVar[tuple[str, ...]] = ("path", "errno", "needed", "free")
     path: str | None
     needed: int | None
     free: int | None

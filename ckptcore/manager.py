@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,6 +32,8 @@ from .storage.base import Storage, open_storage
 __all__ = ["CheckpointManager"]
 
 log = logging.getLogger("ckptcore")
+
+Checkpoints = list[CheckpointInfo]
 
 
 class CheckpointManager:
@@ -177,7 +179,7 @@ class CheckpointManager:
         log.info("%s holds no checkpoint of this run: starting fresh", self.root)
         return LoadReport(fresh=True, skipped=skipped)
 
-    def list(self) -> list[CheckpointInfo]:
+    def list(self) -> Checkpoints:
         """The committed checkpoints of this run, oldest first; of the run that committed last if none is known yet."""
         infos = scan(self.storage)
         return committed(infos, self._run_id or newest_run(infos))
@@ -186,7 +188,7 @@ class CheckpointManager:
         """The newest committed checkpoint of this run, by (step, commit sequence)."""
         return next(reversed(self.list()), None)
 
-    def verify(self, step: int | str = "latest") -> list[Problem]:
+    def verify(self, step: int | str = "latest") -> Sequence[Problem]:
         """Read and check every byte of a checkpoint. Empty when all is well. Raises CheckpointNotFound."""
         return CheckpointView(self.storage, self._find(step).name).verify(self.io_threads)
 

@@ -25,9 +25,7 @@ class KeepLast:
 
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 1:
-            raise ValueError(
-                f"KeepLast({self.count!r}): the number of checkpoints to keep must be a whole number >= 1"
-            )
+            raise ValueError(f"KeepLast({self.count!r}): the number of checkpoints to keep must be a whole number >= 1")
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
         return {info.name for info in checkpoints[-self.count :]}

@@ -165,17 +165,13 @@ def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
             return CheckpointInfo(name, url, "damaged", step, str(error))
         if WITHDRAWN_NAME in names:
             return CheckpointInfo(name, url, "partial", step, "a deletion that was not finished")
-        return CheckpointInfo(
-            name, url, "uncommitted", step, f"no {MANIFEST_NAME}: it was never committed, or damaged"
-        )
+        return CheckpointInfo(name, url, "uncommitted", step, f"no {MANIFEST_NAME}: it was never committed, or damaged")
     except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
         return CheckpointInfo(name, url, "damaged", manifest.step if manifest else step, str(error), manifest)
     return CheckpointInfo(name, url, "committed", manifest.step, None, manifest)
 
 
-def scan_root(
-    url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None
-) -> list[CheckpointInfo]:
+def scan_root(url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> list[CheckpointInfo]:
     """`scan` of the root at `url`. Raises CheckpointNotFound when there is no such folder, StorageError."""
     storage = open_storage(url, storage_options)
     try:
@@ -189,9 +185,7 @@ def scan_root(
 
 def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
     """The run that committed last in this root, by commit sequence."""
-    last = max(
-        (i for i in infos if i.status == "committed"), key=lambda i: (i.sequence or 0, *i.order), default=None
-    )
+    last = max((i for i in infos if i.status == "committed"), key=lambda i: (i.sequence or 0, *i.order), default=None)
     return last.run_id if last else None
 
 
@@ -217,9 +211,7 @@ def delete_checkpoint(storage: Storage, folder: str) -> None:
 
 def _finish_deletion(storage: Storage, folder: str) -> None:
     try:
-        manifest = CheckpointManifest.decode(
-            storage.read(join(folder, WITHDRAWN_NAME), SIZE_LIMIT), storage.at(folder)
-        )
+        manifest = CheckpointManifest.decode(storage.read(join(folder, WITHDRAWN_NAME), SIZE_LIMIT), storage.at(folder))
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise

@@ -34,12 +34,12 @@ def chunk_count(nbytes: int) -> int:
 
 def chunk_digest(data: Buffer) -> bytes:
     """8 bytes, big-endian: xxh3-64 of one chunk. Releases the GIL."""
-    return xxhash.xxh3_64_digest(data)  # type: ignore[arg-type]
+    return xxhash.xxh3_64_digest(data)
 
 
 def content_hash(data: Buffer) -> bytes:
     """16 bytes: xxh3-128 of `data`."""
-    return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]
+    return xxhash.xxh3_128_digest(data)
 
 
 def content_digest(data: Buffer) -> str:

@@ -112,9 +112,7 @@ class Index:
                     if e.file is None
                     else [e.file, None if e.stored_name == e.name else e.stored_name, e.start, e.digests]
                 )
-                rows.append(
-                    [e.name, e.dtype, e.shape, e.offset, None if whole else e.local_shape, *place, e.alias_of]
-                )
+                rows.append([e.name, e.dtype, e.shape, e.offset, None if whole else e.local_shape, *place, e.alias_of])
             components[key] = {"tree": component.tree, "tensors": rows}
         files = {name: [f.size, f.header_size, f.header_digest] for name, f in self.files.items()}
         packed = {
@@ -154,9 +152,7 @@ class Index:
             if isinstance(error, CheckpointCorrupt):
                 raise
             what = f"{type(error).__name__}: {error}"
-            raise CheckpointCorrupt(
-                f"{file} is not a valid index ({what})", file=file, kind="format"
-            ) from None
+            raise CheckpointCorrupt(f"{file} is not a valid index ({what})", file=file, kind="format") from None
 
 
 _DECODE_ERRORS = (
@@ -183,8 +179,7 @@ def _entry(row: list[Any], files: dict[str, FileEntry], count: int) -> TensorEnt
     box = None if offset is None else _shape(offset)
     local = shape if box is None else _shape(local)
     if box is not None and not (
-        len(box) == len(shape) == len(local)
-        and all(o + n <= s for o, n, s in zip(box, local, shape, strict=True))
+        len(box) == len(shape) == len(local) and all(o + n <= s for o, n, s in zip(box, local, shape, strict=True))
     ):
         raise ValueError(f"tensor {name!r}: box at {box} of {local} is not inside {shape}")
     if alias is not None:

@@ -110,8 +110,7 @@ class CheckpointManifest:
             if name not in ("extra", "digest"):
                 document[name] = getattr(self, name)
         document["components"] = {
-            key: {name: getattr(c, name) for name in c.__slots__ if name != "key"}
-            for key, c in self.components.items()
+            key: {name: getattr(c, name) for name in c.__slots__ if name != "key"} for key, c in self.components.items()
         }
         document["files"] = {name: [f.size, f.digest, f.writer] for name, f in self.files.items()}
         # Strict JSON has no NaN or infinity, and a metric may well be one.
@@ -130,9 +129,7 @@ class CheckpointManifest:
         where = f"{path}/{MANIFEST_NAME}" if path else MANIFEST_NAME
 
         def bad(what: str, kind: str = "format", **facts: Any) -> CheckpointCorrupt:
-            return CheckpointCorrupt(
-                f"{where}: {what}", path=path or None, file=MANIFEST_NAME, kind=kind, **facts
-            )
+            return CheckpointCorrupt(f"{where}: {what}", path=path or None, file=MANIFEST_NAME, kind=kind, **facts)
 
         tail = _TAIL.search(data[-64:])
         if tail is None:

@@ -92,9 +92,7 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes,
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > HEADER_LIMIT:
-        raise ValueError(
-            f"a header of {len(text):,} bytes is larger than the {HEADER_LIMIT:,} that readers accept"
-        )
+        raise ValueError(f"a header of {len(text):,} bytes is larger than the {HEADER_LIMIT:,} that readers accept")
     head = len(text).to_bytes(8, "little") + text
     return head, [StoredTensor(n, d, s, len(head) + a, b) for n, d, s, a, b in placed]
 

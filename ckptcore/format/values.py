@@ -30,9 +30,7 @@ __all__ = ["MAX_DEPTH", "Opaque", "TensorRef", "decode", "encode", "join_path", 
 MAX_DEPTH = 200
 
 # Extension codes of format version 1. Never reuse a number.
-BIG_INT, TUPLE, DICT, SET, FROZENSET, COMPLEX, TIME, PATH, NUMPY_SCALAR, NUMPY_ARRAY, REGISTERED, TENSOR = (
-    range(1, 13)
-)
+BIG_INT, TUPLE, DICT, SET, FROZENSET, COMPLEX, TIME, PATH, NUMPY_SCALAR, NUMPY_ARRAY, REGISTERED, TENSOR = range(1, 13)
 
 Leaf = Callable[[tuple[Any, ...], Any], "TensorRef | None"]
 T = TypeVar("T")
@@ -81,7 +79,7 @@ def register_codec(
     Raises ValueError when the name is taken by another class, TypeError when functions are missing.
     """
     if issubclass(cls, Enum):
-        encode = encode or (lambda member: member.name)
+        encode = encode or (lambda member: member.name)  # type: ignore[attr-defined]
         decode = decode or (lambda member_name: cls[member_name])
     if encode is None or decode is None:
         raise TypeError(f"register_codec({cls.__qualname__}) needs encode= and decode=")
@@ -218,9 +216,7 @@ class _Encoder:
         pairs = []
         for key, item in value.items():
             step = _Twin(key) if type(key) is not str and repr(key) in texts else key
-            pairs.append(
-                [self.wire(key, (*path, step), depth + 1), self.wire(item, (*path, step), depth + 1)]
-            )
+            pairs.append([self.wire(key, (*path, step), depth + 1), self.wire(item, (*path, step), depth + 1)])
         return msgpack.ExtType(DICT, self.pack_wire(pairs, path, value))
 
     def wire_other(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
@@ -251,9 +247,7 @@ class _Encoder:
 
     def numpy_dtype(self, value: Any, path: tuple[Any, ...]) -> str:
         if value.dtype.hasobject or value.dtype.names is not None:
-            raise self.refuse(
-                path, value, f"numpy dtype {value.dtype} cannot be stored (objects or named fields)"
-            )
+            raise self.refuse(path, value, f"numpy dtype {value.dtype} cannot be stored (objects or named fields)")
         return str(value.dtype.str)
 
     def time_payload(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
@@ -269,9 +263,7 @@ class _Encoder:
         if isinstance(value, dt.datetime | dt.time):
             zone = value.tzinfo
             if zone is not None and type(zone) not in (dt.timezone, zoneinfo.ZoneInfo):
-                raise self.refuse(
-                    path, value, f"time zone of type {type(zone).__qualname__} cannot be stored"
-                )
+                raise self.refuse(path, value, f"time zone of type {type(zone).__qualname__} cannot be stored")
             zone_payload = None if zone is None else self.time_payload(zone, path)
             return [type(value).__name__, value.replace(tzinfo=None).isoformat(), value.fold, zone_payload]
         return ["date", value.isoformat()]
@@ -321,11 +313,7 @@ class _Decoder:
             kind, text = self.value_of(data)
             # A path of another system stays readable as its pure kind.
             native = _PATHS[kind]
-            pure = (
-                native
-                if kind.startswith("Pure") or kind == type(pathlib.Path()).__name__
-                else native.__bases__[-1]
-            )
+            pure = native if kind.startswith("Pure") or kind == type(pathlib.Path()).__name__ else native.__bases__[-1]
             return pure(text)
         if code == NUMPY_SCALAR:
             dtype, raw = self.value_of(data)
@@ -345,9 +333,7 @@ class _Decoder:
                 return codec.decode(payload)
             if self.lenient:
                 return Opaque(name, payload)
-            raise ValueError(
-                f"no codec named {name!r} is registered; call ckptcore.register_codec before loading"
-            )
+            raise ValueError(f"no codec named {name!r} is registered; call ckptcore.register_codec before loading")
         raise ValueError(f"unknown kind of value {code}")
 
     def time(self, payload: list[Any]) -> Any:
@@ -362,7 +348,7 @@ class _Decoder:
             return plain if plain.tzname(None) == rest[3] else dt.timezone(offset, rest[3])
         if kind == "date":
             return dt.date.fromisoformat(rest[0])
-        cls = {"datetime": dt.datetime, "time": dt.time}[kind]
+        cls: Any = {"datetime": dt.datetime, "time": dt.time}[kind]
         zone = None if rest[2] is None else self.time(rest[2])
         return cls.fromisoformat(rest[0]).replace(fold=rest[1], tzinfo=zone)
 

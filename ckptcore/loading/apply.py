@@ -68,13 +68,9 @@ def load_components(
         read_tensors(view.storage, view.folder, fits.reads, io_threads)
     except CheckpointError as error:
         if fits.in_place:
-            error.message += (
-                "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
-            )
+            error.message += "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
         raise
-    for component, state in sorted(
-        prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))
-    ):
+    for component, state in sorted(prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))):
         component.stateful.load_state_dict(fits.finished(component.key, state))
         if isinstance(component.stateful, PlainState):
             report.values[component.key] = component.stateful.loaded
@@ -232,7 +228,7 @@ class _Component:
         allocate = getattr(self.component.stateful, "allocate", None)
         if live is None and allocate is not None and not self.fits.transactional:
             made = allocate(entry.name, dtype, entry.shape)
-            if made is not None:
+            if isinstance(made, torch.Tensor):
                 return made
         return torch.empty(entry.shape, dtype=dtype)
 

@@ -54,9 +54,7 @@ class Problem:
     actual: str | int | None = None
 
 
-def open_checkpoint(
-    url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None
-) -> CheckpointView:
+def open_checkpoint(url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> CheckpointView:
     """The checkpoint in the folder `url`.
 
     Raises CheckpointNotFound, CheckpointCorrupt (the manifest is damaged), UnsupportedVersion, StorageError.
@@ -122,9 +120,7 @@ class CheckpointView:
                 merged.tree = part.tree if merged.tree is None else merged.tree
                 merged.tensors += part.tensors
         if merged.tree is None:
-            raise self._corrupt(
-                index_file_name(manifest.trees[0] if manifest.trees else 0), f"lacks component {key!r}"
-            )
+            raise self._corrupt(index_file_name(manifest.trees[0] if manifest.trees else 0), f"lacks component {key!r}")
         return merged
 
     def entries(self) -> Iterator[tuple[str, TensorEntry, TensorEntry]]:
@@ -160,7 +156,7 @@ class CheckpointView:
         for key, entry, held in self.entries():
             if f"{key}/{entry.name}" == name:
                 array = np.empty(entry.shape, _numpy_dtype(entry.dtype))
-                flat = memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+                flat = memoryview(array.reshape(-1).view(np.uint8).data) if array.size else memoryview(b"")
                 self.check_files([held.file] if held.file else [])
                 read_tensors(self.storage, self.folder, [TensorRead(key, held, _Memory(flat))], io_threads=2)
                 return array if box is None else array[tuple(box)].copy()
@@ -175,11 +171,7 @@ class CheckpointView:
     def foreign_files(self) -> list[str]:
         """Names in the folder that the manifest does not list. Loading ignores them."""
         listed = {*self.manifest.files, MANIFEST_NAME}
-        return [
-            e.name + ("/" if e.is_folder else "")
-            for e in self.storage.list(self.folder)
-            if e.name not in listed
-        ]
+        return [e.name + ("/" if e.is_folder else "") for e in self.storage.list(self.folder) if e.name not in listed]
 
     def verify(self, io_threads: int = 2) -> list[Problem]:
         """Read and check every byte that the manifest lists. Empty when all is as it was saved."""
@@ -219,9 +211,7 @@ class CheckpointView:
 def _problem(error: CheckpointCorrupt | StorageError, file: str) -> Problem:
     if isinstance(error, StorageError):
         return Problem(file, "storage", str(error))
-    return Problem(
-        error.file or file, error.kind or "format", str(error), error.tensor, error.expected, error.actual
-    )
+    return Problem(error.file or file, error.kind or "format", str(error), error.tensor, error.expected, error.actual)
 
 
 def _info(component: str, entry: TensorEntry, held: TensorEntry) -> TensorInfo:

@@ -6,7 +6,6 @@ import errno
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import (
     CheckpointCorrupt,
@@ -71,24 +70,18 @@ def write_index(
     return Receipt(rank, files, {c.key: content_digest(c.tree) for c in captured})
 
 
-def _entries(
-    component: Captured, place_of: dict[tuple[str, int], tuple[str, str, int, bytes]]
-) -> list[TensorEntry]:
+def _entries(component: Captured, place_of: dict[tuple[str, int], tuple[str, str, int, bytes]]) -> list[TensorEntry]:
     entries = []
     for number, tensor in enumerate(component.tensors):
         shape = tensor.shape
         if tensor.alias_of is not None:
             entries.append(
-                TensorEntry(
-                    tensor.name, tensor.dtype, shape, None, shape, None, None, 0, b"", tensor.alias_of
-                )
+                TensorEntry(tensor.name, tensor.dtype, shape, None, shape, None, None, 0, b"", tensor.alias_of)
             )
         else:
             file, stored_name, start, digests = place_of[component.key, number]
             entries.append(
-                TensorEntry(
-                    tensor.name, tensor.dtype, shape, None, shape, file, stored_name, start, digests, None
-                )
+                TensorEntry(tensor.name, tensor.dtype, shape, None, shape, file, stored_name, start, digests, None)
             )
     return entries
 
@@ -159,9 +152,7 @@ def publish(
         try:
             remove_checkpoint_folder(storage, aside)
         except (StorageError, CheckpointCorrupt) as error:
-            warnings.warn(
-                f"{storage.at(aside)}, which was replaced, could not be removed: {error}", CheckpointWarning
-            )
+            warnings.warn(f"{storage.at(aside)}, which was replaced, could not be removed: {error}", CheckpointWarning)
 
 
 def discard(storage: Storage, folder: str) -> None:
@@ -175,14 +166,14 @@ def discard(storage: Storage, folder: str) -> None:
 
 def coverage_error(plans: Sequence[FilePlan], receipts: Sequence[Receipt]) -> str | None:
     """Why the receipts do not cover every planned byte exactly once, or None."""
-    seen: dict[str, Any] = {}
+    seen: dict[str, FileRecord] = {}
     for receipt in receipts:
         for name, record in receipt.files.items():
             if name in seen:
                 return f"{name} was written by ranks {seen[name].writer} and {record.writer}"
             seen[name] = record
     for plan in plans:
-        record = seen.get(plan.name)
-        if record is None or record.writer != plan.writer or record.size != plan.size:
+        found = seen.get(plan.name)
+        if found is None or found.writer != plan.writer or found.size != plan.size:
             return f"{plan.name} ({plan.size:,} bytes) of rank {plan.writer} is not among what was written"
     return None

@@ -98,17 +98,11 @@ def _shares(tensors: Sequence[TensorSpec], writers: Sequence[int]) -> dict[int, 
     return {w: [t for t in tensors if chosen[t.number] == w] for w in writers}
 
 
-def _split(
-    key: str, tensors: list[TensorSpec], max_file_bytes: int, header_limit: int
-) -> list[list[TensorSpec]]:
+def _split(key: str, tensors: list[TensorSpec], max_file_bytes: int, header_limit: int) -> list[list[TensorSpec]]:
     parts: list[list[TensorSpec]] = []
     data = head = 0
     for tensor in tensors:
-        need = (
-            len(json.dumps(tensor.stored_name, ensure_ascii=False).encode())
-            + 100
-            + 21 * (len(tensor.shape) + 1)
-        )
+        need = len(json.dumps(tensor.stored_name, ensure_ascii=False).encode()) + 100 + 21 * (len(tensor.shape) + 1)
         if need + 8192 > header_limit:
             raise InvalidState(f"component {key!r}: a tensor name of {len(tensor.stored_name):,} characters is too long",
                                component=key, key=tensor.stored_name[:100])  # fmt: skip

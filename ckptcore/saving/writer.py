@@ -151,9 +151,7 @@ def _write_batch(
             buffer = scratch.memory[used : used + part.length]
             used += part.length
             sources[part.number].fill(at, buffer)
-        result.digests[part.number][part.chunk * DIGEST_BYTES : (part.chunk + 1) * DIGEST_BYTES] = (
-            chunk_digest(buffer)
-        )
+        result.digests[part.number][part.chunk * DIGEST_BYTES : (part.chunk + 1) * DIGEST_BYTES] = chunk_digest(buffer)
         buffers.append(buffer)
     if buffers:
         writer.write_at(0 if head else parts[0].start, buffers)

@@ -1,1 +1,1 @@
-"""What lies in memory: components and who shares them, nested state, tensor memory, adapters for torch's own objects."""
+"""What lies in memory: components and who shares them, nested state, tensor memory, adapters for torch objects."""

@@ -88,9 +88,7 @@ class ModelState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         _, to_raw = self._raw()
         # Not strict: missing and unexpected keys were judged before anything was read.
-        self.module.load_state_dict(
-            {to_raw[n]: v for n, v in state_dict.items() if n in to_raw}, strict=False
-        )
+        self.module.load_state_dict({to_raw[n]: v for n, v in state_dict.items() if n in to_raw}, strict=False)
 
 
 class OptimizerState:
@@ -196,9 +194,7 @@ class OptimizerState:
                 and not any(names[parameter] in g["params"] for g in state_dict["groups"])
             ):
                 state[parameter] = live  # not in the checkpoint at all (not strict): stays as it is
-        for number, (group, saved) in enumerate(
-            zip(self.optimizer.param_groups, state_dict["groups"], strict=True)
-        ):
+        for number, (group, saved) in enumerate(zip(self.optimizer.param_groups, state_dict["groups"], strict=True)):
             lacking = group.keys() - saved.keys() - {"param_names"}
             extra = saved.keys() - group.keys()
             if lacking or extra:
@@ -233,11 +229,7 @@ class RNGState:
         saved = state_dict["accelerator"]
         if saved is not None:
             kind, states = saved
-            if (
-                accelerator is None
-                or accelerator[0] != kind
-                or len(accelerator[1].get_rng_state_all()) != len(states)
-            ):
+            if accelerator is None or accelerator[0] != kind or len(accelerator[1].get_rng_state_all()) != len(states):
                 warnings.warn(
                     f"random streams of {len(states)} {kind} devices are in the checkpoint; this process has other devices, "
                     "whose streams stay as they are", CheckpointWarning, stacklevel=2)  # fmt: skip

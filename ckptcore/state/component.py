@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..errors import InvalidState
@@ -12,7 +12,7 @@ from ..errors import InvalidState
 __all__ = ["OnResize", "SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"]
 
 
-class SharingPattern(str, Enum):
+class SharingPattern(StrEnum):
     """Who holds which part of a component's state."""
 
     GLOBAL = "GLOBAL"  # rank 0's state is the truth
@@ -23,7 +23,7 @@ class SharingPattern(str, Enum):
     SHARDED = "SHARDED"  # one logical state; each rank holds some keys and slices
 
 
-class ValidationLevel(str, Enum):
+class ValidationLevel(StrEnum):
     """How closely replicas are compared before a save."""
 
     NONE = "NONE"
@@ -65,9 +65,7 @@ class StateComponent:
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, str) or not self.key or len(self.key.encode("utf-8", "replace")) > 80:
-            raise InvalidState(
-                f"component key {self.key!r} must be a text of 1 to 80 bytes", component=str(self.key)
-            )
+            raise InvalidState(f"component key {self.key!r} must be a text of 1 to 80 bytes", component=str(self.key))
         if "/" in self.key or "\x00" in self.key:
             raise InvalidState(f"component key {self.key!r} must not contain '/'", component=self.key)
         self.sharing_pattern = SharingPattern(self.sharing_pattern)

@@ -97,7 +97,7 @@ class TensorBytes:
         self._words = words(tensor)
         self._memory: memoryview | None = None
         if self._words.device.type == "cpu" and self._words.is_contiguous() and self._words.numel():
-            self._memory = memoryview(self._words.reshape(-1).view(torch.uint8).numpy())
+            self._memory = memoryview(self._words.reshape(-1).view(torch.uint8).numpy().data)
 
     def view(self, start: int, stop: int) -> memoryview | None:
         """Bytes `start` to `stop` in place; None when they are not contiguous host memory."""

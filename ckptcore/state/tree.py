@@ -20,9 +20,7 @@ INLINE_ARRAY_BYTES = 4096
 
 register_codec(torch.Size, list, torch.Size, name="torch.Size")
 register_codec(torch.device, str, torch.device, name="torch.device")
-register_codec(
-    torch.dtype, lambda d: str(d).removeprefix("torch."), lambda name: _dtype_of(name), name="torch.dtype"
-)
+register_codec(torch.dtype, lambda d: str(d).removeprefix("torch."), lambda name: _dtype_of(name), name="torch.dtype")
 
 
 def _dtype_of(name: str) -> torch.dtype:
@@ -79,9 +77,7 @@ def capture(key: str, state: Any) -> Captured:
         why = why_not_storable(tensor)
         if why is not None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            raise UnsupportedValue(
-                f"component {key!r}, key {name!r}: {why}", component=key, key=name, type_name=kind
-            )
+            raise UnsupportedValue(f"component {key!r}, key {name!r}: {why}", component=key, key=name, type_name=kind)
         identity = same_view_key(tensor)
         first = seen.setdefault(identity, len(tensors)) if identity is not None else len(tensors)
         alias = None if first == len(tensors) else first

@@ -161,9 +161,7 @@ def translated(storage: Storage, path: str, doing: str) -> Iterator[None]:
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
-def open_storage(
-    url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None
-) -> Storage:
+def open_storage(url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None) -> Storage:
     """The storage whose root is `url`: a local path (with or without `file://`), any fsspec URL, or a Storage itself.
 
     Nothing is created or contacted yet. Raises StorageError for a scheme that no installed filesystem knows.

@@ -44,9 +44,7 @@ class LocalStorage(Storage):
                 fd = os.open(self._full(path), flags)
         except StorageError as error:
             if error.errno == errno.ELOOP:
-                raise UnsafePath(
-                    f"{self.at(path)} is a symbolic link; refused", file=path, kind="format"
-                ) from None
+                raise UnsafePath(f"{self.at(path)} is a symbolic link; refused", file=path, kind="format") from None
             raise
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):

@@ -26,9 +26,7 @@ class FsspecStorage(Storage):
         try:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
         except (ImportError, ValueError) as error:
-            raise StorageError(
-                f"{url}: no filesystem for this URL ({error})", path=url, errno=errno.EINVAL
-            ) from None
+            raise StorageError(f"{url}: no filesystem for this URL ({error})", path=url, errno=errno.EINVAL) from None
         self.root = "/".join(part for part in root.split("/") if part)
         if root.startswith("/"):
             self.root = "/" + self.root
@@ -112,7 +110,8 @@ class _Writer(FileWriter):
         try:
             self.handle.discard()
             # Nothing may flush or publish it when it is garbage-collected.
-            self.handle.closed or setattr(self.handle, "closed", True)
+            if not self.handle.closed:
+                self.handle.closed = True
         except (OSError, AttributeError, ValueError):
             pass  # the failure that led here is the one to report
 
@@ -124,9 +123,7 @@ class _Reader(FileReader):
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         with _translated(self.storage, self.path, "reading"):
             need = sum(len(b) for b in buffers)
-            data = memoryview(
-                self.storage.fs.cat_file(self.storage._full(self.path), start=offset, end=offset + need)
-            )
+            data = memoryview(self.storage.fs.cat_file(self.storage._full(self.path), start=offset, end=offset + need))
             if len(data) != need:
                 raise OSError(errno.EIO, "the object ends too early")
             at = 0
@@ -140,7 +137,7 @@ class _Reader(FileReader):
 
 @contextmanager
 def _translated(storage: FsspecStorage, path: str, doing: str) -> Iterator[None]:
-    # Filesystems raise OSErrors for most things and ValueErrors for some (a closed client, a bad bucket name).
+    # Filesystems raise OSErrors for most things and ValueErrors for some (a closed client, a bad bucket).
     with translated(storage, path, doing):
         try:
             yield
