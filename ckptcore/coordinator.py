@@ -6,50 +6,39 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from .errors import CoordinationError, InvalidState, NoSpace
-from .format.digest import combined_digest
-from .format.manifest import CheckpointManifest, ComponentManifest
-from .loading.apply import LoadReport, load_components
-from .loading.view import CheckpointView
-from .ranks.communicator import Communicator, SingleProcess
+from .errors import InvalidState, NoSpace
+from .format.manifest import CheckpointManifest, Copy
+from .loading.apply import Loading, LoadReport
+from .loading.join import join_load
+from .ranks.communicator import Communicator
+from .ranks.replication import validate
+from .ranks.store import default_communicator
 from .root import Attempt, CheckpointInfo, remove_attempt, remove_checkpoint_folder, scan
-from .saving.commit import Receipt, check_place, coverage_error, discard, publish, write_index
-from .saving.plan import FilePlan, TensorSpec, plan_component
-from .saving.writer import write_files
+from .saving.commit import Receipt, Share, check_place, discard, files_and_components, publish, write_share
+from .saving.join import JoinedSave, SaveRequest, join_save
+from .saving.plan import TensorSpec, plan_component
 from .state.adapters import as_components
-from .state.component import StateComponent
-from .state.layout import TensorBytes
+from .state.component import SharingPattern, StateComponent, StatefulProvider, ValidationLevel
 from .state.tree import Captured, capture
 from .storage.base import Storage, open_storage
 
-__all__ = ["CheckpointCoordinator", "SaveRequest"]
-
-
-@dataclass(slots=True)
-class SaveRequest:
-    """What the caller says about one checkpoint, beside the state."""
-
-    step: int
-    run_id: str
-    metrics: dict[str, float] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    training_args_hash: str | None = None
-    overwrite: bool = False
+__all__ = ["CheckpointCoordinator"]
 
 
 class CheckpointCoordinator:
-    """Saves and loads single checkpoints of the given components.
+    """Saves and loads single checkpoints of the given components, on all ranks together.
 
-    state_components: a list of StateComponent, a dict of objects, or a StatefulProvider. io_threads: how many threads
-    read and write, by default as many as the process may use cores, at most 8.
+    state_components: a list of StateComponent, a dict of objects, or a StatefulProvider (whose process groups are
+    used too). process_groups: name -> lists of ranks, ProcessGroup, or DeviceMesh dimension. comm: by default the
+    running torch.distributed job. io_threads: how many threads read and write, by default as many as the process may
+    use cores, at most 8. writers: "split" spreads the bytes of replicated state over its ranks, "lowest" does not.
     """
 
     def __init__(
@@ -59,11 +48,17 @@ class CheckpointCoordinator:
         *,
         comm: Communicator | None = None,
         io_threads: int | None = None,
+        writers: Literal["split", "lowest"] = "split",
     ) -> None:
-        self.components: list[StateComponent] = as_components(state_components)
+        self.comm = comm or default_communicator()
+        self.components: list[StateComponent] = as_components(state_components, self.comm.world_size)
+        if process_groups is None and isinstance(state_components, StatefulProvider):
+            process_groups = state_components.get_process_groups()
         self.process_groups = dict(process_groups or {})
-        self.comm = comm or SingleProcess()
         self.io_threads = io_threads or default_io_threads()
+        if writers not in ("split", "lowest"):
+            raise InvalidState(f"writers must be 'split' or 'lowest', not {writers!r}")
+        self.writers = writers
 
     def save_checkpoint(
         self,
@@ -85,49 +80,94 @@ class CheckpointCoordinator:
         path: str | os.PathLike[str],
         strict: bool = True,
         *,
+        cast: bool = False,
+        transactional: bool = False,
         storage_options: dict[str, Any] | None = None,
-        **how: Any,
     ) -> LoadReport:
         """Load from the folder `path`. Raises what `load` raises."""
-        return self.load(open_storage(path, storage_options), "", strict=strict, **how)
+        return self.load(open_storage(path, storage_options), "", strict=strict, cast=cast, transactional=transactional)
 
     def save(self, storage: Storage, name: str, request: SaveRequest) -> CheckpointInfo:
-        """Save the components as the checkpoint `name` of `storage`. Nothing is left behind on failure.
+        """Save the components as the checkpoint `name` of `storage`. A failure leaves nothing behind.
 
-        Raises CheckpointExists, UnsupportedValue and InvalidState before a byte is written; StorageError, NoSpace.
+        What one rank raises, all raise: CheckpointExists, UnsupportedValue, InvalidState and ReplicationMismatch before
+        a byte is written; StorageError, NoSpace; JoinTimeout, RankLost, RanksDisagree.
         """
-        clock = _Clock()
-        attempt, sequence = self.comm.together("begin", lambda: None, lambda _: self._begin(storage, name, request))
-        folder = f"{name}.partial-{attempt}" if storage.atomic_rename else name
-        with Attempt.parse(attempt).in_flight():
+        clock, comm = _Clock(), self.comm
+        joined = join_save(
+            comm, name, request, self.components, self.process_groups, lambda: self._begin(storage, name, request)
+        )
+        captured, states = self._capture(joined, clock)
+        known = validate(comm, self.components, captured, states, joined.copies)
+        shares = self._plan(joined, captured, clock)
+        folder = f"{name}.partial-{joined.attempt}" if storage.atomic_rename else name
+        with Attempt.parse(joined.attempt).in_flight():
+            comm.together("make way", _nothing, lambda _: self._make_way(storage, name, folder, request))
+
+            def write() -> dict[str, Any]:
+                with clock.phase("write"), _needing(sum(p.size for s in shares for p in s.files)):
+                    return write_share(storage, folder, comm.rank, shares, self.io_threads, known).plain()
+
+            def commit(receipts: list[dict[str, Any]]) -> bytes:
+                manifest = self._manifest(request, joined, [Receipt.of(r) for r in receipts], clock)
+                publish(storage, joined.attempt, folder, name, manifest, request.overwrite)
+                return manifest.encode()
+
             try:
-                with clock.phase("capture"):
-                    captured = [capture(c.key, c.stateful.state_dict()) for c in self.components]
-                with clock.phase("plan"):
-                    plans = {c.key: plan_component(c.key, _specs(c), [0]) for c in captured}
-                    _check_names([plan for files in plans.values() for plan in files])
-
-                def write() -> Receipt:
-                    with clock.phase("write"):
-                        self._make_way(storage, name, folder, request)
-                        return self._write(storage, folder, captured, plans)
-
-                def commit(receipts: list[Receipt]) -> CheckpointManifest:
-                    manifest = self._manifest(request, attempt, sequence, receipts, captured, plans, clock)
-                    publish(storage, attempt, folder, name, manifest, request.overwrite)
-                    return manifest
-
-                manifest = self.comm.together("commit", write, commit)
-            except BaseException as error:
-                discard(storage, folder)
-                _say_how_much_space(error, self._planned_bytes(locals().get("plans")))
+                encoded = comm.together("write", write, commit)
+            except BaseException:
+                if comm.rank == 0:  # the others have finished writing, or are lost
+                    discard(storage, folder)
                 raise
-        return CheckpointInfo(name, storage.at(name), "committed", request.step, None, manifest)
+        manifest = CheckpointManifest.decode(encoded, storage.at(name))
+        return CheckpointInfo(name, storage.at(name), "committed", manifest.step, None, manifest)
 
     def _begin(self, storage: Storage, name: str, request: SaveRequest) -> tuple[str, int]:
         check_place(storage, name, request.step, request.overwrite)
         last = max((info.sequence or 0 for info in scan(storage)), default=0)
         return str(Attempt.new(request.run_id)), last + 1
+
+    def _capture(self, joined: JoinedSave, clock: _Clock) -> tuple[dict[str, Captured], dict[str, Any]]:
+        """Every rank asks every component for its state, in the same order, because that may itself be collective."""
+        captured: dict[str, Captured] = {}
+        states: dict[str, Any] = {}
+
+        def local() -> None:
+            for component in self.components:
+                state = component.stateful.state_dict()
+                if self._looked_at(component, joined.copies[component.key]):
+                    captured[component.key] = capture(component.key, state)
+                    states[component.key] = state
+
+        with clock.phase("capture"):
+            self.comm.together("capture", local, _nothing)
+        return captured, states
+
+    def _looked_at(self, component: StateComponent, copies: Sequence[Copy]) -> bool:
+        one_truth = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
+        compared = component.validated is not ValidationLevel.NONE
+        return not one_truth or compared or any(copy.members[0] == self.comm.rank for copy in copies)
+
+    def _plan(self, joined: JoinedSave, captured: Mapping[str, Captured], clock: _Clock) -> list[Share]:
+        rank = self.comm.rank
+        shares = []
+        with clock.phase("plan"):
+            for component in self.components:
+                copy = next(c for c in joined.copies[component.key] if rank in c.members)
+                writers = copy.members
+                if self.writers == "lowest" or component.sharing_pattern in (
+                    SharingPattern.GLOBAL,
+                    SharingPattern.PER_NODE,
+                ):
+                    writers = copy.members[:1]
+                if rank in writers:
+                    state = captured[component.key]
+                    files = plan_component(component.key, _specs(state), writers, copy.label)
+                    shares.append(Share(state, files, lowest=rank == copy.members[0]))
+        names = [plan.name for share in shares for plan in share.files]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise InvalidState(f"two components would be stored as {twice[0]}; rename one of them")
+        return shares
 
     def _make_way(self, storage: Storage, name: str, folder: str, request: SaveRequest) -> None:
         storage.make_folder(folder)
@@ -136,54 +176,21 @@ class CheckpointCoordinator:
             remove_checkpoint_folder(storage, name)
             remove_attempt(storage, name)
 
-    def _write(
-        self, storage: Storage, folder: str, captured: Sequence[Captured], plans: dict[str, list[FilePlan]]
-    ) -> Receipt:
-        rank = self.comm.rank
-        mine = [plan for files in plans.values() for plan in files if plan.writer == rank]
-        sources = {c.key: [TensorBytes(t.tensor) for t in c.tensors] for c in captured}
-        written = write_files(storage, folder, mine, sources, self.io_threads)
-        return write_index(storage, folder, rank, captured, written, plans if rank == 0 else {})
-
     def _manifest(
-        self,
-        request: SaveRequest,
-        attempt: str,
-        sequence: int,
-        receipts: Sequence[Receipt],
-        captured: Sequence[Captured],
-        plans: dict[str, list[FilePlan]],
-        clock: _Clock,
+        self, request: SaveRequest, joined: JoinedSave, receipts: Sequence[Receipt], clock: _Clock
     ) -> CheckpointManifest:
-        wrong = coverage_error([plan for files in plans.values() for plan in files], receipts)
-        if wrong is not None:
-            raise CoordinationError(f"step {request.step}: {wrong}; nothing was committed", step=request.step)
-        files = {name: record for receipt in receipts for name, record in receipt.files.items()}
-        components = {}
-        for component, state in zip(self.components, captured, strict=True):
-            names = [plan.name for plan in plans[component.key]]
-            values = [r.values[component.key] for r in receipts if component.key in r.values]
-            components[component.key] = ComponentManifest(
-                component.key,
-                component.sharing_pattern.value,
-                writers=sorted({plan.writer for plan in plans[component.key]}),
-                size_bytes=sum(t.nbytes for t in state.tensors if t.alias_of is None),
-                checksum=combined_digest([bytes.fromhex(d) for d in (*values, *(files[n].digest for n in names))]),
-                files=names,
-                required=component.required,
-                tensors=len(state.tensors),
-                metadata=component.metadata,
-            )
-        now = datetime.now(UTC)
+        files, components = files_and_components(self.components, joined, receipts)
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return CheckpointManifest(
             checkpoint_id=secrets.token_hex(16),
             step=request.step,
-            run_id=request.run_id,
-            attempt_id=attempt,
-            sequence=sequence,
-            created=now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            run_id=joined.run_id,
+            attempt_id=joined.attempt,
+            sequence=joined.sequence,
+            created=now.replace("+00:00", "Z"),
             world_size=self.comm.world_size,
             nodes=self.comm.nodes,
+            groups=joined.partitions,
             components=components,
             files=files,
             metrics=request.metrics,
@@ -195,9 +202,6 @@ class CheckpointCoordinator:
             metadata=request.metadata,
         )
 
-    def _planned_bytes(self, plans: dict[str, list[FilePlan]] | None) -> int | None:
-        return None if plans is None else sum(plan.size for files in plans.values() for plan in files)
-
     def load(
         self,
         storage: Storage,
@@ -207,14 +211,31 @@ class CheckpointCoordinator:
         cast: bool = False,
         transactional: bool = False,
     ) -> LoadReport:
-        """Load the components from the checkpoint `name` of `storage`, verified.
+        """Load the components from the checkpoint `name` of `storage`, verified, on all ranks or on none.
 
-        Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch, StorageError.
+        What one rank raises, all raise: CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch,
+        StorageError. Live state is not touched before structure, sizes and every rank's agreement are checked.
         """
-        view = self.comm.together("resolve", lambda: CheckpointView(storage, name), lambda views: views[0])
-        return load_components(
-            view, self.components, self.io_threads, strict=strict, cast=cast, transactional=transactional
+        comm = self.comm
+        view, partitions = join_load(comm, storage, name, self.components, self.process_groups)
+        loading = Loading(
+            view,
+            self.components,
+            comm,
+            partitions,
+            self.io_threads,
+            strict=strict,
+            cast=cast,
+            transactional=transactional,
         )
+        comm.together("check", loading.check, _nothing)
+        comm.together("read", loading.read, _nothing)
+        comm.together("apply", loading.apply, _nothing)
+        return loading.report
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 class _Clock:
@@ -224,7 +245,7 @@ class _Clock:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Any:
+    def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - start, 6)
@@ -242,17 +263,15 @@ def _specs(captured: Captured) -> list[TensorSpec]:
     ]
 
 
-def _check_names(plans: Sequence[FilePlan]) -> None:
-    names = [plan.name for plan in plans]
-    if twice := [plan for plan in plans if names.count(plan.name) > 1]:
-        keys = sorted({plan.component for plan in twice})
-        raise InvalidState(f"components {keys} would both be stored as {twice[0].name}; rename one", component=keys[0])
-
-
-def _say_how_much_space(error: BaseException, planned: int | None) -> None:
-    if isinstance(error, NoSpace) and planned is not None:
-        error.needed = planned
-        error.message += f"; the checkpoint needs {planned:,} bytes"
+@contextmanager
+def _needing(nbytes: int) -> Iterator[None]:
+    """A full disk is reported with what this rank's part of the checkpoint needs."""
+    try:
+        yield
+    except NoSpace as error:
+        error.needed = nbytes
+        error.message += f"; this part of the checkpoint needs {nbytes:,} bytes"
+        raise
 
 
 def _versions() -> dict[str, str]:

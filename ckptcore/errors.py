@@ -61,7 +61,8 @@ class CheckpointWarning(UserWarning):
 class CheckpointError(Exception):
     """Base of all errors of this package. Keyword arguments become attributes.
 
-    Attributes that a class names in `facts` always exist; they are None when they do not apply.
+    Attributes that a class names in `facts` always exist; they are None when they do not apply. `causes` maps each
+    rank where the operation failed to what failed there; None on a single process.
     """
 
     facts: ClassVar[tuple[str, ...]] = ()
@@ -69,6 +70,7 @@ class CheckpointError(Exception):
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
         self.message = message
+        self.causes: dict[int, str] | None = facts.pop("causes", None)
         for name in self.facts:
             setattr(self, name, facts.pop(name, None))
         if facts:
@@ -79,7 +81,8 @@ class CheckpointError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Built by keyword, so that errors cross process boundaries (multiprocessing, launchers).
-        return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in self.facts})
+        facts = {name: getattr(self, name) for name in (*self.facts, "causes")}
+        return _rebuild, (type(self), self.message, facts)
 
 
 def _rebuild(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:
@@ -199,10 +202,7 @@ class RanksDisagree(CoordinationError):
 
 
 class RankFailed(CheckpointError, RuntimeError):
-    """An operation failed on other ranks; `causes` maps rank to its error message."""
-
-    facts: ClassVar[tuple[str, ...]] = ("causes",)
-    causes: dict[int, str] | None
+    """An operation failed on some rank with an error that is not ours; `causes` says where and how."""
 
 
 class AsyncSaveError(CheckpointError, RuntimeError):

@@ -10,9 +10,9 @@ import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
-from .coordinator import CheckpointCoordinator, SaveRequest, default_io_threads
+from .coordinator import CheckpointCoordinator, default_io_threads
 from .errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -24,9 +24,11 @@ from .errors import (
 )
 from .loading.apply import LoadReport
 from .loading.view import CheckpointView, Problem
-from .ranks.communicator import Communicator, SingleProcess
+from .ranks.communicator import Communicator
+from .ranks.store import default_communicator
 from .retention import RetentionPolicy
 from .root import CheckpointInfo, checkpoint_name, committed, delete_checkpoint, newest_run, scan, sweep
+from .saving.join import SaveRequest
 from .storage.base import Storage, open_storage
 
 __all__ = ["CheckpointManager"]
@@ -40,7 +42,9 @@ class CheckpointManager:
     """Saves and restores one training run in one root.
 
     root: a local path, an fsspec URL, or a Storage; run_id: name of the run, by default that of the checkpoint restored, or a new
-    one. keep: which checkpoints stay after a save (default: all). Use it as a context manager.
+    one. keep: which checkpoints stay after a save (default: all). process_groups, writers: see CheckpointCoordinator.
+    join_timeout: seconds that a rank may come later than the others; liveness_timeout: seconds of silence after which
+    it counts as lost. On several ranks make it at the same point of the program, and save and load on every rank.
     """
 
     def __init__(
@@ -53,11 +57,16 @@ class CheckpointManager:
         storage_options: dict[str, Any] | None = None,
         io_threads: int | None = None,
         run_id: str | None = None,
+        writers: Literal["split", "lowest"] = "split",
+        join_timeout: float = 600.0,
+        liveness_timeout: float = 60.0,
     ) -> None:
         self.storage = open_storage(root, storage_options)
         self.keep = keep
-        self.comm = comm or SingleProcess()
-        self.process_groups = dict(process_groups or {})
+        self._own_comm = comm is None
+        self.comm = comm or default_communicator(join_timeout, liveness_timeout)
+        self.process_groups = process_groups
+        self.writers = writers
         self.io_threads = io_threads or default_io_threads()
         self._run_id = run_id
         self._found_damaged: set[str] = set()
@@ -80,7 +89,9 @@ class CheckpointManager:
         self.close()
 
     def close(self) -> None:
-        """Nothing is pending after a synchronous save; here for symmetry with asynchronous ones."""
+        """Leave the job's blackboard. Nothing else is pending after a synchronous save."""
+        if self._own_comm:
+            self.comm.close()
 
     def save(
         self,
@@ -104,7 +115,9 @@ class CheckpointManager:
         )  # fmt: skip
         info = self._coordinator(state).save(self.storage, name, request)
         self._found_damaged.discard(name)
-        self._clean_up(info)
+        self._run_id = info.run_id
+        if self.comm.rank == 0:
+            self._clean_up(info)
         return info
 
     def load(
@@ -124,9 +137,9 @@ class CheckpointManager:
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         if isinstance(step, str) and step != "latest":
             return coordinator.load(open_storage(step), "", **how)
-        info = self._find(step)
-        report = coordinator.load(self.storage, info.name, **how)
-        self._adopt(info)
+        name = self.comm.together("find", lambda: None, lambda _: self._find(step).name, joining=True)
+        report = coordinator.load(self.storage, name, **how)
+        self._adopt(report)
         return report
 
     def restore(
@@ -149,27 +162,26 @@ class CheckpointManager:
         if which != "auto":
             return self.load(state, which, **how)
         coordinator = self._coordinator(state)
-        infos = scan(self.storage)
-        run = self._run_id or newest_run(infos)
         skipped: dict[str, str] = {}
-        for info in reversed(infos):
-            if info.status == "partial" or (run is not None and info.run_id not in (None, run)):
-                continue
-            reason = info.reason or info.status
-            if info.status == "committed":
+        for name, status, reason in self.comm.together(
+            "find", lambda: None, lambda _: self._candidates(), joining=True
+        ):
+            if status == "committed":
                 try:
-                    report = coordinator.load(self.storage, info.name, **how)
-                except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
-                    if isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.ENOENT):
+                    report = coordinator.load(self.storage, name, **how)
+                except (CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion, StorageError) as error:
+                    if isinstance(error, StorageError) and error.errno != errno.EIO:
                         raise
                     reason = str(error)
                 else:
                     report.skipped = skipped
-                    self._adopt(info)
-                    self._warn_skipped(skipped, f"restored {info.name} (step {info.step})")
+                    self._adopt(report)
+                    self._warn_skipped(skipped, f"restored {name} (step {report.step})")
                     return report
-            skipped[info.name] = reason
-            self._found_damaged.add(info.name)
+            elif status == "unreadable":
+                raise StorageError(f"{name} might be the newest checkpoint and cannot be read: {reason}", path=name)
+            skipped[name] = reason
+            self._found_damaged.add(name)
         if skipped and not fresh_ok:
             listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
             raise NoUsableCheckpoint(
@@ -197,7 +209,19 @@ class CheckpointManager:
         delete_checkpoint(self.storage, self._find(step).name)
 
     def _coordinator(self, state: Any) -> CheckpointCoordinator:
-        return CheckpointCoordinator(state, self.process_groups, comm=self.comm, io_threads=self.io_threads)
+        return CheckpointCoordinator(
+            state, self.process_groups, comm=self.comm, io_threads=self.io_threads, writers=self.writers
+        )
+
+    def _candidates(self) -> Sequence[Sequence[str]]:
+        """[name, status, reason] of what a run might be restored from, newest first."""
+        infos = scan(self.storage)
+        run = self._run_id or newest_run(infos)
+        return [
+            [info.name, info.status, info.reason or info.status]
+            for info in reversed(infos)
+            if info.status != "partial" and (run is None or info.run_id in (None, run))
+        ]
 
     def _find(self, step: int | str) -> CheckpointInfo:
         infos = self.list()
@@ -213,12 +237,12 @@ class CheckpointManager:
                 path=self.root, step=step if isinstance(step, int) else None, available=steps)  # fmt: skip
         return matching[-1]
 
-    def _adopt(self, info: CheckpointInfo) -> None:
-        if self._run_id is None:
-            self._run_id = info.run_id
+    def _adopt(self, report: LoadReport) -> None:
+        if self._run_id is None and report.manifest is not None:
+            self._run_id = report.manifest.run_id
 
     def _warn_skipped(self, skipped: dict[str, str], outcome: str) -> None:
-        if skipped:
+        if skipped and self.comm.rank == 0:
             listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
             warnings.warn(f"{self.root}: {outcome}; skipped {listed}", CheckpointWarning, stacklevel=3)
 

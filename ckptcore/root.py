@@ -52,7 +52,8 @@ _OURS = re.compile(
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
     """One entry of a root. `status` is "committed", "uncommitted" (no manifest), "damaged" (it does not verify, or a
-    listed file is missing or of another size) or "partial" (an attempt or deletion that was not finished)."""
+    listed file is missing or of another size), "unsupported" (of a newer format), "unreadable" (the storage refuses)
+    or "partial" (an attempt, overwrite or deletion that was not finished)."""
 
     name: str
     url: str
@@ -122,6 +123,10 @@ def check_files(storage: Storage, folder: str, manifest: CheckpointManifest) -> 
             raise CheckpointCorrupt(
                 f"{storage.at(join(folder, name))} is missing", path=storage.at(folder), file=name,
                 kind="missing", expected=record.size)  # fmt: skip
+        if sizes[name] is None:
+            raise CheckpointCorrupt(
+                f"{storage.at(join(folder, name))} is not a file", path=storage.at(folder), file=name,
+                kind="missing", expected=record.size)  # fmt: skip
         if sizes[name] != record.size:
             raise CheckpointCorrupt(
                 f"{storage.at(join(folder, name))} has {sizes[name]} bytes, the manifest says {record.size}",
@@ -167,7 +172,12 @@ def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
             return CheckpointInfo(name, url, "partial", step, "a deletion that was not finished")
         return CheckpointInfo(name, url, "uncommitted", step, f"no {MANIFEST_NAME}: it was never committed, or damaged")
     except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
-        return CheckpointInfo(name, url, "damaged", manifest.step if manifest else step, str(error), manifest)
+        status = "damaged"
+        if isinstance(error, UnsupportedVersion):
+            status = "unsupported"
+        elif isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.EISDIR, errno.EINVAL):
+            status = "unreadable"
+        return CheckpointInfo(name, url, status, manifest.step if manifest else step, str(error), manifest)
     return CheckpointInfo(name, url, "committed", manifest.step, None, manifest)
 
 

@@ -2,10 +2,11 @@
 
 An index is msgpack: {"format", "version", "writer", "files": {name: [size, header size, header digest]},
 "components": {key: {"tree": bytes or nil, "tensors": [row, ...]}}}. A row is
-[name, dtype, shape, offset, local shape, file, name in file, start, chunk digests, alias]: the logical tensor `name`
-has the global `shape`; this writer's piece is the box at `offset` of `local shape` (both nil: all of it), its bytes
-are C order in `file` from byte `start` on, with 8 bytes of digest per 4 MiB. `alias` (else nil) is the row number of
-the tensor that holds the bytes; then file, start and digests are nil.
+[number, name, dtype, shape, offset, local shape, file, name in file, start, chunk digests, alias]: `number` is what
+the tree calls the tensor; the logical tensor `name` has the global `shape`; this writer's piece is the box at `offset`
+of `local shape` (both nil: all of it), its bytes are C order in `file` from byte `start` on, with 8 bytes of digest
+per 4 MiB. `alias` (else nil) is the number of the tensor that holds the bytes; then file, start and digests are nil.
+A component that several ranks wrote together has its tree, and its aliases, in the index of the lowest of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def index_file_name(writer: int) -> str:
 class TensorEntry:
     """One tensor, or one writer's piece of it. Shapes in items, `start` and `nbytes` in bytes."""
 
+    number: int
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -112,7 +114,9 @@ class Index:
                     if e.file is None
                     else [e.file, None if e.stored_name == e.name else e.stored_name, e.start, e.digests]
                 )
-                rows.append([e.name, e.dtype, e.shape, e.offset, None if whole else e.local_shape, *place, e.alias_of])
+                rows.append(
+                    [e.number, e.name, e.dtype, e.shape, e.offset, None if whole else e.local_shape, *place, e.alias_of]
+                )
             components[key] = {"tree": component.tree, "tensors": rows}
         files = {name: [f.size, f.header_size, f.header_digest] for name, f in self.files.items()}
         packed = {
@@ -141,11 +145,7 @@ class Index:
                 tree = component["tree"]
                 if not isinstance(key, str) or not (tree is None or isinstance(tree, bytes)):
                     raise ValueError("a component's key or tree has the wrong type")
-                rows = component["tensors"]
-                entries = [_entry(row, index.files, len(rows)) for row in rows]
-                for entry in entries:
-                    if entry.alias_of is not None and entries[entry.alias_of].alias_of is not None:
-                        raise ValueError(f"tensor {entry.name!r} is an alias of an alias")
+                entries = [_entry(row, index.files) for row in component["tensors"]]
                 index.components[key] = ComponentIndex(tree, entries)
             return index
         except _DECODE_ERRORS as error:
@@ -171,8 +171,8 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple([_whole(n) for n in value])
 
 
-def _entry(row: list[Any], files: dict[str, FileEntry], count: int) -> TensorEntry:
-    name, dtype, shape, offset, local, file, stored_name, start, digests, alias = row
+def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
+    number, name, dtype, shape, offset, local, file, stored_name, start, digests, alias = row
     if not isinstance(name, str) or dtype not in DTYPES:
         raise ValueError(f"tensor {name!r} has an unknown dtype {dtype!r}")
     shape = _shape(shape)
@@ -183,13 +183,15 @@ def _entry(row: list[Any], files: dict[str, FileEntry], count: int) -> TensorEnt
     ):
         raise ValueError(f"tensor {name!r}: box at {box} of {local} is not inside {shape}")
     if alias is not None:
-        if _whole(alias) >= count or file is not None:
-            raise ValueError(f"tensor {name!r}: alias of row {alias} is not valid")
-        return TensorEntry(name, dtype, shape, box, local, None, None, 0, b"", alias)
+        if _whole(alias) == number or file is not None:
+            raise ValueError(f"tensor {name!r}: alias of number {alias} is not valid")
+        return TensorEntry(_whole(number), name, dtype, shape, box, local, None, None, 0, b"", alias)
     nbytes = tensor_nbytes(dtype, local)
     known = files[file]
     if not known.header_size <= _whole(start) <= start + nbytes <= known.size:
         raise ValueError(f"tensor {name!r}: bytes {start} to {start + nbytes} are not inside {file}")
     if len(digests) != DIGEST_BYTES * chunk_count(nbytes):
         raise ValueError(f"tensor {name!r}: {len(digests)} digest bytes for {nbytes} bytes of data")
-    return TensorEntry(name, dtype, shape, box, local, file, stored_name or name, start, bytes(digests), None)
+    return TensorEntry(
+        _whole(number), name, dtype, shape, box, local, file, stored_name or name, start, bytes(digests), None
+    )

@@ -16,12 +16,22 @@ from typing import Any
 from ..errors import CheckpointCorrupt, InvalidState, UnsafePath, UnsupportedVersion
 from .digest import content_digest
 
-__all__ = ["MANIFEST_NAME", "CheckpointManifest", "ComponentManifest", "FileRecord", "check_file_name"]
+__all__ = [
+    "MANIFEST_NAME",
+    "CheckpointManifest",
+    "ComponentManifest",
+    "Copy",
+    "FileRecord",
+    "check_file_name",
+    "copies",
+]
 
 MANIFEST_NAME = "checkpoint_manifest.json"
 FORMAT = "ckptcore"
 VERSION = "1.0"
 SIZE_LIMIT = 1 << 30
+WORLD_LIMIT = 1 << 22
+PATTERNS = ("GLOBAL", "REPLICATED", "PER_RANK", "PER_GROUP", "PER_NODE", "SHARDED")
 
 _PLAIN_NAME = re.compile(r"[^/\\:\x00-\x1f\x7f]{1,255}")
 _TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
@@ -47,20 +57,45 @@ class FileRecord:
     writer: int
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One stored copy of a component: the ranks whose state it is, and how its files are told apart."""
+
+    label: str
+    members: tuple[int, ...]
+
+
+def copies(
+    pattern: str,
+    world_size: int,
+    nodes: list[list[int]],
+    group: str | None = None,
+    partition: list[list[int]] | None = None,
+    group_keys: list[str] | None = None,
+) -> list[Copy]:
+    """The copies of a component with this sharing pattern, in order of their lowest rank, which has the values."""
+    if pattern == "PER_RANK":
+        return [Copy(f".rank{rank:05d}", (rank,)) for rank in range(world_size)]
+    if pattern == "PER_NODE":
+        return [Copy(f".node{number:05d}", tuple(ranks)) for number, ranks in enumerate(nodes)]
+    if pattern == "PER_GROUP":
+        names = group_keys or [f"{number:05d}" for number in range(len(partition or []))]
+        return [Copy(f".{group}-{name}", tuple(ranks)) for name, ranks in zip(names, partition or [], strict=True)]
+    return [Copy("", tuple(range(world_size)))]
+
+
 @dataclass(slots=True)
 class ComponentManifest:
     """One component: who shares it and who wrote it. `tensors` is a count, `size_bytes` that of tensor data.
 
-    group: name of the process group (PER_GROUP); partition: its groups, each a list of ranks; group_keys: the
-    user's names for them, in the same order. trees: ranks whose index holds the plain values.
-    checksum: over the component's plain values and the digests of its files, in order.
+    writers: the ranks whose index has something of it. group: name of the process group (PER_GROUP); partition: its
+    groups, each a list of ranks; group_keys: the user's names for them, in the same order. checksum: over the
+    component's plain values and the digests of its files, in order.
     """
 
     key: str
     pattern: str = "GLOBAL"
     writers: list[int] = field(default_factory=lambda: [0])
-    trees: list[int] = field(default_factory=lambda: [0])
-    replicated_across: list[list[int]] | None = None
     group: str | None = None
     partition: list[list[int]] | None = None
     group_keys: list[str] | None = None
@@ -102,6 +137,11 @@ class CheckpointManifest:
     def size_bytes(self) -> int:
         """Bytes of all files that the manifest lists (without itself)."""
         return sum(record.size for record in self.files.values())
+
+    def copies(self, key: str) -> list[Copy]:
+        """The stored copies of a component. KeyError when there is no such component."""
+        c = self.components[key]
+        return copies(c.pattern, self.world_size, self.nodes, c.group, c.partition, c.group_keys)
 
     def encode(self) -> bytes:
         """The manifest file. Sets `digest`. Raises InvalidState for metadata that JSON cannot hold."""
@@ -219,6 +259,18 @@ def _numbers(value: Any) -> dict[str, float]:
     return found
 
 
+def _world_size(value: Any) -> int:
+    if not 1 <= _count(value) <= WORLD_LIMIT:
+        raise ValueError(f"a world of {value} ranks is not one that was ever saved")
+    return int(value)
+
+
+def _pattern(value: Any) -> str:
+    if value not in PATTERNS:
+        raise ValueError(f"{value!r} is not a sharing pattern")
+    return str(value)
+
+
 def _optional(check: Any) -> Any:
     return lambda value: None if value is None else check(value)
 
@@ -241,7 +293,7 @@ def _boolean(value: Any) -> bool:
 
 
 _COMPONENT = {
-    "pattern": _string, "writers": _ranks, "trees": _ranks, "replicated_across": _optional(_partition),
+    "pattern": _pattern, "writers": _ranks,
     "group": _optional(_string), "partition": _optional(_partition),
     "group_keys": _optional(lambda v: [_string(k) for k in _typed(v, list)]),
     "size_bytes": _count, "checksum": _string, "files": lambda v: [check_file_name(n) for n in _typed(v, list)],
@@ -255,7 +307,7 @@ def _component(key: str, value: dict[str, Any]) -> ComponentManifest:
 
 _MANIFEST = {
     "checkpoint_id": _string, "step": _count, "run_id": _string, "attempt_id": _string, "sequence": _count,
-    "created": _string, "world_size": _count, "nodes": _partition,
+    "created": _string, "world_size": _world_size, "nodes": _partition,
     "groups": lambda v: {k: _partition(p) for k, p in _mapping(v).items()},
     "components": lambda v: {k: _component(k, c) for k, c in _mapping(v).items()},
     "files": lambda v: {check_file_name(n): _file(f) for n, f in _mapping(v).items()},
@@ -268,6 +320,7 @@ def _manifest(document: dict[str, Any]) -> CheckpointManifest:
     known = {name: check(document.pop(name)) for name, check in _MANIFEST.items()}
     manifest = CheckpointManifest(**known, extra=document)
     for component in manifest.components.values():
+        manifest.copies(component.key)
         if unlisted := [name for name in component.files if name not in manifest.files]:
             raise ValueError(f"component {component.key!r} names files that are not listed: {unlisted}")
     return manifest

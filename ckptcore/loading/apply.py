@@ -10,17 +10,19 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
-from ..format.index import ComponentIndex, TensorEntry
+from ..format.index import TensorEntry
 from ..format.manifest import CheckpointManifest
 from ..format.values import TensorRef, decode
+from ..ranks.communicator import Communicator
 from ..state.adapters import PlainState
 from ..state.component import StateComponent
 from ..state.layout import TensorBytes, memory_span, overlaps_itself, same_view_key, torch_dtype
 from ..state.tree import CapturedTensor, capture
+from .place import Place, copy_for
 from .reader import TensorRead, read_tensors
-from .view import CheckpointView
+from .view import CheckpointView, MergedComponent
 
-__all__ = ["LoadReport", "load_components"]
+__all__ = ["LoadReport", "Loading"]
 
 
 @dataclass(slots=True)
@@ -43,38 +45,64 @@ class LoadReport:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def load_components(
-    view: CheckpointView,
-    components: Sequence[StateComponent],
-    io_threads: int,
-    *,
-    strict: bool = True,
-    cast: bool = False,
-    transactional: bool = False,
-) -> LoadReport:
-    """Restore `components` from the checkpoint. Live state is untouched until structure and sizes are known to fit.
+class Loading:
+    """One load on one rank, in the three steps between which the ranks agree: check, read, apply."""
 
-    Raises StateMismatch, CheckpointCorrupt, StorageError.
-    """
-    report = LoadReport(step=view.manifest.step, path=view.url, manifest=view.manifest)
-    here = [c for c in components if c.key in view.manifest.components]
-    report.missing = [c.key for c in components if c.key not in view.manifest.components and c.required]
-    report.unexpected = [key for key in view.manifest.components if key not in {c.key for c in components}]
-    fits = _Fits(view, cast, transactional, report)
-    prepared = [(component, fits.prepare(component)) for component in here]
-    fits.judge(strict, matched_any=bool(here))
-    view.check_files(read.entry.file for read in fits.reads if read.entry.file)
-    try:
-        read_tensors(view.storage, view.folder, fits.reads, io_threads)
-    except CheckpointError as error:
-        if fits.in_place:
-            error.message += "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
-        raise
-    for component, state in sorted(prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))):
-        component.stateful.load_state_dict(fits.finished(component.key, state))
-        if isinstance(component.stateful, PlainState):
-            report.values[component.key] = component.stateful.loaded
-    return report
+    def __init__(
+        self,
+        view: CheckpointView,
+        components: Sequence[StateComponent],
+        comm: Communicator,
+        partitions: Mapping[str, list[list[int]]],
+        io_threads: int,
+        *,
+        strict: bool,
+        cast: bool,
+        transactional: bool,
+    ) -> None:
+        manifest = view.manifest
+        self.view, self.components, self.io_threads, self.strict = view, components, io_threads, strict
+        self.report = LoadReport(step=manifest.step, path=view.url, manifest=manifest)
+        self.place = Place(comm.rank, comm.world_size, comm.nodes, partitions)
+        self.fits = _Fits(view, cast, transactional, self.report)
+        self.prepared: list[tuple[StateComponent, Any]] = []
+
+    def check(self) -> None:
+        """Match saved and live state, and check the files that are needed. Live state is untouched.
+
+        Raises StateMismatch, CheckpointCorrupt, StorageError.
+        """
+        saved = self.view.manifest.components
+        keys = {c.key for c in self.components}
+        self.report.missing = [c.key for c in self.components if c.key not in saved and c.required]
+        self.report.unexpected = [key for key in saved if key not in keys]
+        here = [c for c in self.components if c.key in saved]
+        for component in here:
+            copy = copy_for(self.view.manifest, component, self.place)
+            if copy is not None:
+                self.prepared.append((component, self.fits.prepare(component, copy)))
+        self.fits.judge(self.strict, matched_any=bool(here))
+        self.view.check_files(read.entry.file for read in self.fits.reads if read.entry.file)
+
+    def read(self) -> None:
+        """Read every byte into its place, verified. Raises CheckpointCorrupt, StorageError."""
+        try:
+            read_tensors(self.view.storage, self.view.folder, self.fits.reads, self.io_threads)
+        except CheckpointError as error:
+            if self.fits.in_place:
+                error.message += (
+                    "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
+                )
+            raise
+
+    def apply(self) -> None:
+        """Hand the complete states over, random streams last."""
+        for component, state in sorted(
+            self.prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))
+        ):
+            component.stateful.load_state_dict(self.fits.finished(component.key, state))
+            if isinstance(component.stateful, PlainState):
+                self.report.values[component.key] = component.stateful.loaded
 
 
 class _Fits:
@@ -90,12 +118,12 @@ class _Fits:
         self.casts: dict[str, list[tuple[torch.Tensor, torch.dtype]]] = {}
         self.spans: dict[str, list[tuple[int, int]]] = {}
 
-    def prepare(self, component: StateComponent) -> Any:
+    def prepare(self, component: StateComponent, copy: int) -> Any:
         """The saved state with destination tensors in place of the tensors, none of them read yet."""
-        index = self.view.component(component.key)
+        index = self.view.component(component.key, copy)
         live = {t.name: t for t in capture(component.key, component.stateful.state_dict()).tensors}
         found = _Component(self, component, index, live)
-        state = decode(index.tree or b"", found.leaf, file=f"{self.view.url}: component {component.key!r}")
+        state = decode(index.tree, found.leaf, file=f"{self.view.url}: component {component.key!r}")
         compare = getattr(component.stateful, "differences", None)
         if compare is not None:
             self._compare(component, compare, state)
@@ -163,7 +191,7 @@ class _Component:
     """Destinations of one component's tensors."""
 
     def __init__(
-        self, fits: _Fits, component: StateComponent, index: ComponentIndex, live: dict[str, CapturedTensor]
+        self, fits: _Fits, component: StateComponent, index: MergedComponent, live: dict[str, CapturedTensor]
     ) -> None:
         self.fits, self.component, self.entries, self.live = fits, component, index.tensors, live
         self.judged = hasattr(component.stateful, "differences")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointCorrupt, StorageError
 from ..format.digest import content_digest
-from ..format.index import ComponentIndex, Index, TensorEntry, index_file_name
+from ..format.index import Index, TensorEntry, index_file_name
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest
 from ..format.tensorfile import DTYPES
 from ..format.values import TensorRef, decode
@@ -40,6 +40,14 @@ class TensorInfo:
     @property
     def path(self) -> tuple[str, ...]:
         return tuple(part.replace("~1", "/").replace("~0", "~") for part in self.name.split("/"))
+
+
+@dataclass(frozen=True, slots=True)
+class MergedComponent:
+    """One copy of a component: encoded values, and the tensors that its TensorRefs number."""
+
+    tree: bytes
+    tensors: list[TensorEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,40 +118,52 @@ class CheckpointView:
                                 expected=record.digest, actual=actual)  # fmt: skip
         return bytes(data)
 
-    def component(self, key: str) -> ComponentIndex:
-        """Values and tensors of one component, merged over its writers. KeyError when there is none."""
-        manifest = self.manifest.components[key]
-        merged = ComponentIndex(None)
-        for writer in sorted({*manifest.writers, *manifest.trees}):
-            part = self.index(writer).components.get(key)
-            if part is not None:
-                merged.tree = part.tree if merged.tree is None else merged.tree
-                merged.tensors += part.tensors
-        if merged.tree is None:
-            raise self._corrupt(index_file_name(manifest.trees[0] if manifest.trees else 0), f"lacks component {key!r}")
-        return merged
+    def component(self, key: str, copy: int = 0) -> MergedComponent:
+        """Values and tensors of one stored copy of a component, put together from the indexes of its writers.
+
+        KeyError when there is no such component, IndexError when it has fewer copies; CheckpointCorrupt.
+        """
+        members = self.manifest.copies(key)[copy].members
+        writers = [w for w in self.manifest.components[key].writers if w in members]
+        parts = [part for w in writers if (part := self.index(w).components.get(key)) is not None]
+        tree = next((part.tree for part in parts if part.tree is not None), None)
+        found = sorted((entry for part in parts for entry in part.tensors), key=lambda entry: entry.number)
+        numbers = [entry.number for entry in found]
+        broken = numbers != list(range(len(found))) or any(
+            e.alias_of is not None and (e.alias_of >= len(found) or found[e.alias_of].alias_of is not None)
+            for e in found
+        )
+        if tree is None or broken:
+            name = index_file_name(members[0])
+            raise self._corrupt(name, f"and those of ranks {writers} do not make up a whole of component {key!r}")
+        return MergedComponent(tree, found)
 
     def entries(self) -> Iterator[tuple[str, TensorEntry, TensorEntry]]:
-        """(component, tensor, the tensor that holds its bytes: itself or its alias target) for all."""
+        """(component, tensor, the tensor that holds its bytes: itself or its alias target) for all copies of all.
+
+        Where a component has several copies, its name here is followed by the label of the copy: "rng.rank00001".
+        """
         for key in self.manifest.components:
-            tensors = self.component(key).tensors
-            for entry in tensors:
-                yield key, entry, entry if entry.alias_of is None else tensors[entry.alias_of]
+            copies = self.manifest.copies(key)
+            for number, copy in enumerate(copies):
+                tensors = self.component(key, number).tensors
+                for entry in tensors:
+                    yield key + copy.label, entry, entry if entry.alias_of is None else tensors[entry.alias_of]
 
     def tensors(self) -> list[TensorInfo]:
         """All tensors, component by component. Reads the indexes, and no tensor bytes."""
         return [_info(key, entry, held) for key, entry, held in self.entries()]
 
-    def values(self, component: str) -> Any:
+    def values(self, component: str, copy: int = 0) -> Any:
         """The component's state as it was saved, with TensorInfo where there was a tensor.
 
-        KeyError when there is no such component. Values of unregistered codecs come as `Opaque`.
+        copy: which of several (one per rank, group or node), in order of their lowest rank. KeyError when there is no such component. Values of unregistered codecs come as `Opaque`.
         """
-        held = self.component(component)
+        held = self.component(component, copy)
         infos = [
             _info(component, e, e if e.alias_of is None else held.tensors[e.alias_of]) for e in held.tensors
         ]  # fmt: skip
-        return decode(held.tree or b"", lambda ref: _pick(infos, ref), lenient=True, file=self.url)
+        return decode(held.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Any:
         """A tensor as a numpy array, verified; `box`: one slice (of step 1) per dimension.
@@ -168,6 +188,9 @@ class CheckpointView:
         for file in sorted(set(files)):
             check_header(self.storage, self.folder, file, known[file])
 
+    def _check_size(self, file: str) -> None:
+        open_member(self.storage, self.folder, file, self.manifest.files[file].size).close()
+
     def foreign_files(self) -> list[str]:
         """Names in the folder that the manifest does not list. Loading ignores them."""
         listed = {*self.manifest.files, MANIFEST_NAME}
@@ -187,16 +210,21 @@ class CheckpointView:
                 return False
             return True
 
-        for writer in sorted({w for c in self.manifest.components.values() for w in (*c.writers, *c.trees)}):
+        for writer in sorted({w for c in self.manifest.components.values() for w in c.writers}):
             name = index_file_name(writer)
             checked.add(name)
             if not attempt(name, partial(self.index, writer)):
+                # What only this index describes is not to blame; its size is all that can be checked.
+                for file, record in self.manifest.files.items():
+                    if record.writer == writer and file.endswith(".safetensors"):
+                        checked.add(file)
+                        attempt(file, partial(self._check_size, file))
                 continue
             index = self.index(writer)
             checked.update(index.files)
             whole = {f for f, known in index.files.items()
                      if attempt(f, partial(check_header, self.storage, self.folder, f, known))
-                     or problems[-1].kind in ("header", "size")}  # fmt: skip
+                     or problems[-1].kind == "header"}  # fmt: skip
             reads += [TensorRead(key, entry, None) for key, component in index.components.items()
                       for entry in component.tensors if entry.file in whole]  # fmt: skip
         for name in self.manifest.files.keys() - checked:

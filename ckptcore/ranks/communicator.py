@@ -1,27 +1,48 @@
-"""How ranks agree: every rank brings its part, one of them decides, and all get the same answer or the same error."""
+"""How ranks agree, without collectives: every rank brings its part, rank 0 decides, all get the same answer.
+
+One operation carries joins, receipts, verdicts and errors: `together`. Ranks talk through a small blackboard on a
+connection of its own, so neither side of a save can interleave with, or wait for, the training's communication. What
+one rank raises, all ranks raise; a rank that dies, stops or never comes is named within a bounded time.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Communicator", "SingleProcess"]
+from .. import errors
+from ..errors import CheckpointError, CoordinationError, JoinTimeout, RankFailed, RankLost, RanksDisagree
+from ..format.values import decode, encode
+
+__all__ = ["Board", "BoardCommunicator", "Communicator", "Local", "MemoryBoard", "SingleProcess"]
+
+Local = Callable[[], Any]
+Decide = Callable[[list[Any]], Any]
 
 
 class Communicator(ABC):
-    """The ranks of one job. `nodes` lists the ranks of every node, in order of their lowest rank."""
+    """The ranks of one job. `nodes` lists the ranks of every node, in order of their lowest rank (known from the
+    first `together` on)."""
 
     rank: int
     world_size: int
     nodes: list[list[int]]
 
     @abstractmethod
-    def together(self, topic: str, local: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
-        """Run `local` on every rank, then `decide` once with all results by rank; its result is everybody's.
+    def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
+        """Run `local` on every rank, then `decide` on rank 0 with all results by rank; its result is everybody's.
 
-        What any rank raises, in `local` or in `decide`, every rank raises. Results must be plain values.
+        What any rank raises, every rank raises: errors of ckptcore in their own type, others as RankFailed, with
+        `causes` by rank. joining: ranks may not be here yet; they have `join_timeout` to come (JoinTimeout). Later
+        rounds wait for as long as the others live (RankLost). Results must be plain values.
         """
+
+    def close(self) -> None:  # noqa: B027
+        """Leave. Ranks that still wait for this one are told so."""
 
 
 class SingleProcess(Communicator):
@@ -33,5 +54,320 @@ class SingleProcess(Communicator):
     def __init__(self) -> None:
         self.nodes = [[0]]
 
-    def together(self, topic: str, local: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
+    def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
         return decide([local()])
+
+
+class Board(ABC):
+    """A key-value blackboard that all ranks see. Failures of the board itself are BoardLost."""
+
+    @abstractmethod
+    def put(self, key: str, value: bytes) -> None: ...
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """The value, or None when there is none (yet)."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None: ...
+
+    @abstractmethod
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        """The value as soon as there is one; None after `seconds`."""
+
+    @abstractmethod
+    def second(self) -> Board:
+        """The same board on another connection, for another thread."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give up this connection."""
+
+
+class BoardLost(ConnectionError):
+    """The blackboard does not answer any more."""
+
+
+class MemoryBoard(Board):
+    """A blackboard for ranks that are threads of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+    def put(self, key: str, value: bytes) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes | None:
+        with self.changed:
+            return self.values.get(key)
+
+    def delete(self, key: str) -> None:
+        with self.changed:
+            self.values.pop(key, None)
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.values, seconds)
+            return self.values.get(key)
+
+    def second(self) -> Board:
+        return self
+
+
+GONE = b"gone"
+
+
+@dataclass(slots=True)
+class _Pulse:
+    value: bytes | None
+    since: float
+
+
+class BoardCommunicator(Communicator):
+    """`together` over a Board. node: any name that equals that of the other ranks on this rank's node.
+
+    join_timeout: seconds that a rank may come later than the others. liveness_timeout: seconds without a heartbeat
+    after which a rank counts as lost. work_timeout: seconds after which even a living rank is not waited for.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        *,
+        node: str = "",
+        join_timeout: float = 600.0,
+        liveness_timeout: float = 60.0,
+        work_timeout: float = 6 * 3600.0,
+    ) -> None:
+        self.board, self.rank, self.world_size, self.node = board, rank, world_size, node
+        self.join_timeout, self.liveness_timeout, self.work_timeout = join_timeout, liveness_timeout, work_timeout
+        self.nodes: list[list[int]] = []
+        self._round = 0
+        self._unread: list[str] = []
+        self._pulses: dict[int, _Pulse] = {}
+        self._stop = threading.Event()
+        self._silent = False
+        self._lock = threading.Lock()
+        self._heart = threading.Thread(
+            target=self._beat, args=(board.second(),), name="ckptcore-heartbeat", daemon=True
+        )
+        self._heart.start()
+
+    def _beat(self, board: Board) -> None:
+        count = 0
+        try:
+            while True:
+                board.put(f"alive/{self.rank}", b"%d" % count)
+                count += 1
+                if self._stop.wait(self.liveness_timeout / 8):
+                    if not self._silent:
+                        board.put(f"alive/{self.rank}", GONE)
+                    return
+        except BoardLost:
+            return  # whoever waits finds out on its own connection
+        finally:
+            board.close()
+
+    def close(self) -> None:
+        if self._stop.is_set():
+            return
+        if self.rank == 0:
+            self._wait_for_readers()
+        self._stop.set()
+        self._heart.join(self.liveness_timeout)
+        self.board.close()
+
+    def fall_silent(self) -> None:
+        """End like a process that was killed: no word to anybody. For tests."""
+        self._silent = True
+        self._stop.set()
+
+    def _wait_for_readers(self) -> None:
+        """The process of rank 0 often hosts the board: it stays until the others have read the last verdict."""
+        deadline = time.monotonic() + min(10.0, self.liveness_timeout)
+        waiting = set(range(1, self.world_size)) if self._round and not self._unread else set()
+        try:
+            while waiting and time.monotonic() < deadline:
+                for rank in sorted(waiting):
+                    done, alive = self.board.get(f"done/{rank}"), self.board.get(f"alive/{rank}")
+                    if int(done or b"0") >= self._round or alive == GONE:
+                        waiting.discard(rank)
+                self._stop.wait(0.01)
+        except BoardLost:
+            pass
+
+    def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
+        with self._lock:
+            self._round += 1
+            return self._together(self._round, topic, local, decide, joining)
+
+    def _together(self, number: int, topic: str, local: Local, decide: Decide, joining: bool) -> Any:
+        own: BaseException | None = None
+        message: dict[str, Any] = {"topic": topic, "node": self.node}
+        try:
+            message["value"] = local()
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            own = error
+            message["failure"] = _failure(error)
+        try:
+            self.board.put(f"{number}/in/{self.rank}", encode(message))
+            if own is not None and not isinstance(own, Exception):
+                raise own  # on the way out of the process: the others are told, and not waited for
+            if self.rank == 0:
+                verdict, failed = self._lead(number, topic, decide, joining)
+                own = own or failed
+            else:
+                verdict = self._follow(number, topic, joining)
+                self.board.put(f"done/{self.rank}", b"%d" % number)
+        except BoardLost as error:
+            raise RankLost(
+                f"{topic}: rank {self.rank} lost the connection to the store of this job ({error}); "
+                "the process that hosts it (rank 0) has probably died", ranks=[0]) from error  # fmt: skip
+        self.nodes = verdict["nodes"]
+        if "failure" in verdict:
+            raise _rebuilt(verdict["failure"]) from own
+        return verdict["value"]
+
+    def _lead(
+        self, number: int, topic: str, decide: Decide, joining: bool
+    ) -> tuple[dict[str, Any], BaseException | None]:
+        verdict: dict[str, Any] = {"nodes": self.nodes, "failure": _failure(CoordinationError(f"{topic}: rank 0 left"))}
+        cause: BaseException | None = None
+        try:
+            self.board.put("leader", b"%d" % number)
+            messages = self._gather(number, topic, joining)
+            self.nodes = verdict["nodes"] = _nodes([message["node"] for message in messages])
+            _raise_failures(topic, messages)
+            value = decide([message["value"] for message in messages])
+            encode(value)
+            verdict = {"nodes": self.nodes, "value": value}
+        except BoardLost:
+            raise
+        except Exception as error:
+            cause = error
+            verdict["failure"] = _failure(error)
+        finally:
+            self.board.put(f"{number}/out", encode(verdict))
+        return verdict, cause
+
+    def _gather(self, number: int, topic: str, joining: bool) -> list[dict[str, Any]]:
+        """All ranks' messages of a round, in order of rank; and the keys of the round before are removed."""
+        deadline = time.monotonic() + (self.join_timeout if joining else self.work_timeout)
+        keys = [f"{number}/in/{rank}" for rank in range(self.world_size)]
+        found: list[dict[str, Any]] = []
+        for rank, key in enumerate(keys):
+            while (data := self.board.wait(key, self._patience(deadline))) is None:
+                missing = [r for r in range(rank, self.world_size) if self.board.get(keys[r]) is None]
+                self._check_alive(topic, missing)
+                if missing and time.monotonic() > deadline:
+                    self._unread += keys
+                    raise self._absent(topic, missing, joining)
+            found.append(decode(data))
+        for old in [*keys, *self._unread, f"{number - 1}/out"]:
+            self.board.delete(old)
+        self._unread = []
+        return found
+
+    def _follow(self, number: int, topic: str, joining: bool) -> dict[str, Any]:
+        started = time.monotonic()
+        key = f"{number}/out"
+        deadline = started + self.work_timeout
+        while (data := self.board.wait(key, self._patience(deadline))) is None:
+            self._check_alive(topic, [0])
+            late = time.monotonic() - started > self.join_timeout
+            if late and joining and int(self.board.get("leader") or b"0") < number:
+                raise self._absent(topic, [0], joining)
+            if time.monotonic() > deadline + self.liveness_timeout:
+                raise self._absent(topic, [0], joining=False)
+        verdict: dict[str, Any] = decode(data)
+        return verdict
+
+    def _patience(self, deadline: float) -> float:
+        return max(0.0, min(self.liveness_timeout / 4, self.join_timeout / 4, deadline - time.monotonic()))
+
+    def _absent(self, topic: str, ranks: list[int], joining: bool) -> CoordinationError:
+        who = _rank_names(ranks)
+        if joining:
+            return JoinTimeout(
+                f"{topic}: {who} did not join within {self.join_timeout:g} s; the call must be made on every rank, not "
+                f"only on some (the other {self.world_size - len(ranks)} of {self.world_size} ranks are here)", ranks=ranks)  # fmt: skip
+        return RankLost(f"{topic}: {who} did not finish within {self.work_timeout:g} s", ranks=ranks)
+
+    def _check_alive(self, topic: str, ranks: Iterable[int]) -> None:
+        """RankLost when the heartbeat of one of `ranks` stopped, or it said that it leaves."""
+        now = time.monotonic()
+        lost, left = [], []
+        for rank in ranks:
+            beat = self.board.get(f"alive/{rank}")
+            pulse = self._pulses.get(rank)
+            if beat is not None and beat == GONE:
+                left.append(rank)
+            elif pulse is None or pulse.value != beat:
+                self._pulses[rank] = _Pulse(beat, now)
+            elif beat is not None and now - pulse.since > self.liveness_timeout:
+                lost.append(rank)
+        if lost or left:
+            what = f"the heartbeat of {_rank_names(lost)} stopped {self.liveness_timeout:g} s ago: dead, stopped or cut off"
+            raise RankLost(f"{topic}: {what if lost else _rank_names(left) + ' left the job'}", ranks=lost or left)
+
+
+def _rank_names(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"ranks {shown}{f' and {len(ranks) - 16} more' if len(ranks) > 16 else ''}"
+
+
+def _nodes(names: list[str]) -> list[list[int]]:
+    """Ranks by node, nodes in order of their lowest rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        nodes.setdefault(name, []).append(rank)
+    return list(nodes.values())
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """An error as plain values: type, message, those of its facts that are plain, and what other ranks told."""
+    kind = type(error).__name__
+    if not isinstance(error, CheckpointError) or getattr(errors, kind, None) is not type(error):
+        return {"type": "", "message": f"{kind}: {error}", "facts": {}, "causes": {}}
+    facts = {}
+    for name in error.facts:
+        try:
+            encode(value := getattr(error, name))
+        except CheckpointError:
+            continue
+        facts[name] = value
+    return {"type": kind, "message": error.message, "facts": facts, "causes": error.causes or {}}
+
+
+def _raise_failures(topic: str, messages: list[dict[str, Any]]) -> None:
+    """RanksDisagree for calls that do not belong together; else the failure of the lowest rank that has one."""
+    topics = {message["topic"] for message in messages}
+    if len(topics) > 1:
+        calls = "; ".join(
+            f"{t}: {_rank_names([r for r, m in enumerate(messages) if m['topic'] == t])}" for t in sorted(topics)
+        )
+        raise RanksDisagree(f"the ranks make different calls: {calls}",
+                            ranks=[r for r, m in enumerate(messages) if m["topic"] != topic])  # fmt: skip
+    failed = {rank: m["failure"] for rank, m in enumerate(messages) if "failure" in m}
+    if failed:
+        causes = {rank: _cause_text(failure) for rank, failure in failed.items()}
+        rank, first = next(iter(failed.items()))
+        more = f" (also failed: {_rank_names([r for r in failed if r != rank])})" if len(failed) > 1 else ""
+        raise _rebuilt({**first, "message": f"rank {rank}: {first['message']}{more}", "causes": causes})
+
+
+def _cause_text(failure: dict[str, Any]) -> str:
+    return f"{failure['type']}: {failure['message']}" if failure["type"] else str(failure["message"])
+
+
+def _rebuilt(failure: dict[str, Any]) -> CheckpointError:
+    kind = getattr(errors, failure["type"]) if failure["type"] else RankFailed
+    error: CheckpointError = kind(failure["message"], **failure["facts"])
+    error.causes = failure["causes"] or None
+    return error

@@ -4,86 +4,176 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ..errors import (
     CheckpointCorrupt,
     CheckpointExists,
     CheckpointNotFound,
     CheckpointWarning,
+    CoordinationError,
     StorageError,
     UnsupportedVersion,
 )
-from ..format.digest import content_digest
+from ..format.digest import combined_digest, content_digest
 from ..format.index import ComponentIndex, FileEntry, Index, TensorEntry, index_file_name
-from ..format.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord
+from ..format.manifest import MANIFEST_NAME, CheckpointManifest, ComponentManifest, FileRecord
 from ..root import check_files, is_ours, join, read_manifest, remove_attempt, remove_checkpoint_folder
+from ..state.component import StateComponent
+from ..state.layout import TensorBytes
 from ..state.tree import Captured
 from ..storage.base import Storage
+from .join import JoinedSave
 from .plan import FilePlan, hugging_face_index
-from .writer import WrittenFile
+from .writer import WrittenFile, write_files
 
-__all__ = ["Receipt", "check_place", "discard", "publish", "write_index"]
+__all__ = ["Receipt", "Share", "check_place", "discard", "files_and_components", "publish", "write_share"]
+
+
+@dataclass(slots=True)
+class CopyReceipt:
+    """What the lowest rank of a copy says about it: its planned files as [name, size, writer]."""
+
+    values: str
+    tensors: int
+    nbytes: int
+    files: list[list[Any]]
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What one rank wrote: files as [size, digest], components that its index has, copies that it is the lowest of."""
+
+    rank: int
+    files: dict[str, list[Any]] = field(default_factory=dict)
+    components: list[str] = field(default_factory=list)
+    copies: dict[str, CopyReceipt] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Receipt:
+        copies = {key: CopyReceipt(**copy) for key, copy in plain["copies"].items()}
+        return cls(plain["rank"], plain["files"], plain["components"], copies)
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
-    """What one rank wrote: files as they go into the manifest, and per component a digest of its plain values."""
+class Share:
+    """This rank's part in one copy of a component. `files`: the whole plan of the copy; lowest: it has the values."""
 
-    rank: int
-    files: dict[str, FileRecord]
-    values: dict[str, str]
+    captured: Captured
+    files: list[FilePlan]
+    lowest: bool
 
 
-def write_index(
+def write_share(
     storage: Storage,
     folder: str,
     rank: int,
-    captured: Sequence[Captured],
-    written: Sequence[WrittenFile],
-    whole: dict[str, list[FilePlan]],
+    shares: Sequence[Share],
+    io_threads: int,
+    known: Mapping[tuple[str, int], bytes],
 ) -> Receipt:
-    """Write this rank's index, and the Hugging Face indexes of components split over files (`whole`: component ->
-    all its files). Returns the receipt."""
+    """Write this rank's tensor files, its index, and the Hugging Face indexes of components split over files."""
+    mine = [plan for share in shares for plan in share.files if plan.writer == rank]
+    sources = {s.captured.key: [TensorBytes(t.tensor) for t in s.captured.tensors] for s in shares}
+    written = write_files(storage, folder, mine, sources, io_threads, known)
     index = Index(rank)
-    files: dict[str, FileRecord] = {}
-    place_of: dict[tuple[str, int], tuple[str, str, int, bytes]] = {}
+    receipt = Receipt(rank)
     for file in written:
-        plan = file.plan
-        index.files[plan.name] = FileEntry(plan.size, len(plan.header), file.header_digest)
-        for number, place in plan.places:
-            digests = bytes(file.digests[number])
-            place_of[plan.component, number] = (plan.name, place.name, place.start, digests)
-    for component in captured:
-        index.components[component.key] = ComponentIndex(component.tree, _entries(component, place_of))
+        index.files[file.plan.name] = FileEntry(file.plan.size, len(file.plan.header), file.header_digest)
+    for share in shares:
+        component = share.captured
+        entries = _entries(component, [f for f in written if f.plan.component == component.key], share.lowest)
+        if entries or share.lowest:
+            index.components[component.key] = ComponentIndex(component.tree if share.lowest else None, entries)
+            receipt.components.append(component.key)
+        if share.lowest:
+            nbytes = sum(t.nbytes for t in component.tensors if t.alias_of is None)
+            files = [[plan.name, plan.size, plan.writer] for plan in share.files]
+            receipt.copies[component.key] = CopyReceipt(
+                content_digest(component.tree), len(component.tensors), nbytes, files
+            )
     for name, digest in index.file_digests().items():
-        files[name] = FileRecord(index.files[name].size, digest, rank)
-    small = {index_file_name(rank): index.encode()}
-    for plans in whole.values():
-        if len(plans) > 1:
-            stem = plans[0].name.rsplit("-", 3)[0]
-            small[f"{stem}.safetensors.index.json"] = hugging_face_index(plans)
+        receipt.files[name] = [index.files[name].size, digest]
+    small = {index_file_name(rank): index.encode()} if index.components else {}
+    for share in shares:
+        if share.lowest and len(share.files) > 1:
+            stem = share.files[0].name.rsplit("-", 3)[0]
+            small[f"{stem}.safetensors.index.json"] = hugging_face_index(share.files)
     for name, data in small.items():
         storage.write(join(folder, name), data)
-        files[name] = FileRecord(len(data), content_digest(data), rank)
-    return Receipt(rank, files, {c.key: content_digest(c.tree) for c in captured})
+        receipt.files[name] = [len(data), content_digest(data)]
+    storage.sync_folder(folder)
+    return receipt
 
 
-def _entries(component: Captured, place_of: dict[tuple[str, int], tuple[str, str, int, bytes]]) -> list[TensorEntry]:
+def _entries(component: Captured, written: Sequence[WrittenFile], lowest: bool) -> list[TensorEntry]:
+    """Index rows of the tensors that this rank wrote, and of the aliases where it has the values."""
     entries = []
+    for file in written:
+        for number, place in file.plan.places:
+            tensor, digests = component.tensors[number], bytes(file.digests[number])
+            entries.append(
+                TensorEntry(number, tensor.name, tensor.dtype, tensor.shape, None, tensor.shape,
+                            file.plan.name, place.name, place.start, digests, None))  # fmt: skip
     for number, tensor in enumerate(component.tensors):
-        shape = tensor.shape
-        if tensor.alias_of is not None:
+        if tensor.alias_of is not None and lowest:
             entries.append(
-                TensorEntry(tensor.name, tensor.dtype, shape, None, shape, None, None, 0, b"", tensor.alias_of)
-            )
-        else:
-            file, stored_name, start, digests = place_of[component.key, number]
-            entries.append(
-                TensorEntry(tensor.name, tensor.dtype, shape, None, shape, file, stored_name, start, digests, None)
-            )
-    return entries
+                TensorEntry(number, tensor.name, tensor.dtype, tensor.shape, None, tensor.shape,
+                            None, None, 0, b"", tensor.alias_of))  # fmt: skip
+    return sorted(entries, key=lambda entry: entry.number)
+
+
+def files_and_components(
+    components: Sequence[StateComponent], joined: JoinedSave, receipts: Sequence[Receipt]
+) -> tuple[dict[str, FileRecord], dict[str, ComponentManifest]]:
+    """The manifest's account of what the ranks wrote.
+
+    Raises CoordinationError unless the receipts cover every planned file exactly once.
+    """
+    files: dict[str, FileRecord] = {}
+    for receipt in receipts:
+        for name, (size, digest) in receipt.files.items():
+            if name in files:
+                raise CoordinationError(f"{name} was written by ranks {files[name].writer} and {receipt.rank}")
+            files[name] = FileRecord(size, digest, receipt.rank)
+    planned = set()
+    manifests = {}
+    for component in components:
+        copies = [receipt.copies[component.key] for receipt in receipts if component.key in receipt.copies]
+        if len(copies) != len(joined.copies[component.key]):
+            raise CoordinationError(f"component {component.key!r}: {len(copies)} copies were written, not "
+                                    f"{len(joined.copies[component.key])}")  # fmt: skip
+        names = []
+        for name, size, writer in (file for copy in copies for file in copy.files):
+            record = files.get(name)
+            if record is None or (record.size, record.writer) != (size, writer) or name in planned:
+                raise CoordinationError(
+                    f"{name} ({size:,} bytes) of rank {writer} is not what was written under that name"
+                )
+            planned.add(name)
+            names.append(name)
+        digests = (*(copy.values for copy in copies), *(files[name].digest for name in names))
+        grouped = component.process_group_name
+        manifests[component.key] = ComponentManifest(
+            component.key,
+            component.sharing_pattern.value,
+            writers=[receipt.rank for receipt in receipts if component.key in receipt.components],
+            group=grouped,
+            partition=joined.partitions[grouped] if grouped else None,
+            group_keys=joined.group_keys.get(component.key),
+            size_bytes=sum(copy.nbytes for copy in copies),
+            checksum=combined_digest(bytes.fromhex(digest) for digest in digests),
+            files=names,
+            required=component.required,
+            tensors=sum(copy.tensors for copy in copies),
+            metadata=component.metadata,
+        )
+    return files, manifests
 
 
 def check_place(storage: Storage, name: str, step: int | None, overwrite: bool) -> bool:
@@ -127,7 +217,6 @@ def publish(
     With atomic rename: manifest into the attempt, then the attempt takes the name; what had it is put aside first and
     removed after, so at every instant the old or the new one counts. Elsewhere the manifest's put is the commit.
     """
-    storage.sync_folder(folder)
     storage.write(join(folder, MANIFEST_NAME), manifest.encode())
     if not storage.atomic_rename:
         return
@@ -162,18 +251,3 @@ def discard(storage: Storage, folder: str) -> None:
     except StorageError as error:
         what = f"{storage.at(folder)}: leftovers of a failed save could not be removed: {error}"
         warnings.warn(what, CheckpointWarning)
-
-
-def coverage_error(plans: Sequence[FilePlan], receipts: Sequence[Receipt]) -> str | None:
-    """Why the receipts do not cover every planned byte exactly once, or None."""
-    seen: dict[str, FileRecord] = {}
-    for receipt in receipts:
-        for name, record in receipt.files.items():
-            if name in seen:
-                return f"{name} was written by ranks {seen[name].writer} and {record.writer}"
-            seen[name] = record
-    for plan in plans:
-        found = seen.get(plan.name)
-        if found is None or found.writer != plan.writer or found.size != plan.size:
-            return f"{plan.name} ({plan.size:,} bytes) of rank {plan.writer} is not among what was written"
-    return None

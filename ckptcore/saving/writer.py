@@ -35,6 +35,7 @@ class WrittenFile:
     plan: FilePlan
     header_digest: bytes
     digests: dict[int, bytearray] = field(default_factory=dict)
+    hashed: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,16 @@ def write_files(
     plans: Sequence[FilePlan],
     sources: Mapping[str, Sequence[Source]],
     io_threads: int,
+    known: Mapping[tuple[str, int], bytes] | None = None,
 ) -> list[WrittenFile]:
     """Write `plans` into `folder`; `sources` has, by component, the tensors by number. Durable on return.
+
+    known: chunk digests that were computed before, by component and tensor number.
 
     Memory beyond the sources is at most `io_threads` x 8 MiB. On any failure what was written is removed again,
     and the first error is raised (StorageError, NoSpace).
     """
-    written = [_prepared(plan) for plan in plans]
+    written = [_prepared(plan, known or {}) for plan in plans]
     opened: list[_OpenFile] = []
     stop = threading.Event()
     scratch = threading.local()
@@ -108,10 +112,13 @@ def write_files(
     return written
 
 
-def _prepared(plan: FilePlan) -> WrittenFile:
+def _prepared(plan: FilePlan, known: Mapping[tuple[str, int], bytes]) -> WrittenFile:
     result = WrittenFile(plan, content_hash(plan.header))
     for number, place in plan.places:
-        result.digests[number] = bytearray(DIGEST_BYTES * chunk_count(place.nbytes))
+        digests = known.get((plan.component, number))
+        result.digests[number] = bytearray(digests or bytes(DIGEST_BYTES * chunk_count(place.nbytes)))
+        if digests is not None:
+            result.hashed.add(number)
     return result
 
 
@@ -151,7 +158,9 @@ def _write_batch(
             buffer = scratch.memory[used : used + part.length]
             used += part.length
             sources[part.number].fill(at, buffer)
-        result.digests[part.number][part.chunk * DIGEST_BYTES : (part.chunk + 1) * DIGEST_BYTES] = chunk_digest(buffer)
+        if part.number not in result.hashed:
+            where = slice(part.chunk * DIGEST_BYTES, (part.chunk + 1) * DIGEST_BYTES)
+            result.digests[part.number][where] = chunk_digest(buffer)
         buffers.append(buffer)
     if buffers:
         writer.write_at(0 if head else parts[0].start, buffers)

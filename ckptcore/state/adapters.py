@@ -274,7 +274,7 @@ def _differences(saved: Any, live: Any) -> tuple[list[str], list[str]]:
     return [n for n in wanted if n not in held], [n for n in held if n not in wanted]
 
 
-def as_components(state: Any) -> list[StateComponent]:
+def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     """The components that `state` declares, each with a Stateful that the engine can ask.
 
     `state` is a StatefulProvider, a list of StateComponent, or a dict of modules, optimizers, Stateful objects and
@@ -283,7 +283,7 @@ def as_components(state: Any) -> list[StateComponent]:
     if isinstance(state, StatefulProvider):
         state = list(state.get_state_components())
     if isinstance(state, Mapping):
-        declared = [StateComponent(key, value, _pattern(value)) for key, value in state.items()]
+        declared = [StateComponent(key, value, _pattern(value, world_size)) for key, value in state.items()]
     elif isinstance(state, Sequence) and all(isinstance(item, StateComponent) for item in state):
         declared = list(state)
     else:
@@ -299,9 +299,12 @@ def as_components(state: Any) -> list[StateComponent]:
     return [_adapted(component, modules) for component in declared]
 
 
-def _pattern(value: Any) -> SharingPattern:
-    # On one process every component is global.
-    return SharingPattern.GLOBAL
+def _pattern(value: Any, world_size: int) -> SharingPattern:
+    """An object may say its pattern itself; else one process has global state, and several have replicas."""
+    own = getattr(value, "sharing_pattern", None)
+    if own is not None and not isinstance(value, nn.Module):
+        return SharingPattern(own)
+    return SharingPattern.GLOBAL if world_size == 1 else SharingPattern.REPLICATED
 
 
 def _adapted(component: StateComponent, modules: dict[str, nn.Module]) -> StateComponent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -48,9 +49,13 @@ OnResize = Literal["error", "keep"] | Callable[[int, int, int], int]
 class StateComponent:
     """One named part of the state.
 
-    on_resize: what happens to state that belongs to a rank, node or group when their number changed: "error",
-    "keep" (live state stays, with a warning), or a function (new rank, new size, old size) -> old rank.
-    Raises InvalidState for a key that cannot name files.
+    process_group_name: for PER_GROUP, the group across which the state is the same. group_key: this rank's name for
+    its group, by which it is found again when the groups are numbered otherwise. validation_level: how closely
+    replicas are compared at a save; validate_replication: whether at all, by default for REPLICATED, PER_GROUP and
+    SHARDED. atol, rtol: what FULL validation lets pass. on_resize: what happens to state that belongs to a rank, node
+    or group when their number changed: "error", "keep" (live state stays, with a warning), or a function (new rank,
+    new size, old size) -> old rank. required: a load may not lack it.
+    Raises InvalidState for a key that cannot name files, or a group that is missing or not used.
     """
 
     key: str
@@ -61,6 +66,9 @@ class StateComponent:
     validate_replication: bool | None = None
     validation_level: ValidationLevel = ValidationLevel.QUICK
     on_resize: OnResize = "error"
+    group_key: str | None = None
+    atol: float = 0.0
+    rtol: float = 0.0
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,6 +78,23 @@ class StateComponent:
             raise InvalidState(f"component key {self.key!r} must not contain '/'", component=self.key)
         self.sharing_pattern = SharingPattern(self.sharing_pattern)
         self.validation_level = ValidationLevel(self.validation_level)
+        grouped = self.sharing_pattern is SharingPattern.PER_GROUP
+        if grouped != (self.process_group_name is not None):
+            need = "needs" if grouped else f"is {self.sharing_pattern.value}, and only PER_GROUP has"
+            raise InvalidState(f"component {self.key!r} {need} a process_group_name", component=self.key)
+        for text in (self.process_group_name, self.group_key):
+            if text is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
+                raise InvalidState(
+                    f"component {self.key!r}: {text!r} must be 1 to 64 letters, digits, '_', '-' or '.'",
+                    component=self.key,
+                )
+
+    @property
+    def validated(self) -> ValidationLevel:
+        """The level at which its replicas are compared."""
+        default = self.sharing_pattern.value in ("REPLICATED", "PER_GROUP", "SHARDED")
+        wanted = default if self.validate_replication is None else self.validate_replication
+        return self.validation_level if wanted else ValidationLevel.NONE
 
 
 @runtime_checkable

@@ -1,0 +1,65 @@
+"""Process groups by name: how each rank says which ranks are its group, and the partition that this makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidState
+
+__all__ = ["group_index", "own_view", "partitions"]
+
+
+def own_view(name: str, group: Any, rank: int, world_size: int) -> list[list[int]]:
+    """What one rank knows of a group: the whole partition when it was given as lists, else its own ranks alone.
+
+    group: a list of rank lists, a ProcessGroup, a one-dimensional DeviceMesh (`mesh["dp"]`), or (DeviceMesh, name of a
+    dimension). Raises InvalidState.
+    """
+    if isinstance(group, Sequence) and not isinstance(group, str) and all(isinstance(part, Sequence) for part in group):
+        return [sorted(int(r) for r in part) for part in group]
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], str):
+        group = group[0][group[1]]
+    mesh = getattr(group, "mesh", None)
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise InvalidState(f"process group {name!r}: the mesh has {mesh.ndim} dimensions; pass one, as mesh['dp']")
+        return [sorted(int(r) for r in mesh.tolist())]
+    if hasattr(group, "rank") and hasattr(group, "size"):
+        import torch.distributed as dist
+
+        return [sorted(dist.get_process_group_ranks(group))]
+    raise InvalidState(f"process group {name!r} must be lists of ranks, a ProcessGroup or a DeviceMesh dimension, not "
+                       f"{type(group).__qualname__}")  # fmt: skip
+
+
+def partitions(views: Sequence[Mapping[str, list[list[int]]]]) -> dict[str, list[list[int]]]:
+    """The partition of all ranks for every name, from what each rank knows; groups in order of their lowest rank.
+
+    Raises InvalidState, with the ranks, when a rank is in no group of a name or in several.
+    """
+    world = range(len(views))
+    result: dict[str, list[list[int]]] = {}
+    for name in sorted({name for view in views for name in view}):
+        if absent := [rank for rank in world if name not in views[rank]]:
+            raise InvalidState(
+                f"process group {name!r} is not known on ranks {absent}; pass it on every rank", ranks=absent
+            )
+        groups = sorted({tuple(group) for view in views for group in view[name] if group})
+        count = [sum(rank in group for group in groups) for rank in world]
+        outside = sorted({rank for group in groups for rank in group} - set(world))
+        if outside:
+            raise InvalidState(
+                f"process group {name!r} names ranks {outside} of a job of {len(views)} ranks", ranks=outside
+            )
+        if wrong := [rank for rank in world if count[rank] != 1]:
+            raise InvalidState(
+                f"process group {name!r} must put every rank in exactly one group; it has {[list(g) for g in groups]}, so "
+                + "; ".join(f"rank {r} is in {count[r]} groups" for r in wrong[:8]), ranks=wrong)  # fmt: skip
+        result[name] = [list(group) for group in groups]
+    return result
+
+
+def group_index(partition: Sequence[Sequence[int]], rank: int) -> int:
+    """Which group a rank belongs to."""
+    return next(index for index, group in enumerate(partition) if rank in group)

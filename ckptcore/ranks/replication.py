@@ -1,0 +1,268 @@
+"""Whether replicas are equal, bit by bit: digests are compared first, and only what differs is looked at closely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, ReplicationMismatch
+from ..format.digest import CHUNK_BYTES, chunk_count, chunk_digest, combined_digest, content_hash
+from ..format.manifest import Copy
+from ..format.values import encode, join_path
+from ..state.component import StateComponent, ValidationLevel
+from ..state.layout import TensorBytes, torch_dtype
+from ..state.tree import Captured, CapturedTensor
+from .communicator import Communicator
+
+__all__ = ["chunk_digests", "validate"]
+
+SAMPLES = 16
+SAMPLE_BYTES = 512
+FULL_TENSORS = 8
+SHOWN_KEYS = 20
+
+
+def validate(
+    comm: Communicator,
+    components: Sequence[StateComponent],
+    captured: Mapping[str, Captured],
+    states: Mapping[str, Any],
+    copies: Mapping[str, list[Copy]],
+) -> dict[tuple[str, int], bytes]:
+    """Compare the members of every copy. Raises ReplicationMismatch on all ranks, with component, keys and ranks.
+
+    captured, states: this rank's, of the components that are compared on it. Returns the chunk digests that were
+    computed on the way, by component and tensor number, so that no byte is hashed twice.
+    """
+    checked = [
+        c for c in components if c.validated is not ValidationLevel.NONE and len(copies[c.key]) < comm.world_size
+    ]
+    if not checked:
+        return {}
+    known: dict[tuple[str, int], bytes] = {}
+
+    def summary() -> dict[str, str]:
+        return {c.key: combined_digest(_leaf_digests(c, captured[c.key], known)) for c in checked if c.key in captured}
+
+    def compare(found: list[dict[str, str]]) -> list[list[Any]]:
+        differing = []
+        for component in checked:
+            for number, copy in enumerate(copies[component.key]):
+                if len({found[rank].get(component.key) for rank in copy.members}) > 1:
+                    differing.append([component.key, number])
+        return differing
+
+    differing = comm.together("compare replicas", summary, compare)
+    by_key = {c.key: c for c in checked}
+    for key, number in differing:
+        _explain(comm, by_key[key], copies[key][number], captured.get(key), states.get(key), known)
+    return known
+
+
+def chunk_digests(tensor: CapturedTensor) -> bytes:
+    """The digests of a tensor's chunks, as the index records them. Bounded memory for tensors that are not host memory."""
+    source = TensorBytes(tensor.tensor)
+    digests = bytearray()
+    scratch: memoryview | None = None
+    for chunk in range(chunk_count(tensor.nbytes)):
+        start = chunk * CHUNK_BYTES
+        length = min(CHUNK_BYTES, tensor.nbytes - start)
+        view = source.view(start, start + length)
+        if view is None:
+            scratch = scratch if scratch is not None else memoryview(bytearray(CHUNK_BYTES))
+            view = scratch[:length]
+            source.fill(start, view)
+        digests += chunk_digest(view)
+    return bytes(digests)
+
+
+def _sample(tensor: CapturedTensor) -> bytes:
+    """A digest of bytes spread over the tensor, both ends included."""
+    nbytes = tensor.nbytes
+    if nbytes <= SAMPLES * SAMPLE_BYTES:
+        return chunk_digests(tensor)
+    source = TensorBytes(tensor.tensor)
+    buffer = memoryview(bytearray(SAMPLE_BYTES))
+    size = max(1, tensor.tensor.element_size())
+    parts = []
+    for n in range(SAMPLES):
+        start = (nbytes - SAMPLE_BYTES) * n // (SAMPLES - 1) // size * size
+        view = source.view(start, start + SAMPLE_BYTES)
+        if view is None:
+            view = buffer
+            source.fill(start, buffer)
+        parts.append(bytes(view))
+    return content_hash(b"".join(parts))
+
+
+def _tensor_digest(
+    component: StateComponent, tensor: CapturedTensor, number: int, known: dict[tuple[str, int], bytes]
+) -> bytes:
+    if component.validated is ValidationLevel.QUICK:
+        return _sample(tensor)
+    if tensor.alias_of is not None:
+        return known[component.key, tensor.alias_of]
+    return known.setdefault((component.key, number), chunk_digests(tensor))
+
+
+def _leaf_digests(
+    component: StateComponent, captured: Captured, known: dict[tuple[str, int], bytes]
+) -> Iterator[bytes]:
+    # The tree holds structure and values; names, dtypes and shapes are the tensors' own.
+    yield content_hash(captured.tree)
+    for number, tensor in enumerate(captured.tensors):
+        yield f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {tensor.alias_of}".encode()
+        yield _tensor_digest(component, tensor, number, known)
+
+
+def _explain(
+    comm: Communicator,
+    component: StateComponent,
+    copy: Copy,
+    captured: Captured | None,
+    state: Any,
+    known: dict[tuple[str, int], bytes],
+) -> None:
+    """Find out which keys differ, on which ranks, and for FULL by how much; raise unless that is within tolerance."""
+    member = comm.rank in copy.members
+
+    def details() -> dict[str, list[Any]]:
+        if not member or captured is None:
+            return {}
+        leaves = {name: ["value", digest] for name, digest in _value_digests(state)}
+        for number, tensor in enumerate(captured.tensors):
+            what = f"{tensor.dtype} {list(tensor.shape)}"
+            leaves[tensor.name] = [what, _tensor_digest(component, tensor, number, known)]
+        return leaves
+
+    def compare(found: list[dict[str, list[Any]]]) -> dict[str, list[int]]:
+        reference = found[copy.members[0]]
+        wrong: dict[str, list[int]] = {}
+        for rank in copy.members[1:]:
+            for name in {*reference, *found[rank]}:
+                if reference.get(name) != found[rank].get(name):
+                    wrong.setdefault(name, []).append(rank)
+        return {name: wrong[name] for name in sorted(wrong)}
+
+    wrong = comm.together(f"compare replicas of {component.key}", details, compare)
+    numbers: dict[str, Any] = {}
+    if component.validated is ValidationLevel.FULL:
+        mine = {t.name: t for t in captured.tensors} if captured is not None and member else {}
+        for name in list(wrong)[:FULL_TENSORS]:
+            numbers[name] = _difference(comm, component, copy, name, mine.get(name))
+        tolerated = [name for name, found in numbers.items() if found is not None and found["beyond tolerance"] == 0]
+        if (component.atol or component.rtol) and len(tolerated) == len(wrong):
+            return
+    raise _mismatch(component, copy, wrong or {"(structure)": list(copy.members[1:])}, numbers)
+
+
+def _mismatch(
+    component: StateComponent, copy: Copy, wrong: dict[str, list[int]], numbers: dict[str, Any]
+) -> ReplicationMismatch:
+    ranks = sorted({rank for found in wrong.values() for rank in found})
+    keys = list(wrong)
+    shown = ", ".join(repr(key) for key in keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+    hint = ""
+    if component.sharing_pattern.value == "PER_GROUP":
+        hint = (
+            f"; PER_GROUP needs the group across which the state is the same (its replicas), and "
+            f"{component.process_group_name!r} is ranks {list(copy.members)}: did you name another dimension of the mesh?"
+        )
+    elif component.sharing_pattern.value == "REPLICATED":
+        hint = "; state that is each rank's own (random streams, data loaders) is PER_RANK"
+    first = numbers.get(keys[0])
+    how = f"; {keys[0]!r}: {first}" if first else ""
+    return ReplicationMismatch(
+        f"component {component.key!r} is declared {component.sharing_pattern.value}, but {shown} on rank"
+        f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differ{'' if len(ranks) > 1 else 's'} from rank "
+        f"{copy.members[0]}; nothing was committed{how}{hint}",
+        component=component.key, keys=keys[:SHOWN_KEYS], ranks=ranks, details=numbers or None)  # fmt: skip
+
+
+def _value_digests(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, bytes]]:
+    """Name and digest of every plain value, at any depth of dicts, lists and tuples."""
+    if isinstance(state, Mapping):
+        for key, item in state.items():
+            yield from _value_digests(item, (*path, key))
+    elif isinstance(state, list | tuple):
+        for number, item in enumerate(state):
+            yield from _value_digests(item, (*path, number))
+    elif not isinstance(state, torch.Tensor):
+        try:
+            data = encode(state)
+        except CheckpointError:
+            data = b""  # holds tensors, which have digests of their own
+        yield join_path(path) if path else "value", content_hash(type(state).__name__.encode() + data)
+
+
+def _difference(
+    comm: Communicator, component: StateComponent, copy: Copy, name: str, tensor: CapturedTensor | None
+) -> dict[str, Any] | None:
+    """How a tensor differs from that of the lowest rank, element by element, a chunk at a time; None for values and
+    for tensors of different shape."""
+    reference = copy.members[0]
+    member = comm.rank in copy.members
+
+    def describe() -> Any:
+        return None if tensor is None else [tensor.dtype, list(tensor.shape), tensor.nbytes]
+
+    def same(found: list[Any]) -> Any:
+        shapes = [found[rank] for rank in copy.members]
+        return shapes[0] if shapes[0] is not None and all(s == shapes[0] for s in shapes) else None
+
+    agreed = comm.together(f"compare {name}", describe, same)
+    if agreed is None:
+        return None
+    dtype, _, nbytes = agreed
+    counts: dict[str, Any] = {"differing": 0, "beyond tolerance": 0, "first index": None, "largest difference": 0.0}
+    for start in range(0, nbytes, CHUNK_BYTES):
+        length = min(CHUNK_BYTES, nbytes - start)
+
+        def send(start: int = start, length: int = length) -> bytes:
+            return _bytes_of(tensor, start, length) if comm.rank == reference and tensor is not None else b""
+
+        theirs = comm.together(f"compare {name}", send, lambda parts: parts[reference])
+        if member and tensor is not None and comm.rank != reference:
+            mine = _bytes_of(tensor, start, length)
+            if mine != theirs:
+                _count(counts, theirs, mine, dtype, start, component)
+    return _merged(comm, name, counts)
+
+
+def _merged(comm: Communicator, name: str, counts: dict[str, Any]) -> dict[str, Any]:
+    def merge(found: list[dict[str, Any]]) -> dict[str, Any]:
+        firsts = [c["first index"] for c in found if c["first index"] is not None]
+        result = {key: max(c[key] for c in found) for key in ("differing", "beyond tolerance", "largest difference")}
+        return {**result, "first index": min(firsts, default=None)}
+
+    merged: dict[str, Any] = comm.together(f"compare {name}", lambda: counts, merge)
+    return merged
+
+
+def _bytes_of(tensor: CapturedTensor, start: int, length: int) -> bytes:
+    source = TensorBytes(tensor.tensor)
+    view = source.view(start, start + length)
+    if view is None:
+        view = memoryview(bytearray(length))
+        source.fill(start, view)
+    return bytes(view)
+
+
+def _count(
+    counts: dict[str, Any], theirs: bytes, mine: bytes, dtype: str, start: int, component: StateComponent
+) -> None:
+    kind = torch_dtype(dtype) or torch.uint8
+    a, b = (torch.frombuffer(bytearray(data), dtype=kind) for data in (theirs, mine))
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), torch.uint8)
+    unequal = (a.view(words) != b.view(words)).reshape(a.numel(), -1).any(1)
+    wide: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.to(torch.complex128 if t.is_complex() else torch.float64)  # noqa: E731
+    distance = (wide(a) - wide(b)).abs()[unequal]
+    allowed = component.atol + component.rtol * wide(a).abs()[unequal]
+    counts["differing"] += int(unequal.sum())
+    counts["beyond tolerance"] += int((~(distance <= allowed)).sum())
+    if counts["first index"] is None:
+        counts["first index"] = start // a.element_size() + int(unequal.nonzero()[0])
+    finite = distance[distance.isfinite()]
+    counts["largest difference"] = max(counts["largest difference"], float(finite.max()) if finite.numel() else 0.0)

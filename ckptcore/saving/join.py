@@ -1,0 +1,123 @@
+"""Joining a save: what every rank says about its call, and what they agree on before anything else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..errors import InvalidState, RanksDisagree
+from ..format.manifest import Copy, copies
+from ..ranks.communicator import Communicator
+from ..ranks.groups import group_index, own_view, partitions
+from ..state.component import StateComponent
+
+__all__ = ["JoinedSave", "SaveRequest", "join_save"]
+
+
+@dataclass(slots=True)
+class SaveRequest:
+    """What the caller says about one checkpoint, beside the state."""
+
+    step: int
+    run_id: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    training_args_hash: str | None = None
+    overwrite: bool = False
+
+
+@dataclass(slots=True)
+class JoinedSave:
+    """What all ranks hold to be true for one save."""
+
+    attempt: str
+    sequence: int
+    run_id: str
+    partitions: dict[str, list[list[int]]]
+    group_keys: dict[str, list[str]]
+    copies: dict[str, list[Copy]]
+
+
+def join_save(
+    comm: Communicator,
+    name: str,
+    request: SaveRequest,
+    components: Sequence[StateComponent],
+    groups: Mapping[str, Any],
+    begin: Callable[[], tuple[str, int]],
+) -> JoinedSave:
+    """Agree on the call, the groups, the attempt and its number; `begin` gives the latter two on rank 0.
+
+    Raises RanksDisagree, InvalidState (groups that are no partition) and what `begin` raises, on every rank.
+    """
+    used = {c.process_group_name for c in components if c.process_group_name is not None}
+
+    def local() -> dict[str, Any]:
+        if unknown := sorted(used - groups.keys()):
+            raise InvalidState(
+                f"process group {unknown[0]!r} is not among process_groups (which has {sorted(groups) or 'none'})"
+            )
+        views = {name: own_view(name, group, comm.rank, comm.world_size) for name, group in groups.items()}
+        return {"call": _call(name, request, components), "groups": views, "group_keys": {
+            c.key: c.group_key for c in components if c.process_group_name is not None}}  # fmt: skip
+
+    def decide(calls: list[dict[str, Any]]) -> dict[str, Any]:
+        _check_equal(request, [call["call"] for call in calls])
+        found = partitions([call["groups"] for call in calls])
+        keys = {c.key: _group_keys(c, found, [call["group_keys"][c.key] for call in calls])
+                for c in components if c.process_group_name is not None}  # fmt: skip
+        attempt, sequence = begin()
+        return {
+            "attempt": attempt, "sequence": sequence, "run_id": request.run_id, "partitions": found,
+            "group_keys": {key: names for key, names in keys.items() if names is not None},
+        }  # fmt: skip
+
+    agreed = comm.together("save", local, decide, joining=True)
+    made = {}
+    for c in components:
+        partition = agreed["partitions"].get(c.process_group_name)
+        made[c.key] = copies(
+            c.sharing_pattern.value, comm.world_size, comm.nodes, c.process_group_name, partition,
+            agreed["group_keys"].get(c.key))  # fmt: skip
+    return JoinedSave(**agreed, copies=made)
+
+
+def _call(name: str, request: SaveRequest, components: Sequence[StateComponent]) -> dict[str, Any]:
+    asked = asdict(request)
+    # Decided by rank 0: a new run has no name yet, and metrics may well be rank 0's alone.
+    for own in ("run_id", "metrics", "metadata", "training_args_hash"):
+        del asked[own]
+    for c in components:
+        asked[f"component {c.key!r}"] = [c.sharing_pattern.value, c.process_group_name, c.validated.value]
+    return {"name": name, "components": [c.key for c in components], **asked}
+
+
+def _check_equal(request: SaveRequest, calls: list[dict[str, Any]]) -> None:
+    first = calls[0]
+    wrong = [rank for rank, call in enumerate(calls) if call != first]
+    if wrong:
+        rank = wrong[0]
+        what = [key for key in {**first, **calls[rank]} if first.get(key) != calls[rank].get(key)]
+        said = "; ".join(
+            f"{key} is {first.get(key)!r} on rank 0 and {calls[rank].get(key)!r} on rank {rank}" for key in what[:3]
+        )
+        raise RanksDisagree(f"the ranks make different saves: {said}; ranks that differ from rank 0: {wrong}",
+                            ranks=wrong, step=request.step)  # fmt: skip
+
+
+def _group_keys(
+    component: StateComponent, found: dict[str, list[list[int]]], keys: list[str | None]
+) -> list[str] | None:
+    """The names of a component's groups, when the user gave them: equal in a group, distinct between groups."""
+    if all(key is None for key in keys):
+        return None
+    partition = found[component.process_group_name or ""]
+    names = [keys[group[0]] for group in partition]
+    wrong = [rank for rank, key in enumerate(keys) if key is None or key != names[group_index(partition, rank)]]
+    given = [name for name in names if name is not None]
+    if wrong or len(set(given)) != len(partition):
+        raise InvalidState(
+            f"component {component.key!r}: group_key must be given on every rank, be the same within a group and differ "
+            f"between groups; the groups {partition} have {names}", component=component.key, ranks=wrong or None)  # fmt: skip
+    return given

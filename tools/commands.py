@@ -1,0 +1,167 @@
+"""The command line of `ckpt`: its commands and options, and one run of it from words to exit code.
+
+What a command found is printed here and nowhere else, so an error in the middle leaves no half document behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from io import TextIOWrapper
+from typing import Any
+
+import click
+
+from ckptcore import __version__
+
+from .failures import expected_errors, failure_of
+from .render import Report, printable, show, show_json
+
+EXIT_CODES = """\b
+Exit codes:
+  0    good
+  1    bad: damaged, uncommitted, of a newer format, or problems were found
+  2    usage
+  3    not found
+  4    storage error: permission denied, unreachable
+  130  interrupted;  141  the reader of the output went away
+"""
+
+
+def option_pair(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; VALUE is decoded where it is JSON, otherwise it is text. Raises click.BadParameter."""
+    import json
+
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise click.BadParameter(f"{text!r} is not KEY=VALUE", param_hint="--storage-option")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def shared(command: Callable[..., Report]) -> Callable[..., Report]:
+    """The options that every command has. `--storage-option` reaches it as the dict `options`, or None."""
+
+    @click.option("--json", is_flag=True, help="One JSON document instead of tables; errors too.")
+    @click.option(
+        "--storage-option",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Passed to the storage of a URL (repeatable). VALUE is JSON where it can be, else text.",
+    )
+    @wraps(command)
+    def run(storage_option: tuple[str, ...], json: bool, **arguments: Any) -> Report:
+        return command(options=dict(map(option_pair, storage_option)) or None, **arguments)
+
+    return run
+
+
+@click.group(no_args_is_help=False, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--json", is_flag=True, help="One JSON document instead of tables; may stand after the command too.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda *a: _version(*a),
+    help="Show the version and exit.",
+)
+def cli(json: bool) -> None:
+    """Look at checkpoints and check them. Paths are local folders or any fsspec URL."""
+
+
+def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
+        return
+    click.echo(f"ckpt {__version__}")
+    context.exit()
+
+
+@cli.command("ls", epilog=EXIT_CODES)
+@click.argument("root")
+@shared
+def ls_command(root: str, options: dict[str, Any] | None) -> Report:
+    """List every checkpoint of ROOT, oldest first, with status and metrics, and why one is not usable.
+
+    Exits with 0 when at least one checkpoint is usable.
+    """
+    from .ls import ls
+
+    return ls(root, options)
+
+
+@cli.command("inspect", epilog=EXIT_CODES)
+@click.argument("path", required=False)
+@click.option("--tensors", metavar="[PATTERN]", is_flag=False, flag_value="*", help="List tensors whose name matches.")
+@click.option(
+    "--values", metavar="COMPONENT", multiple=True, help="Print the plain values of a component (repeatable)."
+)
+@click.option("--verify", is_flag=True, help="Check every byte too.")
+@shared
+def inspect_command(
+    path: str | None,
+    tensors: str | None,
+    values: tuple[str, ...],
+    verify: bool,
+    options: dict[str, Any] | None,
+) -> Report:
+    """Show what the checkpoint PATH holds. When PATH is a root, its newest committed checkpoint.
+
+    Reads no tensor data unless --verify is given.
+    """
+    from .inspection import inspect
+
+    if path is None:
+        # `--tensors PATH`: the path was taken for the option's pattern.
+        path, tensors = tensors, "*"
+    if path is None:
+        raise click.UsageError("Missing argument 'PATH'.")
+    return inspect(path, options, tensors, values, verify)
+
+
+@cli.command("verify", epilog=EXIT_CODES)
+@click.argument("path")
+@click.option("--all", "everything", is_flag=True, help="Every checkpoint of a root, not only the newest.")
+@shared
+def verify_command(path: str, everything: bool, options: dict[str, Any] | None) -> Report:
+    """Read and check every byte of the checkpoint PATH, or of the newest one when PATH is a root."""
+    from .verification import verify
+
+    return verify(path, options, everything)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code. Raises KeyboardInterrupt, and OSError for standard output."""
+    as_json = "--json" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks is escaped, never an error.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        outcome = cli.main(arguments, prog_name="ckpt", standalone_mode=False)
+    except click.Abort:
+        raise KeyboardInterrupt from None
+    except expected_errors() as error:
+        outcome = report_of(error)
+    if not isinstance(outcome, Report):
+        return int(outcome or 0)  # --help and --version
+    if as_json:
+        show_json(outcome.document)
+    else:
+        show(outcome.blocks)
+    sys.stdout.flush()
+    if outcome.complaint and not as_json:
+        sys.stderr.write(f"ckpt: {printable(outcome.complaint)}\n")
+    return outcome.exit_code
+
+
+def report_of(error: Exception) -> Report:
+    """An error as the report of the command that met it."""
+    failure = failure_of(error)
+    message = failure.message
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        message = f"{message.rstrip('.')} (see {error.ctx.command_path} --help)"
+    return Report(failure.document(), [], failure.exit_code, message)

@@ -1,0 +1,230 @@
+"""What the engine says, as the documents that `--json` prints. The keys here are the command's contract.
+
+checkpoint  name url status reason step run_id sequence, and when the manifest could be read: attempt_id
+            checkpoint_id format_version created world_size nodes groups size_bytes files components digest
+            versions environment metrics metrics_step metadata training_args_hash timings extra
+entry       name url step status reason latest size_bytes created run_id sequence metrics
+component   key pattern tensors size_bytes files writers copies group partition group_keys
+            required checksum metadata
+file        name size_bytes digest writer
+tensor      component name full_name dtype shape size_bytes file alias_of
+problem     file kind ("missing" "size" "digest" "header" "format" "storage" "version") tensor expected actual
+            expected_size actual_size expected_digest actual_digest message
+fallback    name url step run_id created verified: the nearest older checkpoint that is usable, or null
+
+Values: None, bool, int, float, str, list and dict with str keys stand for themselves (NaN and the infinities
+as strings); everything else is an object with "$type": tuple, set, frozenset and dict with "items", bytes
+with "hex", tensor with "name", "dtype" and "shape", and any other type with its text as "value".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptcore import CheckpointInfo, CheckpointManifest, Problem, TensorInfo
+
+
+def entry(info: CheckpointInfo, latest: bool) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "url": info.url,
+        "step": info.step,
+        "status": info.status,
+        "reason": info.reason,
+        "latest": latest,
+        "size_bytes": info.size_bytes,
+        "created": info.created,
+        "run_id": info.run_id,
+        "sequence": info.sequence,
+        "metrics": dict(info.metrics or {}),
+    }
+
+
+def checkpoint(manifest: CheckpointManifest) -> dict[str, Any]:
+    """The header: everything in the manifest but the components' and files' own tables."""
+    return {
+        "step": manifest.step,
+        "run_id": manifest.run_id,
+        "sequence": manifest.sequence,
+        "attempt_id": manifest.attempt_id,
+        "checkpoint_id": manifest.checkpoint_id,
+        "format_version": manifest.format_version,
+        "created": manifest.created,
+        "world_size": manifest.world_size,
+        "nodes": manifest.nodes,
+        "groups": manifest.groups,
+        "size_bytes": manifest.size_bytes,
+        "files": len(manifest.files),
+        "components": len(manifest.components),
+        "digest": manifest.digest,
+        "versions": manifest.versions,
+        "environment": manifest.environment,
+        "metrics": manifest.metrics,
+        "metrics_step": manifest.metrics_step,
+        "metadata": manifest.metadata,
+        "training_args_hash": manifest.training_args_hash,
+        "timings": manifest.timings,
+        "extra": manifest.extra,
+    }
+
+
+def components(manifest: CheckpointManifest) -> list[dict[str, Any]]:
+    return [
+        {
+            "key": key,
+            "pattern": str(item.pattern),
+            "tensors": item.tensors,
+            "size_bytes": item.size_bytes,
+            "files": list(item.files),
+            "writers": list(item.writers),
+            "copies": len(manifest.copies(item.key)),
+            "group": item.group,
+            "partition": item.partition,
+            "group_keys": item.group_keys,
+            "required": item.required,
+            "checksum": item.checksum,
+            "metadata": item.metadata,
+        }
+        for key, item in manifest.components.items()
+    ]
+
+
+def files(manifest: CheckpointManifest) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "size_bytes": record.size, "digest": record.digest, "writer": record.writer}
+        for name, record in sorted(manifest.files.items())
+    ]
+
+
+def tensor(info: TensorInfo) -> dict[str, Any]:
+    return {
+        "component": info.component,
+        "name": info.name,
+        "full_name": info.full_name,
+        "dtype": info.dtype,
+        "shape": list(info.shape),
+        "size_bytes": info.nbytes,
+        "file": info.file,
+        "alias_of": info.alias_of,
+    }
+
+
+def problem(found: Problem, manifest: CheckpointManifest | None) -> dict[str, Any]:
+    return problem_of(
+        found.file, found.kind, found.message, found.expected, found.actual, found.tensor, manifest=manifest
+    )
+
+
+def problem_of(
+    file: str | None,
+    kind: str,
+    message: str,
+    expected: str | int | None = None,
+    actual: str | int | None = None,
+    tensor: str | None = None,
+    *,
+    manifest: CheckpointManifest | None = None,
+) -> dict[str, Any]:
+    """What the engine found, and beside it the size and digest that the manifest promises for the file."""
+    record = manifest.files.get(file) if manifest and file else None
+    size, digest = (record.size, record.digest) if record else (None, None)
+    found_size: str | int | None = None
+    found_digest: str | int | None = None
+    if kind == "size":
+        found_size = actual
+    elif kind in ("digest", "header"):
+        found_size = size  # the engine looks at the content of a file only when its size is right
+    if kind == "digest" and tensor is None:
+        digest, found_digest = str(expected), actual
+    return {
+        "file": file,
+        "kind": kind,
+        "tensor": tensor,
+        "expected": expected,
+        "actual": actual,
+        "expected_size": size,
+        "actual_size": found_size,
+        "expected_digest": digest,
+        "actual_digest": found_digest,
+        "message": message,
+    }
+
+
+# ---------------------------------------------------------------- plain values
+
+
+def is_tensor(value: Any) -> bool:
+    return hasattr(value, "full_name") and hasattr(value, "dtype")
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def value(item: Any) -> Any:
+    """A nested Python value as JSON, types kept (see the module's text)."""
+    kind = type(item)
+    if item is None or kind in (bool, int, float, str):
+        return item
+    if kind is list:
+        return [value(each) for each in item]
+    if kind is dict and all(type(key) is str for key in item) and "$type" not in item:
+        return {key: value(each) for key, each in item.items()}
+    if is_tensor(item):
+        return {"$type": "tensor", "name": item.full_name, "dtype": item.dtype, "shape": list(item.shape)}
+    tagged: dict[str, Any] = {"$type": _type_name(item)}
+    if isinstance(item, dict):
+        tagged["items"] = [[value(key), value(each)] for key, each in item.items()]
+    elif isinstance(item, (set, frozenset)):
+        tagged["items"] = [value(each) for each in sorted(item, key=repr)]
+    elif isinstance(item, tuple):
+        tagged["items"] = [value(each) for each in item]
+    elif isinstance(item, (bytes, bytearray)):
+        tagged["hex"] = item.hex()
+    elif kind.__module__ == "numpy":
+        tagged |= {"dtype": str(item.dtype), "shape": list(item.shape), "items": value(item.tolist())}
+    elif hasattr(item, "codec") and hasattr(item, "payload"):  # its codec is not registered in this process
+        tagged = {"$type": str(item.codec), "value": value(item.payload)}
+    else:
+        tagged["value"] = str(item)
+    return tagged
+
+
+def leaves(item: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(path, text) of every leaf of a nested Python value; a sequence of scalars is one leaf."""
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(item, dict):
+        children = item.items()
+    elif isinstance(item, (list, tuple)) and not all(map(_is_scalar, item)):
+        children = enumerate(item)
+    else:
+        yield path, _text(item)
+        return
+    empty = True
+    for key, child in children:
+        empty = False
+        name = (key if type(key) is str else repr(key)).replace("~", "~0").replace("/", "~1")
+        yield from leaves(child, f"{path}/{name}" if path else name)
+    if empty:
+        yield path, repr(item)
+
+
+def _is_scalar(item: Any) -> bool:
+    return item is None or isinstance(item, (bool, int, float, complex, str, bytes))
+
+
+def _text(item: Any, limit: int = 100) -> str:
+    if is_tensor(item):
+        return f"tensor {item.dtype} {list(item.shape)}"
+    if type(item).__module__ == "numpy":
+        return f"{_type_name(item)} {item.dtype} {list(item.shape)} {_shorten(str(item.tolist()), limit)}"
+    count = f" ({len(item)} items)" if isinstance(item, (list, tuple, set, frozenset)) else ""
+    full = repr(item)
+    return full if len(full) <= limit else _shorten(full, limit) + count
+
+
+def _shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

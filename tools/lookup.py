@@ -1,0 +1,154 @@
+"""What lies at the path that a user typed: a checkpoint, something that fails to be one, or a root."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from .failures import Failure, not_found
+from .subject import MANIFEST, Options, Subject
+
+if TYPE_CHECKING:
+    from ckptcore import CheckpointInfo
+
+
+class Root(NamedTuple):
+    """A folder of checkpoints; `entries` is never empty."""
+
+    url: str
+    entries: list[CheckpointInfo]
+
+
+def resolve(url: str, options: Options) -> Subject | Root:
+    """What lies at `url`. Raises Failure when there is nothing, and what the storage raises."""
+    from ckptcore import CheckpointNotFound
+
+    if not url:
+        raise not_found("the path is empty", path=url)
+    url = normal(url)
+    folder, name = split(url)
+    try:
+        subject = Subject.open(url, name, options)
+    except CheckpointNotFound:
+        pass
+    else:
+        if subject.step is None and folder and (info := _beside(folder, name, options)):
+            subject.learn(info)
+        return subject
+    if entries := scan(url, options):
+        return Root(url, entries)
+    if folder and (info := _beside(folder, name, options)):
+        return subject_of(info, options)  # it looks like a checkpoint and is none: no manifest
+    raise _nothing(url)
+
+
+def normal(url: str) -> str:
+    """Absolute, where it is a local path, and without a slash at the end."""
+    if "://" not in url:
+        return os.path.abspath(os.path.expanduser(url))
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
+def split(url: str) -> tuple[str | None, str]:
+    """(folder around, last name) of a normal URL; the folder is None at the top of a storage."""
+    head, _, name = url.rpartition("/")
+    if "://" in url:
+        return (None if head.endswith(":/") else head), name
+    return (head or "/", name) if name else (None, url)
+
+
+def scan(url: str, options: Options) -> list[CheckpointInfo]:
+    """Every checkpoint-like entry of a root, oldest first; none when there is no such folder."""
+    from ckptcore import CheckpointNotFound, scan_root
+
+    try:
+        return list(scan_root(url, storage_options=options))
+    except CheckpointNotFound:
+        return []
+
+
+def _beside(folder: str, name: str, options: Options) -> CheckpointInfo | None:
+    from ckptcore import StorageError
+
+    try:
+        return next((info for info in scan(folder, options) if info.name == name), None)
+    except StorageError:
+        return None  # the folder around a checkpoint need not be readable
+
+
+def _nothing(url: str) -> Failure:
+    if "://" not in url:
+        if not os.path.lexists(url):
+            return not_found(f"no such file or folder: {url}", path=url)
+        if not os.path.isdir(url):
+            hint = "give a checkpoint's folder, or the one around it"
+            return not_found(f"not a folder: {url}; {hint}", path=url)
+        if not os.listdir(url):
+            return not_found(f"the folder is empty: {url}", path=url)
+    what = f"no {MANIFEST} in it, and no folder that holds one"
+    return not_found(f"no checkpoint at {url}: {what}", path=url)
+
+
+def subject_of(info: CheckpointInfo, options: Options) -> Subject:
+    """The subject for an entry of a root, opened where that is possible."""
+    from ckptcore import CheckpointNotFound
+
+    if info.status in ("committed", "damaged"):
+        try:
+            subject = Subject.open(info.url, info.name, options)
+        except CheckpointNotFound:
+            subject = Subject(info.url, info.name, options)
+        if info.status == "damaged" and subject.good:
+            subject.status, subject.reason = info.status, info.reason
+    else:
+        subject = Subject(info.url, info.name, options)
+        subject.not_committed(info)
+    subject.learn(info)
+    return subject
+
+
+# ---------------------------------------------------------------- choosing among the entries of a root
+
+
+def newest(entries: list[CheckpointInfo], *statuses: str) -> CheckpointInfo | None:
+    """The newest entry of one of the statuses, of the run that committed last (or of unknown run)."""
+    usable = [info for info in entries if info.status == "committed"]
+    last = max(usable, key=lambda info: (info.sequence or 0, info.step or 0), default=None)
+    runs = (last.run_id, None) if last else ()
+    return next((i for i in reversed(entries) if i.status in statuses and (not runs or i.run_id in runs)), None)
+
+
+def fallback(subject: Subject, verify: bool) -> dict[str, object] | None:
+    """The nearest older usable checkpoint beside this one, of the same run where there is one.
+
+    With `verify`, every byte of a candidate is checked before it is named.
+    """
+    from ckptcore import StorageError
+
+    folder, name = split(subject.url)
+    try:
+        entries = scan(folder, subject.options) if folder else []
+    except StorageError:
+        entries = []
+    older = [info for info in entries if info.status == "committed" and info.name != name]
+    if subject.step is not None:
+        mine = (subject.step, subject.sequence or 0)
+        older = [info for info in older if (info.step or 0, info.sequence or 0) < mine]
+    # A stable sort: oldest first within "other run" and within "same run".
+    older.sort(key=lambda info: info.run_id == subject.run_id)
+    for info in reversed(older):
+        candidate = subject_of(info, subject.options)
+        with candidate:
+            if verify:
+                candidate.verify()
+        if candidate.good:
+            return {
+                "name": info.name,
+                "url": info.url,
+                "step": info.step,
+                "run_id": info.run_id,
+                "created": info.created,
+                "verified": verify,
+            }
+    return None
