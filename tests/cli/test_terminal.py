@@ -1,0 +1,111 @@
+"""What a person at a terminal sees: rich tables, ages, colours, and none of them with NO_COLOR."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from ckpt_tools import render
+from ckpt_tools.inspection import inspect
+from ckpt_tools.ls import ls
+from ckpt_tools.verification import verify
+from rich.console import Console
+
+
+def drawn(blocks: list[render.Block], width: int) -> list[str]:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=True, color_system=None, highlight=False)
+    render.draw(blocks, console)
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
+
+
+def test_ls_on_a_wide_terminal(root: Path) -> None:
+    (root / "checkpoint-10" / "checkpoint_manifest.json").unlink()
+    lines = drawn(ls(str(root), None).blocks, 140)
+    assert lines[0].split() == ["step", "name", "status", "size", "created", "run", "metrics"]
+    last = re.split(r"\s{2,}", lines[4].strip())
+    assert last[0:3] == ["30", "checkpoint-30", "committed (latest)"]
+    assert last[3].endswith("KiB") and last[4].endswith("ago") and last[5] == "run-a"
+    assert "loss=0.0333333" in last[6]
+    assert lines[5].startswith("checkpoint-10: no checkpoint_manifest.json")
+
+
+def test_ls_on_a_narrow_terminal_keeps_names_whole(root: Path) -> None:
+    lines = drawn(ls(str(root), None).blocks, 80)
+    assert all(len(line) <= 80 for line in lines)
+    assert any("checkpoint-30  committed (latest)" in line for line in lines)
+
+
+def test_inspect_shows_every_table(root: Path) -> None:
+    report = inspect(str(root / "checkpoint-20"), None, tensors="*", values=("train",), verify=True)
+    lines = drawn(report.blocks, 120)
+    assert lines[0] == "checkpoint-20"
+    cells = {tuple(re.split(r"\s{2,}", line.strip())) for line in lines}
+    assert ("status", "committed, every byte verified") in cells
+    assert ("step", "20") in cells and ("world size", "1") in cells
+    assert ("model", "GLOBAL", "3", "30 B", "model.safetensors", "0") in cells
+    assert ("model/layer.bias", "BF16", "3", "6 B", "model.safetensors") in cells
+    assert ("nested/none", "None") in cells
+
+
+def test_a_very_long_table_is_drawn_plainly(root: Path) -> None:
+    rows: list[list[render.Cell | str]] = [[f"tensor-{n}", "[bold]no markup[/bold]"] for n in range(1000)]
+    table = render.Table("tensors", [render.Column("tensor"), render.Column("note")], rows)
+    lines = drawn([table], 80)
+    assert len(lines) == 1002 and lines[-1] == "  tensor-999  [bold]no markup[/bold]"
+    lines = drawn([table._replace(rows=rows[:2])], 80)
+    assert lines[-1] == "tensor-1  [bold]no markup[/bold]"
+
+
+def test_damage_is_told_on_a_terminal(root: Path) -> None:
+    shard = root / "checkpoint-30" / "model.safetensors"
+    shard.write_bytes(shard.read_bytes() + b"x")
+    lines = drawn(verify(str(root), None).blocks, 200)
+    assert lines[0] == "checkpoint-30  damaged"
+    assert any("nearest older usable step: 20" in line for line in lines)
+
+
+def on_a_terminal(root: Path, **environment: str) -> str:
+    """What `ckpt ls` writes to a real pseudo-terminal."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "ckpt_tools.main", "ls", str(root)]
+    base = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    environment = {**base, "TERM": "xterm-256color", "COLUMNS": "100", **environment}
+    process = subprocess.Popen(command, stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    seen = b""
+    try:
+        while chunk := os.read(master, 4096):
+            seen += chunk
+    except OSError:
+        pass  # how Linux says that the other side has closed
+    os.close(master)
+    assert process.wait(timeout=60) == 0
+    return seen.decode()
+
+
+def test_colours_and_no_color(root: Path) -> None:
+    coloured = on_a_terminal(root)
+    assert "\x1b[32mcommitted" in coloured and "ago" in coloured and "─" in coloured
+    plain = on_a_terminal(root, NO_COLOR="1")
+    assert "committed" in plain and not re.search(r"\x1b\[3\dm", plain)
+
+
+def test_units() -> None:
+    sizes = {
+        0: "0 B",
+        1023: "1023 B",
+        1536: "1.5 KiB",
+        5 << 20: "5.0 MiB",
+        3 << 30: "3.0 GiB",
+        2 << 40: "2.00 TiB",
+    }
+    assert {nbytes: render.size(nbytes) for nbytes in sizes} == sizes
+    assert render.size(None) == "-"
+    assert render.ranks([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and render.ranks([]) == "-"
+    assert [render.age(s) for s in (3, 90, 7200, 200000)] == ["3 s", "1 min", "2 h", "2 d"]

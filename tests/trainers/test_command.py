@@ -1,0 +1,228 @@
+"""`ckpt-train` as a user meets it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ckpt_trainers import trainer as trainer_module
+from ckpt_trainers.main import main
+from click.testing import CliRunner, Result
+
+from ckptcore import scan_root
+
+TINY = [
+    *("--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-size", "4"),
+    *("--threads", "1", "--device", "cpu", "--report-to", "none", "--disable-tqdm"),
+]
+
+
+def train(*words: object) -> Result:
+    return CliRunner().invoke(main, [*TINY, *map(str, words)])
+
+
+def one_line(result: Result) -> str:
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("ckpt-train: ") and "Traceback" not in result.output
+    return line
+
+
+@pytest.fixture
+def run(tmp_path: Path, text: Path) -> list[str]:
+    return [
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--data",
+        str(text),
+        "--max-steps",
+        "4",
+        "--save-steps",
+        "2",
+    ]
+
+
+def test_help_shows_every_option_under_a_heading_with_its_default() -> None:
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0
+    headings = re.findall(r"^(\S[^:\n]*):\s*$", result.output, re.MULTILINE)
+    assert headings == [
+        "Run",
+        "Data",
+        "Model",
+        "Optimizer and schedule",
+        "Logging and evaluation",
+        "Checkpoints",
+        "Other",
+    ]
+    shown = re.sub(r"\s+", " ", result.output)
+    for option, default in {
+        "--max-steps INTEGER": "300",
+        "--gradient-accumulation-steps INTEGER": "1",
+        "--data PATH": "Python's standard library sources",
+        "--n-layer INTEGER": "4",
+        "--save-steps INTEGER": "50",
+        "--resume auto|no|PATH": "auto",
+        "--device TEXT": "cuda where there is one, else cpu",
+    }.items():
+        assert re.search(re.escape(option) + r"[^\[]*\[default: " + re.escape(default) + r"\]", shown), option
+    assert "--output-dir DIRECTORY" in shown and "[required]" in shown
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys; from ckpt_trainers.main import main; "
+        "main(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "False"
+
+
+def test_a_run_tells_what_it_did_and_can_be_repeated(run: list[str], tmp_path: Path) -> None:
+    result = train(*run)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^finished: 4 steps to step 4, loss \d\.\d{4}$", result.stdout, re.MULTILINE)
+    assert [entry.step for entry in scan_root(str(tmp_path / "run"))] == [2, 4]
+    result = train(*run)
+    assert result.exit_code == 0, result.output
+    assert "nothing to do: step 4 of 4 is reached" in result.stdout
+    result = train(*run, "--max-steps", 6, "--lr", 0.5)
+    assert "resumed from step 4" in result.stdout
+    assert "learning_rate 0.5 (was 0.002)" in result.stdout and "max_steps 6 (was 4)" in result.stdout
+    assert "finished: 2 steps to step 6" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--n-embd", "7", "--n-head", "2"], 2, "n_embd=7: not a multiple of n_head=2"),
+        (["--save-steps", "0"], 2, "save_steps=0: out of range"),
+        (["--lr", "nan"], 2, "learning_rate=nan: not a finite number"),
+        (["--dropout", "1.5"], 2, "dropout=1.5: out of range"),
+        (["--block-size", "1000"], 2, "data='460 bytes': too short"),
+        (["--device", "abacus"], 2, "device='abacus'"),
+        (["--data", "no/such/file"], 3, "data: 'no/such/file' names no file"),
+        (["--resume", "no/such/checkpoint"], 3, "no/such/checkpoint"),
+    ],
+)
+def test_what_a_user_got_wrong_is_one_line_and_leaves_nothing(
+    run: list[str], tmp_path: Path, words: list[str], code: int, said: str
+) -> None:
+    result = train(*run, *words)
+    assert result.exit_code == code, result.output
+    assert said in one_line(result)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("words", [["--max-steps", "many"], ["--no-such-option"], ["--report-to", "wandb"]])
+def test_words_that_are_not_options_are_usage_errors(run: list[str], words: list[str]) -> None:
+    result = train(*run, *words)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr and "Traceback" not in result.output
+
+
+def test_output_dir_is_needed_and_must_not_be_a_file(text: Path) -> None:
+    assert train().exit_code == 2
+    result = train("--output-dir", text)
+    assert result.exit_code == 2 and "is a file" in result.stderr
+
+
+def test_changed_data_is_named(run: list[str], text: Path) -> None:
+    assert train(*run).exit_code == 0
+    text.write_bytes(b"x" * 460)
+    result = train(*run, "--max-steps", 6)
+    assert result.exit_code == 1
+    assert re.search(r"data xxh3_128 was \w{32}, is \w{32}", one_line(result))
+    result = train(*run, "--max-steps", 6, "--batch-size", 3)
+    assert result.exit_code == 1 and "batch_size was 4, is 3" in one_line(result)
+
+
+def test_another_model_than_the_checkpoints_is_refused(run: list[str]) -> None:
+    assert train(*run).exit_code == 0
+    result = train(*run, "--max-steps", 6, "--n-embd", 16)
+    assert result.exit_code == 1
+    assert "embedding.weight" in one_line(result)
+
+
+def test_a_run_with_damaged_checkpoints_only_is_not_started_over(run: list[str], tmp_path: Path) -> None:
+    assert train(*run).exit_code == 0
+    for manifest in tmp_path.glob("run/checkpoint-*/checkpoint_manifest.json"):
+        manifest.write_bytes(manifest.read_bytes()[:-1])
+    result = train(*run)
+    assert result.exit_code == 1, result.output
+    assert "checkpoint-4" in result.stderr and "Traceback" not in result.output
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_one_warning(run: list[str], tmp_path: Path) -> None:
+    assert train(*run).exit_code == 0
+    weights = tmp_path / "run" / "checkpoint-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    result = train(*run)
+    assert result.exit_code == 0, result.output
+    (warning,) = result.stderr.splitlines()
+    assert warning.startswith("warning: ") and "checkpoint-4" in warning
+    assert "resumed from step 2" in result.stdout
+
+
+def test_starting_over_must_be_asked_for(run: list[str]) -> None:
+    assert train(*run).exit_code == 0
+    result = train(*run, "--resume", "no")
+    assert result.exit_code == 1 and "overwrite_output_dir" in one_line(result)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written(run: list[str], tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        result = train(*run)
+    finally:
+        tmp_path.chmod(0o700)
+    assert result.exit_code == 4 and str(tmp_path) in one_line(result)
+
+
+def test_an_output_dir_below_a_file_is_a_storage_error(run: list[str], text: Path) -> None:
+    result = train(*run, "--output-dir", text / "run")
+    assert result.exit_code == 4, result.output
+    assert str(text) in one_line(result)
+
+
+def test_an_interrupted_run_says_where_it_stands(run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    step = trainer_module.Trainer.training_step
+
+    def interrupted(self: trainer_module.Trainer) -> tuple[float, float | None]:
+        if self.progress.step == stop:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(trainer_module.Trainer, "training_step", interrupted)
+    stop = 1
+    result = train(*run)
+    assert result.exit_code == 130 and "there is no checkpoint in" in result.stderr
+    stop = 3
+    result = train(*run)
+    assert result.exit_code == 130
+    assert "the latest checkpoint is checkpoint-2 in" in result.stderr
+
+
+def test_ctrl_c_on_the_real_command(run: list[str], tmp_path: Path) -> None:
+    # Nothing is being deleted when the signal comes: all checkpoints are kept.
+    endless = ["--max-steps", "1000000", "--save-steps", "20", "--save-total-limit", "0"]
+    command = [sys.executable, "-m", "ckpt_trainers.main", *TINY, *run, *endless]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (tmp_path / "run" / "checkpoint-20").exists() and time.monotonic() < until:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    found = re.search(r"the latest checkpoint is checkpoint-(\d+) in", errors)
+    assert found and "Traceback" not in errors
+    entries = scan_root(str(tmp_path / "run"))
+    assert {entry.status for entry in entries} == {"committed"}  # nothing half-written is left
+    assert max(entry.step or 0 for entry in entries) == int(found[1])
