@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .manager import CheckpointManager as CheckpointManager
     from .ranks.communicator import Communicator as Communicator
     from .ranks.communicator import SingleProcess as SingleProcess
+    from .ranks.store import StoreCommunicator as StoreCommunicator
     from .retention import KeepLast as KeepLast
     from .retention import RetentionPolicy as RetentionPolicy
     from .root import CheckpointInfo as CheckpointInfo
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .state.component import Stateful as Stateful
     from .state.component import StatefulProvider as StatefulProvider
     from .state.component import ValidationLevel as ValidationLevel
+    from .state.layout import Shard as Shard
     from .storage.base import Storage as Storage
     from .storage.base import open_storage as open_storage
 
@@ -51,6 +53,7 @@ _HOMES = {
     "loading.view": ["CheckpointView", "Problem", "TensorInfo", "open_checkpoint"],
     "manager": ["CheckpointManager"],
     "ranks.communicator": ["Communicator", "SingleProcess"],
+    "ranks.store": ["StoreCommunicator"],
     "retention": ["KeepLast", "RetentionPolicy"],
     "root": ["CheckpointInfo", "scan_root"],
     "state.adapters": ["ModelState", "OptimizerState", "RNGState"],
@@ -61,6 +64,7 @@ _HOMES = {
         "StatefulProvider",
         "ValidationLevel",
     ],
+    "state.layout": ["Shard"],
     "storage.base": ["Storage", "open_storage"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -19,6 +19,7 @@ from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
 from .ranks.communicator import Communicator
 from .ranks.replication import validate
+from .ranks.sharding import ShardedState, agree_layouts, validate_shards
 from .ranks.store import default_communicator
 from .root import Attempt, CheckpointInfo, remove_attempt, remove_checkpoint_folder, scan
 from .saving.commit import Receipt, Share, check_place, discard, files_and_components, publish, write_share
@@ -99,7 +100,11 @@ class CheckpointCoordinator:
         )
         captured, states = self._capture(joined, clock)
         known = validate(comm, self.components, captured, states, joined.copies)
-        shares = self._plan(joined, captured, clock)
+        slices = {c.key: captured[c.key] for c in self.components if c.sharded}
+        sharded = agree_layouts(comm, slices, spread=self.writers == "split")
+        validate_shards(comm, self.components, captured, sharded)
+        with clock.phase("plan"):
+            shares = self._shares(joined, captured, sharded)
         folder = f"{name}.partial-{joined.attempt}" if storage.atomic_rename else name
         with Attempt.parse(joined.attempt).in_flight():
             comm.together("make way", _nothing, lambda _: self._make_way(storage, name, folder, request))
@@ -109,7 +114,7 @@ class CheckpointCoordinator:
                     return write_share(storage, folder, comm.rank, shares, self.io_threads, known).plain()
 
             def commit(receipts: list[dict[str, Any]]) -> bytes:
-                manifest = self._manifest(request, joined, [Receipt.of(r) for r in receipts], clock)
+                manifest = self._manifest(request, joined, [Receipt.of(r) for r in receipts], sharded, clock)
                 publish(storage, joined.attempt, folder, name, manifest, request.overwrite)
                 return manifest.encode()
 
@@ -136,7 +141,7 @@ class CheckpointCoordinator:
             for component in self.components:
                 state = component.stateful.state_dict()
                 if self._looked_at(component, joined.copies[component.key]):
-                    captured[component.key] = capture(component.key, state)
+                    captured[component.key] = capture(component.key, state, sharded=component.sharded)
                     states[component.key] = state
 
         with clock.phase("capture"):
@@ -148,26 +153,37 @@ class CheckpointCoordinator:
         compared = component.validated is not ValidationLevel.NONE
         return not one_truth or compared or any(copy.members[0] == self.comm.rank for copy in copies)
 
-    def _plan(self, joined: JoinedSave, captured: Mapping[str, Captured], clock: _Clock) -> list[Share]:
-        rank = self.comm.rank
-        shares = []
-        with clock.phase("plan"):
-            for component in self.components:
-                copy = next(c for c in joined.copies[component.key] if rank in c.members)
-                writers = copy.members
-                if self.writers == "lowest" or component.sharing_pattern in (
-                    SharingPattern.GLOBAL,
-                    SharingPattern.PER_NODE,
-                ):
-                    writers = copy.members[:1]
-                if rank in writers:
-                    state = captured[component.key]
-                    files = plan_component(component.key, _specs(state), writers, copy.label)
-                    shares.append(Share(state, files, lowest=rank == copy.members[0]))
+    def _shares(
+        self, joined: JoinedSave, captured: Mapping[str, Captured], sharded: Mapping[str, ShardedState]
+    ) -> list[Share]:
+        found = [self._share(c, joined.copies[c.key], captured, sharded.get(c.key)) for c in self.components]
+        shares = [share for share in found if share is not None]
         names = [plan.name for share in shares for plan in share.files]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise InvalidState(f"two components would be stored as {twice[0]}; rename one of them")
         return shares
+
+    def _share(
+        self,
+        component: StateComponent,
+        copies: Sequence[Copy],
+        captured: Mapping[str, Captured],
+        merged: ShardedState | None,
+    ) -> Share | None:
+        """What this rank writes of a component; None when that is nothing."""
+        key, rank = component.key, self.comm.rank
+        if merged is not None:
+            return _sharded_share(key, rank, captured[key], merged)
+        copy = next(c for c in copies if rank in c.members)
+        one_truth = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
+        writers = copy.members[:1] if one_truth or self.writers == "lowest" else copy.members
+        if rank not in writers:
+            return None
+        state = captured[key]
+        stored = [t for t in enumerate(state.tensors) if t[1].alias_of is None]
+        specs = [TensorSpec(n, t.stored_name, t.dtype, t.shape, t.nbytes) for n, t in stored]
+        files = plan_component(key, specs, writers, copy.label)
+        return Share(key, dict(enumerate(state.tensors)), files, state.tree if rank == copy.members[0] else None)
 
     def _make_way(self, storage: Storage, name: str, folder: str, request: SaveRequest) -> None:
         storage.make_folder(folder)
@@ -177,9 +193,14 @@ class CheckpointCoordinator:
             remove_attempt(storage, name)
 
     def _manifest(
-        self, request: SaveRequest, joined: JoinedSave, receipts: Sequence[Receipt], clock: _Clock
+        self,
+        request: SaveRequest,
+        joined: JoinedSave,
+        receipts: Sequence[Receipt],
+        sharded: Mapping[str, ShardedState],
+        clock: _Clock,
     ) -> CheckpointManifest:
-        files, components = files_and_components(self.components, joined, receipts)
+        files, components = files_and_components(self.components, joined, receipts, sharded)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return CheckpointManifest(
             checkpoint_id=secrets.token_hex(16),
@@ -228,7 +249,8 @@ class CheckpointCoordinator:
             cast=cast,
             transactional=transactional,
         )
-        comm.together("check", loading.check, _nothing)
+        on_no_rank = comm.together("check", loading.check, loading.on_no_rank)
+        comm.together("judge", lambda: loading.judge(on_no_rank), _nothing)
         comm.together("read", loading.read, _nothing)
         comm.together("apply", loading.apply, _nothing)
         return loading.report
@@ -255,12 +277,16 @@ def default_io_threads() -> int:
     return min(8, max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
 
 
-def _specs(captured: Captured) -> list[TensorSpec]:
-    return [
-        TensorSpec(number, t.stored_name, t.dtype, t.shape, t.nbytes)
-        for number, t in enumerate(captured.tensors)
-        if t.alias_of is None
-    ]
+def _sharded_share(key: str, rank: int, captured: Captured, merged: ShardedState) -> Share:
+    held = {t.name: t for t in captured.tensors}
+    specs, tensors = [], {}
+    for number, logical in enumerate(merged.tensors):
+        box = None if logical.layout is None else logical.layout.box_of(logical.shape, rank)
+        if box is not None and logical.name in held:
+            tensors[number] = tensor = held[logical.name]
+            specs.append(TensorSpec(number, tensor.stored_name, tensor.dtype, tensor.shape, tensor.nbytes))
+    files = plan_component(key, specs, [rank], f".rank{rank:05d}")
+    return Share(key, tensors, files, merged.tree if rank == 0 else None, merged.tensors)
 
 
 @contextmanager

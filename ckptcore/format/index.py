@@ -7,6 +7,9 @@ the tree calls the tensor; the logical tensor `name` has the global `shape`; thi
 of `local shape` (both nil: all of it), its bytes are C order in `file` from byte `start` on, with 8 bytes of digest
 per 4 MiB. `alias` (else nil) is the number of the tensor that holds the bytes; then file, start and digests are nil.
 A component that several ranks wrote together has its tree, and its aliases, in the index of the lowest of them.
+
+A sharded component has {"tree", "layouts", "pieces"} instead: the table of layout.py beside the tree, and for each box
+that this writer wrote [number, file, start, chunk digests]; the rest follows from the table.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from .digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest
 from .manifest import check_file_name
 from .tensorfile import DTYPES, tensor_nbytes
 
-__all__ = ["ComponentIndex", "FileEntry", "Index", "TensorEntry", "index_file_name"]
+__all__ = ["ComponentIndex", "FileEntry", "Index", "Piece", "TensorEntry", "index_file_name"]
 
 FORMAT = "ckptcore.index"
 VERSION = 1
@@ -67,6 +70,16 @@ class TensorEntry:
 
 
 @dataclass(slots=True)
+class Piece:
+    """One box of a sharded tensor, where this writer put it."""
+
+    number: int
+    file: str
+    start: int
+    digests: bytes
+
+
+@dataclass(slots=True)
 class FileEntry:
     """A tensor file: its size, and the length and 16-byte digest of its header (with the length field)."""
 
@@ -77,10 +90,15 @@ class FileEntry:
 
 @dataclass(slots=True)
 class ComponentIndex:
-    """`tree`: encoded plain values with TensorRefs that number `tensors`; None where another writer has it."""
+    """`tree`: encoded plain values with TensorRefs that number the tensors; None where another writer has it.
+
+    layouts: the table of a sharded component, beside its tree; pieces: what this writer has of it, else None.
+    """
 
     tree: bytes | None
     tensors: list[TensorEntry] = field(default_factory=list)
+    layouts: dict[str, Any] | None = None
+    pieces: list[Piece] | None = None
 
 
 @dataclass(slots=True)
@@ -91,9 +109,9 @@ class Index:
 
     def file_digests(self) -> dict[str, str]:
         """What the manifest must say of each tensor file: over header digest and chunk digests in file order."""
-        held: dict[str, list[TensorEntry]] = {name: [] for name in self.files}
+        held: dict[str, list[TensorEntry | Piece]] = {name: [] for name in self.files}
         for component in self.components.values():
-            for entry in component.tensors:
+            for entry in (*component.tensors, *(component.pieces or ())):
                 if entry.file is not None:
                     held[entry.file].append(entry)
         return {
@@ -104,7 +122,7 @@ class Index:
         }
 
     def encode(self) -> bytes:
-        components = {}
+        components: dict[str, dict[str, Any]] = {}
         for key, component in self.components.items():
             rows = []
             for e in component.tensors:
@@ -117,7 +135,11 @@ class Index:
                 rows.append(
                     [e.number, e.name, e.dtype, e.shape, e.offset, None if whole else e.local_shape, *place, e.alias_of]
                 )
-            components[key] = {"tree": component.tree, "tensors": rows}
+            if component.pieces is None:
+                components[key] = {"tree": component.tree, "tensors": rows}
+            else:
+                pieces = [[p.number, p.file, p.start, p.digests] for p in component.pieces]
+                components[key] = {"tree": component.tree, "layouts": component.layouts, "pieces": pieces}
         files = {name: [f.size, f.header_size, f.header_digest] for name, f in self.files.items()}
         packed = {
             "format": FORMAT,
@@ -145,6 +167,10 @@ class Index:
                 tree = component["tree"]
                 if not isinstance(key, str) or not (tree is None or isinstance(tree, bytes)):
                     raise ValueError("a component's key or tree has the wrong type")
+                if "pieces" in component:
+                    pieces = [_piece(row, index.files) for row in component["pieces"]]
+                    index.components[key] = ComponentIndex(tree, [], component["layouts"], pieces)
+                    continue
                 entries = [_entry(row, index.files) for row in component["tensors"]]
                 index.components[key] = ComponentIndex(tree, entries)
             return index
@@ -169,6 +195,13 @@ def _whole(value: Any) -> int:
 
 def _shape(value: Any) -> tuple[int, ...]:
     return tuple([_whole(n) for n in value])
+
+
+def _piece(row: list[Any], files: dict[str, FileEntry]) -> Piece:
+    number, file, start, digests = row
+    if not files[file].header_size <= _whole(start) <= files[file].size or not isinstance(digests, bytes):
+        raise ValueError(f"a piece of tensor {number} is not inside {file}")
+    return Piece(_whole(number), file, start, digests)
 
 
 def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:

@@ -10,17 +10,28 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
-from ..format.index import TensorEntry
+from ..format.digest import content_hash
+from ..format.layout import LogicalTensor
 from ..format.manifest import CheckpointManifest
 from ..format.values import TensorRef, decode
 from ..ranks.communicator import Communicator
 from ..state.adapters import PlainState
 from ..state.component import StateComponent
-from ..state.layout import TensorBytes, memory_span, overlaps_itself, same_view_key, torch_dtype
+from ..state.layout import (
+    LocalPart,
+    TensorBytes,
+    local_part,
+    memory_span,
+    overlaps_itself,
+    same_view_key,
+    torch_dtype,
+    words,
+)
 from ..state.tree import CapturedTensor, capture
 from .place import Place, copy_for
+from .plan import Words, read_of
 from .reader import TensorRead, read_tensors
-from .view import CheckpointView, MergedComponent
+from .view import CheckpointView, StoredComponent
 
 __all__ = ["LoadReport", "Loading"]
 
@@ -67,21 +78,36 @@ class Loading:
         self.fits = _Fits(view, cast, transactional, self.report)
         self.prepared: list[tuple[StateComponent, Any]] = []
 
-    def check(self) -> None:
+    def check(self) -> dict[str, list[bytes]]:
         """Match saved and live state, and check the files that are needed. Live state is untouched.
 
-        Raises StateMismatch, CheckpointCorrupt, StorageError.
+        Returns, for sharded components, hashes of the saved names that this rank does not have: `judge` wants those
+        that no rank has. Raises StateMismatch, CheckpointCorrupt, StorageError.
         """
         saved = self.view.manifest.components
         keys = {c.key for c in self.components}
         self.report.missing = [c.key for c in self.components if c.key not in saved and c.required]
         self.report.unexpected = [key for key in saved if key not in keys]
-        here = [c for c in self.components if c.key in saved]
-        for component in here:
-            copy = copy_for(self.view.manifest, component, self.place)
+        for component in self.components:
+            copy = copy_for(self.view.manifest, component, self.place) if component.key in saved else None
             if copy is not None:
                 self.prepared.append((component, self.fits.prepare(component, copy)))
-        self.fits.judge(self.strict, matched_any=bool(here))
+        return {key: [content_hash(name.encode("utf-8", "surrogatepass")) for name in names]
+                for key, names in self.fits.elsewhere.items()}  # fmt: skip
+
+    @staticmethod
+    def on_no_rank(found: list[dict[str, list[bytes]]]) -> dict[str, list[bytes]]:
+        """Of the names that ranks lack, those that all of them lack."""
+        return {key: [h for h in names if all(h in other for other in others)] for key, names in found[0].items()
+                if (others := [set(f.get(key, ())) for f in found[1:]]) or True}  # fmt: skip
+
+    def judge(self, on_no_rank: dict[str, list[bytes]]) -> None:
+        """Raise StateMismatch for what must not be loaded; check the files that are to be read."""
+        for key, names in self.fits.elsewhere.items():
+            unknown = set(on_no_rank.get(key, ()))
+            found = [n for n in names if content_hash(n.encode("utf-8", "surrogatepass")) in unknown]
+            self.report.unexpected += [f"{key}/{name}" for name in found]
+        self.fits.judge(self.strict, matched_any=any(c.key in self.view.manifest.components for c in self.components))
         self.view.check_files(read.entry.file for read in self.fits.reads if read.entry.file)
 
     def read(self) -> None:
@@ -97,12 +123,21 @@ class Loading:
 
     def apply(self) -> None:
         """Hand the complete states over, random streams last."""
+        for live, staged in self.fits.staged:
+            live.detach().copy_(staged)
         for component, state in sorted(
             self.prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))
         ):
-            component.stateful.load_state_dict(self.fits.finished(component.key, state))
+            component.stateful.load_state_dict(state)
             if isinstance(component.stateful, PlainState):
                 self.report.values[component.key] = component.stateful.loaded
+
+
+class _Skip:
+    """In the place of a tensor that this rank does not want."""
+
+
+_SKIP = _Skip()
 
 
 class _Fits:
@@ -111,34 +146,41 @@ class _Fits:
     def __init__(self, view: CheckpointView, cast: bool, transactional: bool, report: LoadReport) -> None:
         self.view, self.cast, self.transactional, self.report = view, cast, transactional, report
         self.reads: list[TensorRead] = []
+        self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.in_place = False
         self.mismatched: dict[str, tuple[str, str]] = {}
         self.unmatched: list[str] = []
         self.regrouped: list[StateMismatch] = []
-        self.casts: dict[str, list[tuple[torch.Tensor, torch.dtype]]] = {}
+        self.elsewhere: dict[str, list[str]] = {}
         self.spans: dict[str, list[tuple[int, int]]] = {}
 
     def prepare(self, component: StateComponent, copy: int) -> Any:
-        """The saved state with destination tensors in place of the tensors, none of them read yet."""
-        index = self.view.component(component.key, copy)
-        live = {t.name: t for t in capture(component.key, component.stateful.state_dict()).tensors}
-        found = _Component(self, component, index, live)
-        state = decode(index.tree, found.leaf, file=f"{self.view.url}: component {component.key!r}")
+        """The saved state with destinations in place of the tensors, none of them read yet."""
+        stored = self.view.component(component.key, copy)
+        state = component.stateful.state_dict()
+        live = {t.name: t for t in capture(component.key, state, sharded=True).tensors}
+        sharded = self.view.manifest.components[component.key].pattern == "SHARDED"
+        found = _Component(self, component, stored, live, skip=sharded)
+        file = f"{self.view.url}: component {component.key!r}"
         compare = getattr(component.stateful, "differences", None)
         if compare is not None:
-            self._compare(component, compare, state)
-        return state
+            # Names and values first, so that nothing is allocated for a state that does not fit.
+            self._compare(component, compare, decode(stored.tree, file=file), sharded)
+        return _pruned(decode(stored.tree, found.leaf, file=file))
 
-    def _compare(self, component: StateComponent, compare: Any, state: Any) -> None:
+    def _compare(self, component: StateComponent, compare: Any, saved: Any, sharded: bool) -> None:
         try:
-            missing, unexpected = compare(state)
+            missing, unexpected = compare(saved)
         except StateMismatch as error:
             error.message = f"{self.view.url}: component {component.key!r}: {error.message}"
             self.regrouped.append(error)
             return
         self.report.missing += [f"{component.key}/{name}" for name in missing]
+        if sharded:
+            self.elsewhere[component.key] = unexpected
+            return
         self.report.unexpected += [f"{component.key}/{name}" for name in unexpected]
-        if isinstance(state, Mapping) and state and len(unexpected) >= len(state) and missing:
+        if isinstance(saved, Mapping) and saved and len(unexpected) >= len(saved) and missing:
             self.unmatched.append(component.key)
 
     def judge(self, strict: bool, matched_any: bool) -> None:
@@ -169,7 +211,7 @@ class _Fits:
     def free_for_reading(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory may be read into: not shared with another destination, or with itself."""
         span = memory_span(tensor)
-        if self.transactional or overlaps_itself(tensor):
+        if self.transactional:
             return False
         if span is None:
             return True
@@ -181,93 +223,123 @@ class _Fits:
         insort(taken, (start, stop))
         return True
 
-    def finished(self, key: str, state: Any) -> Any:
-        """The state to hand over: with dtypes converted where that was asked for."""
-        converted = {id(t): t.to(dtype) for t, dtype in self.casts.get(key, [])}
-        return _replaced(state, converted) if converted else state
-
 
 class _Component:
-    """Destinations of one component's tensors."""
+    """Destinations of one component's tensors. skip: tensors that this rank does not have belong to others."""
 
     def __init__(
-        self, fits: _Fits, component: StateComponent, index: MergedComponent, live: dict[str, CapturedTensor]
+        self,
+        fits: _Fits,
+        component: StateComponent,
+        stored: StoredComponent,
+        live: dict[str, CapturedTensor],
+        *,
+        skip: bool,
     ) -> None:
-        self.fits, self.component, self.entries, self.live = fits, component, index.tensors, live
+        self.fits, self.component, self.stored, self.live, self.skip = fits, component, stored, live, skip
         self.judged = hasattr(component.stateful, "differences")
-        self.targets: dict[int, torch.Tensor] = {}
+        self.leaves: dict[int, Any] = {}
 
     def leaf(self, ref: TensorRef) -> Any:
-        if not 0 <= ref.index < len(self.entries):
-            raise ValueError(f"the tree refers to tensor {ref.index} of {len(self.entries)}")
-        target, is_live = self.target(ref.index)
-        live = self.live.get(self.entries[ref.index].name)
-        if is_live and live is not None:
-            return live.live
-        return target.numpy() if ref.numpy else target
+        """What stands for a saved tensor in the state that is handed over; its bytes are read later."""
+        if not 0 <= ref.index < len(self.stored.tensors):
+            raise ValueError(f"the tree refers to tensor {ref.index} of {len(self.stored.tensors)}")
+        found = self.leaf_of(ref.index)
+        return found.numpy() if ref.numpy and isinstance(found, torch.Tensor) else found
 
-    def target(self, number: int) -> tuple[torch.Tensor, bool]:
-        """The destination of a tensor, and whether it is the live tensor of that name itself."""
-        entry = self.entries[number]
-        held = entry if entry.alias_of is None else self.entries[entry.alias_of]
-        live = self.live.get(entry.name)
-        if entry.alias_of is not None:
-            first, _ = self.target_once(entry.alias_of)
-            if live is None and held.name not in self.live:
-                return first, False
-            if live is not None and same_view_key(live.tensor) == same_view_key(first) is not None:
-                return first, True
-        return self.target_once(number)
+    def leaf_of(self, number: int) -> Any:
+        tensor = self.stored.tensors[number]
+        live = self.live.get(tensor.name)
+        if tensor.alias_of is not None:
+            first = self.stored.tensors[tensor.alias_of]
+            other = self.live.get(first.name)
+            if live is None and other is None:
+                return self.once(tensor.alias_of)
+            if live is not None and other is not None and live.alias_of is not None:
+                tied = same_view_key(live.tensor) == same_view_key(other.tensor)
+                if tied and self.fitting(live, first) and self.once(tensor.alias_of) is not _SKIP:
+                    return live.live
+        return self.once(number)
 
-    def target_once(self, number: int) -> tuple[torch.Tensor, bool]:
-        entry = self.entries[number]
-        live = self.live.get(entry.name)
-        if number in self.targets:
-            target = self.targets[number]
-            return target, live is not None and target is live.tensor
-        held = entry if entry.alias_of is None else self.entries[entry.alias_of]
-        name = f"{self.component.key}/{entry.name}"
-        dtype = torch_dtype(entry.dtype)
+    def once(self, number: int) -> Any:
+        if number not in self.leaves:
+            self.leaves[number] = self.destination(number, self.stored.tensors[number])
+        return self.leaves[number]
+
+    def fitting(self, live: CapturedTensor, tensor: LogicalTensor) -> bool:
+        return live.part.shape == tensor.shape and live.dtype == tensor.dtype
+
+    def destination(self, number: int, tensor: LogicalTensor) -> Any:
+        name = f"{self.component.key}/{tensor.name}"
+        dtype = torch_dtype(tensor.dtype)
         if dtype is None:
-            raise CheckpointCorrupt(f"{self.fits.view.url}: tensor {name!r} has dtype {entry.dtype}, which this torch lacks",
+            raise CheckpointCorrupt(f"{self.fits.view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch lacks",
                                     tensor=name, kind="format")  # fmt: skip
-        fitting = live is not None and live.shape == entry.shape and live.dtype == entry.dtype
-        if live is not None and not fitting and self.judged:
-            self.mismatch(name, entry, live, dtype)
-        if fitting and live is not None and self.fits.free_for_reading(live.tensor):
-            target, is_live = live.tensor, True
+        live = self.live.get(tensor.name)
+        if live is None or not (self.judged or self.fitting(live, tensor)):
+            leaf = self.fresh(tensor, dtype)
+            if leaf is not _SKIP:
+                self.read_into(number, tensor, local_part(leaf))
+            return leaf
+        if not self.fitting(live, tensor) and not self.castable(name, tensor, live, dtype):
+            return live.live
+        if overlaps_itself(live.tensor):  # no place to write to: the object gets a tensor of its own
+            part = LocalPart(torch.empty(live.shape, dtype=dtype), tensor.shape, live.part.box, live.part.layout)
+            self.read_into(number, tensor, part)
+            return part.tensor
+        if self.fitting(live, tensor) and self.fits.free_for_reading(live.tensor):
             self.fits.in_place = True
+            self.read_into(number, tensor, live.part)
         else:
-            target, is_live = self.fresh(entry, dtype, live), False
-            if live is not None and self.fits.cast and self.judged and live.dtype != entry.dtype:
-                self.fits.casts.setdefault(self.component.key, []).append((target, live.tensor.dtype))
-        self.targets[number] = target
-        self.fits.reads.append(TensorRead(self.component.key, held, TensorBytes(target)))
-        return target, is_live
+            staged = torch.empty(live.shape, dtype=dtype)
+            self.fits.staged.append((live.tensor, staged))
+            self.read_into(number, tensor, LocalPart(staged, tensor.shape, live.part.box, live.part.layout))
+        return live.live
 
-    def mismatch(self, name: str, entry: TensorEntry, live: CapturedTensor, dtype: torch.dtype) -> None:
-        if self.fits.cast and live.shape == entry.shape and live.tensor.is_complex() == dtype.is_complex:
-            self.fits.report.cast[name] = f"{entry.dtype} -> {live.dtype}"
-        else:
-            saved, held = f"{entry.dtype} {list(entry.shape)}", f"{live.dtype} {list(live.shape)}"
-            self.fits.mismatched[name] = (saved, held)
+    def read_into(self, number: int, tensor: LogicalTensor, part: LocalPart) -> None:
+        if part.box is None:
+            return
+        words = torch_words(part.tensor)
+        for piece in self.stored.pieces(number, part.box):
+            self.fits.reads.append(read_of(self.component.key, piece, part.box, words))
 
-    def fresh(self, entry: TensorEntry, dtype: torch.dtype, live: CapturedTensor | None) -> torch.Tensor:
+    def castable(self, name: str, tensor: LogicalTensor, live: CapturedTensor, dtype: torch.dtype) -> bool:
+        same_kind = live.tensor.is_complex() == dtype.is_complex
+        if self.fits.cast and live.part.shape == tensor.shape and same_kind:
+            self.fits.report.cast[name] = f"{tensor.dtype} -> {live.dtype}"
+            return True
+        saved, held = f"{tensor.dtype} {list(tensor.shape)}", f"{live.dtype} {list(live.part.shape)}"
+        self.fits.mismatched[name] = (saved, held)
+        return False
+
+    def fresh(self, tensor: LogicalTensor, dtype: torch.dtype) -> Any:
+        """A leaf for a tensor that the live state does not have."""
         allocate = getattr(self.component.stateful, "allocate", None)
-        if live is None and allocate is not None and not self.fits.transactional:
-            made = allocate(entry.name, dtype, entry.shape)
-            if isinstance(made, torch.Tensor):
+        if allocate is not None:
+            made = allocate(tensor.name, dtype, tensor.shape)
+            if made is not None:
                 return made
-        return torch.empty(entry.shape, dtype=dtype)
+        return _SKIP if self.skip else torch.empty(tensor.shape, dtype=dtype)
 
 
-def _replaced(state: Any, converted: dict[int, torch.Tensor]) -> Any:
-    if id(state) in converted:
-        return converted[id(state)]
+def torch_words(tensor: torch.Tensor) -> Words:
+    """Words over a tensor's memory, on any device."""
+    array = words(tensor)
+
+    def memory(part: torch.Tensor) -> memoryview | None:
+        return TensorBytes(part).view(0, part.numel() * part.element_size())
+
+    return Words(array, array.element_size(), lambda data: torch.frombuffer(data, dtype=array.dtype), memory)
+
+
+def _pruned(state: Any) -> Any:
+    """The state without what was skipped, and without dicts that held nothing else."""
     if type(state) is dict:
-        return {key: _replaced(item, converted) for key, item in state.items()}
+        kept = {key: _pruned(item) for key, item in state.items()}
+        result = {key: item for key, item in kept.items() if item is not _SKIP}
+        return _SKIP if kept and not result else result
     if type(state) in (list, tuple):
-        return type(state)(_replaced(item, converted) for item in state)
+        return type(state)(None if (item := _pruned(i)) is _SKIP else item for i in state)
     return state
 
 

@@ -30,16 +30,17 @@ class Target(Protocol):
         """The memory itself; None when it is not contiguous host memory."""
 
     def put(self, start: int, data: memoryview) -> None:
-        """Store `data` from byte `start` on; used where `view` gives None."""
+        """Store what is wanted of `data`, the bytes from `start` on; used where `view` gives None."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRead:
-    """All bytes of `entry`; target None: read and verify only."""
+    """All bytes of `entry`, or those of some of its `chunks`; target None: read and verify only."""
 
     component: str
     entry: TensorEntry
     target: Target | None
+    chunks: Sequence[int] | None = None
 
     @property
     def name(self) -> str:
@@ -100,7 +101,7 @@ def _batches(reads: list[TensorRead]) -> Iterator[list[_Part]]:
     batch: list[_Part] = []
     size, end = 0, -1
     for read in sorted(reads, key=lambda r: r.entry.start):
-        for number in range(len(read.entry.digests) // 8):
+        for number in range(len(read.entry.digests) // 8) if read.chunks is None else read.chunks:
             start, length, _ = read.entry.chunk(number)
             if batch and (start != end or size + length > CHUNK_BYTES or len(batch) == BATCH_PARTS):
                 yield batch

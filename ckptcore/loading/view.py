@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any
 
 from ..errors import CheckpointCorrupt, StorageError
-from ..format.digest import content_digest
-from ..format.index import Index, TensorEntry, index_file_name
+from ..format.digest import DIGEST_BYTES, chunk_count, content_digest
+from ..format.index import Index, Piece, TensorEntry, index_file_name
+from ..format.layout import Box, LogicalTensor, decode_layouts, volume
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest
-from ..format.tensorfile import DTYPES
+from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
 from ..root import join, read_manifest
 from ..storage.base import Storage, open_storage
+from .plan import numpy_words, read_of
 from .reader import TensorRead, check_header, open_member, read_tensors
 
 __all__ = ["CheckpointView", "Problem", "TensorInfo", "open_checkpoint"]
@@ -43,11 +45,17 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedComponent:
-    """One copy of a component: encoded values, and the tensors that its TensorRefs number."""
+class StoredComponent:
+    """One copy of a component: encoded values, the tensors that its TensorRefs number, and where their bytes are."""
 
     tree: bytes
-    tensors: list[TensorEntry]
+    tensors: list[LogicalTensor]
+    find: Callable[[int, Box], Iterator[TensorEntry]]
+
+    def pieces(self, number: int, box: Box) -> Iterator[TensorEntry]:
+        """What is stored of a tensor (of the one that it is an alias of) and meets `box`."""
+        target = self.tensors[number].alias_of
+        return self.find(number if target is None else target, box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,7 @@ class CheckpointView:
         self.name = self.url.rsplit("/", 1)[-1]
         self.manifest: CheckpointManifest = read_manifest(storage, folder)
         self._indexes: dict[int, Index] = {}
+        self._pieces: dict[tuple[str, int], dict[int, Piece]] = {}
 
     def __enter__(self) -> CheckpointView:
         return self
@@ -118,11 +127,13 @@ class CheckpointView:
                                 expected=record.digest, actual=actual)  # fmt: skip
         return bytes(data)
 
-    def component(self, key: str, copy: int = 0) -> MergedComponent:
-        """Values and tensors of one stored copy of a component, put together from the indexes of its writers.
+    def component(self, key: str, copy: int = 0) -> StoredComponent:
+        """Values and tensors of one stored copy of a component. Of a sharded one, only the first index is read here.
 
         KeyError when there is no such component, IndexError when it has fewer copies; CheckpointCorrupt.
         """
+        if self.manifest.components[key].pattern == "SHARDED":
+            return self._sharded(key)
         members = self.manifest.copies(key)[copy].members
         writers = [w for w in self.manifest.components[key].writers if w in members]
         parts = [part for w in writers if (part := self.index(w).components.get(key)) is not None]
@@ -136,50 +147,88 @@ class CheckpointView:
         if tree is None or broken:
             name = index_file_name(members[0])
             raise self._corrupt(name, f"and those of ranks {writers} do not make up a whole of component {key!r}")
-        return MergedComponent(tree, found)
+        tensors = [LogicalTensor(e.name, e.dtype, e.shape, None, e.alias_of) for e in found]
+        return StoredComponent(tree, tensors, lambda number, box: iter([found[number]] if volume(box[1]) else []))
 
-    def entries(self) -> Iterator[tuple[str, TensorEntry, TensorEntry]]:
-        """(component, tensor, the tensor that holds its bytes: itself or its alias target) for all copies of all.
+    def _sharded(self, key: str) -> StoredComponent:
+        first = self.index(0).components.get(key)
+        name = index_file_name(0)
+        if first is None or first.tree is None or first.layouts is None:
+            raise self._corrupt(name, f"has no table of the sharded component {key!r}")
+        try:
+            tensors = decode_layouts(first.layouts, self.manifest.world_size)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise self._corrupt(name, f"has a table of component {key!r} that makes no sense ({error})") from None
 
-        Where a component has several copies, its name here is followed by the label of the copy: "rng.rank00001".
-        """
+        def find(number: int, box: Box) -> Iterator[TensorEntry]:
+            tensor = tensors[number]
+            if tensor.layout is not None:
+                for writer, held in tensor.layout.cuts(tensor.shape, box):
+                    yield self._piece(key, number, tensor, writer, held)
+
+        return StoredComponent(first.tree, tensors, find)
+
+    def _piece(self, key: str, number: int, tensor: LogicalTensor, writer: int, box: Box) -> TensorEntry:
+        """One box of a sharded tensor, where its writer put it."""
+        name = index_file_name(writer)
+        if (key, writer) not in self._pieces:
+            part = self.index(writer).components.get(key)
+            self._pieces[key, writer] = {p.number: p for p in (part.pieces if part else None) or ()}
+        piece = self._pieces[key, writer].get(number)
+        if piece is None:
+            raise self._corrupt(
+                name, f"lacks the box at {box[0]} of tensor {key + '/' + tensor.name!r}", tensor=tensor.name
+            )
+        entry = TensorEntry(number, tensor.name, tensor.dtype, tensor.shape, box[0], box[1],
+                            piece.file, tensor.name, piece.start, piece.digests, None)  # fmt: skip
+        end = self.index(writer).files[piece.file].size
+        if len(piece.digests) != DIGEST_BYTES * chunk_count(entry.nbytes) or piece.start + entry.nbytes > end:
+            raise self._corrupt(
+                name, f"and the table disagree about tensor {key + '/' + tensor.name!r}", tensor=tensor.name
+            )
+        return entry
+
+    def _copies(self) -> Iterator[tuple[str, StoredComponent]]:
+        """All copies of all components. Where there are several, the label follows the name: "rng.rank00001"."""
         for key in self.manifest.components:
-            copies = self.manifest.copies(key)
-            for number, copy in enumerate(copies):
-                tensors = self.component(key, number).tensors
-                for entry in tensors:
-                    yield key + copy.label, entry, entry if entry.alias_of is None else tensors[entry.alias_of]
+            for number, copy in enumerate(self.manifest.copies(key)):
+                yield key + copy.label, self.component(key, number)
 
     def tensors(self) -> list[TensorInfo]:
         """All tensors, component by component. Reads the indexes, and no tensor bytes."""
-        return [_info(key, entry, held) for key, entry, held in self.entries()]
+        return [info for name, stored in self._copies() for info in _infos(name, stored)]
 
     def values(self, component: str, copy: int = 0) -> Any:
         """The component's state as it was saved, with TensorInfo where there was a tensor.
 
-        copy: which of several (one per rank, group or node), in order of their lowest rank. KeyError when there is no such component. Values of unregistered codecs come as `Opaque`.
+        copy: which of several (one per rank, group or node), in order of their lowest rank. KeyError when there is no
+        such component. Values of unregistered codecs come as `Opaque`.
         """
-        held = self.component(component, copy)
-        infos = [
-            _info(component, e, e if e.alias_of is None else held.tensors[e.alias_of]) for e in held.tensors
-        ]  # fmt: skip
-        return decode(held.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
+        stored = self.component(component, copy)
+        infos = _infos(component, stored)
+        return decode(stored.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Any:
-        """A tensor as a numpy array, verified; `box`: one slice (of step 1) per dimension.
+        """A tensor, or the part of it that `box` says (one slice of step 1 per dimension), as a numpy array, verified.
 
-        `name` is "component/name". Dtypes that numpy lacks come as unsigned integers of the same width.
-        KeyError when there is no such tensor, CheckpointCorrupt, StorageError.
+        `name` is "component/name". Only what is needed is read, whatever layout the tensor was saved in. Dtypes that
+        numpy lacks come as unsigned integers of the same width. KeyError when there is no such tensor, ValueError for
+        a box that does not fit, CheckpointCorrupt, StorageError.
         """
         import numpy as np
 
-        for key, entry, held in self.entries():
-            if f"{key}/{entry.name}" == name:
-                array = np.empty(entry.shape, _numpy_dtype(entry.dtype))
-                flat = memoryview(array.reshape(-1).view(np.uint8).data) if array.size else memoryview(b"")
-                self.check_files([held.file] if held.file else [])
-                read_tensors(self.storage, self.folder, [TensorRead(key, held, _Memory(flat))], io_threads=2)
-                return array if box is None else array[tuple(box)].copy()
+        for key, stored in self._copies():
+            for number, tensor in enumerate(stored.tensors):
+                if f"{key}/{tensor.name}" == name:
+                    wanted = _box(box, tensor.shape)
+                    array = np.empty(wanted[1], _numpy_dtype(tensor.dtype))
+                    words = array.view(f"u{array.itemsize}") if array.itemsize <= 8 else array.view("u8")
+                    words = words.reshape(*array.shape, -1) if array.itemsize > 8 else words
+                    pieces = list(stored.pieces(number, wanted))
+                    self.check_files(piece.file for piece in pieces if piece.file)
+                    reads = [read_of(key, piece, wanted, numpy_words(words)) for piece in pieces]
+                    read_tensors(self.storage, self.folder, reads, io_threads=2)
+                    return array
         raise KeyError(f"{self.url} has no tensor {name!r}")
 
     def check_files(self, files: Iterable[str]) -> None:
@@ -190,6 +239,21 @@ class CheckpointView:
 
     def _check_size(self, file: str) -> None:
         open_member(self.storage, self.folder, file, self.manifest.files[file].size).close()
+
+    def _all_reads(self, index: Index) -> Iterator[TensorRead]:
+        """Every stored byte of one writer, to be read and verified only."""
+        for key, part in index.components.items():
+            yield from (TensorRead(key, entry, None) for entry in part.tensors)
+            if part.pieces:
+                tensors = self._sharded(key).tensors
+                for piece in part.pieces:
+                    tensor = tensors[piece.number]
+                    box = tensor.layout.box_of(tensor.shape, index.writer) if tensor.layout is not None else None
+                    if box is None:
+                        raise self._corrupt(
+                            index_file_name(index.writer), f"has a piece of {tensor.name!r} that is not its own"
+                        )
+                    yield TensorRead(key, self._piece(key, piece.number, tensor, index.writer, box), None)
 
     def foreign_files(self) -> list[str]:
         """Names in the folder that the manifest does not list. Loading ignores them."""
@@ -225,8 +289,7 @@ class CheckpointView:
             whole = {f for f, known in index.files.items()
                      if attempt(f, partial(check_header, self.storage, self.folder, f, known))
                      or problems[-1].kind == "header"}  # fmt: skip
-            reads += [TensorRead(key, entry, None) for key, component in index.components.items()
-                      for entry in component.tensors if entry.file in whole]  # fmt: skip
+            reads += [read for read in self._all_reads(index) if read.entry.file in whole]
         for name in self.manifest.files.keys() - checked:
             attempt(name, partial(self._checked, name))
         for file in sorted({read.entry.file or "" for read in reads}):
@@ -242,9 +305,16 @@ def _problem(error: CheckpointCorrupt | StorageError, file: str) -> Problem:
     return Problem(error.file or file, error.kind or "format", str(error), error.tensor, error.expected, error.actual)
 
 
-def _info(component: str, entry: TensorEntry, held: TensorEntry) -> TensorInfo:
-    alias = None if held is entry else held.name
-    return TensorInfo(component, entry.name, entry.dtype, entry.shape, entry.nbytes, held.file, alias)
+def _infos(component: str, stored: StoredComponent) -> list[TensorInfo]:
+    infos = []
+    for number, t in enumerate(stored.tensors):
+        # Which files hold a sharded tensor is said by the indexes of all its writers, which are not read for this.
+        whole = ((0,) * len(t.shape), t.shape)
+        held = stored.tensors[t.alias_of] if t.alias_of is not None else t
+        file = next((p.file for p in stored.pieces(number, whole)), None) if held.layout is None else None
+        alias = None if t.alias_of is None else held.name
+        infos.append(TensorInfo(component, t.name, t.dtype, t.shape, tensor_nbytes(t.dtype, t.shape), file, alias))
+    return infos
 
 
 def _pick(infos: list[TensorInfo], ref: TensorRef) -> TensorInfo:
@@ -253,17 +323,13 @@ def _pick(infos: list[TensorInfo], ref: TensorRef) -> TensorInfo:
     return infos[ref.index]
 
 
-class _Memory:
-    """A Target of contiguous bytes."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self.memory = memory
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return self.memory[start:stop]
-
-    def put(self, start: int, data: memoryview) -> None:
-        self.memory[start : start + len(data)] = data
+def _box(box: Sequence[slice] | None, shape: tuple[int, ...]) -> Box:
+    if box is None:
+        return (0,) * len(shape), shape
+    if len(box) != len(shape) or any(s.step not in (None, 1) for s in box):
+        raise ValueError(f"a box of a tensor of shape {shape} is one slice of step 1 per dimension, not {box}")
+    ranges = [range(n)[s] for s, n in zip(box, shape, strict=True)]
+    return tuple(r.start for r in ranges), tuple(len(r) for r in ranges)
 
 
 _NUMPY = {"BOOL": "bool", "F16": "f2", "F32": "f4", "F64": "f8", "C64": "c8", "complex128": "c16"}

@@ -16,7 +16,7 @@ from ..state.layout import TensorBytes, torch_dtype
 from ..state.tree import Captured, CapturedTensor
 from .communicator import Communicator
 
-__all__ = ["chunk_digests", "validate"]
+__all__ = ["chunk_digests", "replica_digest", "validate"]
 
 SAMPLES = 16
 SAMPLE_BYTES = 512
@@ -37,7 +37,9 @@ def validate(
     computed on the way, by component and tensor number, so that no byte is hashed twice.
     """
     checked = [
-        c for c in components if c.validated is not ValidationLevel.NONE and len(copies[c.key]) < comm.world_size
+        c
+        for c in components
+        if c.validated is not ValidationLevel.NONE and not c.sharded and len(copies[c.key]) < comm.world_size
     ]
     if not checked:
         return {}
@@ -95,6 +97,11 @@ def _sample(tensor: CapturedTensor) -> bytes:
             source.fill(start, buffer)
         parts.append(bytes(view))
     return content_hash(b"".join(parts))
+
+
+def replica_digest(component: StateComponent, tensor: CapturedTensor) -> bytes:
+    """What replicas of one tensor, or of one part of it, are compared by at the component's level."""
+    return _sample(tensor) if component.validated is ValidationLevel.QUICK else content_hash(chunk_digests(tensor))
 
 
 def _tensor_digest(

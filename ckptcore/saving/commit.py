@@ -18,12 +18,15 @@ from ..errors import (
     UnsupportedVersion,
 )
 from ..format.digest import combined_digest, content_digest
-from ..format.index import ComponentIndex, FileEntry, Index, TensorEntry, index_file_name
+from ..format.index import ComponentIndex, FileEntry, Index, Piece, TensorEntry, index_file_name
+from ..format.layout import LogicalTensor, encode_layouts
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest, ComponentManifest, FileRecord
+from ..format.tensorfile import tensor_nbytes
+from ..ranks.sharding import ShardedState
 from ..root import check_files, is_ours, join, read_manifest, remove_attempt, remove_checkpoint_folder
 from ..state.component import StateComponent
 from ..state.layout import TensorBytes
-from ..state.tree import Captured
+from ..state.tree import CapturedTensor
 from ..storage.base import Storage
 from .join import JoinedSave
 from .plan import FilePlan, hugging_face_index
@@ -62,11 +65,17 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This rank's part in one copy of a component. `files`: the whole plan of the copy; lowest: it has the values."""
+    """This rank's part in one copy of a component.
 
-    captured: Captured
+    tensors: what it holds, by number; files: the whole plan of the copy (of a sharded component: this rank's part);
+    tree: the plain values, on the lowest rank of the copy; table: the tensors of a sharded component.
+    """
+
+    key: str
+    tensors: Mapping[int, CapturedTensor]
     files: list[FilePlan]
-    lowest: bool
+    tree: bytes | None
+    table: list[LogicalTensor] | None = None
 
 
 def write_share(
@@ -79,31 +88,26 @@ def write_share(
 ) -> Receipt:
     """Write this rank's tensor files, its index, and the Hugging Face indexes of components split over files."""
     mine = [plan for share in shares for plan in share.files if plan.writer == rank]
-    sources = {s.captured.key: [TensorBytes(t.tensor) for t in s.captured.tensors] for s in shares}
+    wanted = {(plan.component, number) for plan in mine for number, _ in plan.places}
+    sources = {s.key: {n: TensorBytes(t.tensor) for n, t in s.tensors.items() if (s.key, n) in wanted} for s in shares}
     written = write_files(storage, folder, mine, sources, io_threads, known)
-    index = Index(rank)
-    receipt = Receipt(rank)
+    index, receipt, small = Index(rank), Receipt(rank), {}
     for file in written:
         index.files[file.plan.name] = FileEntry(file.plan.size, len(file.plan.header), file.header_digest)
     for share in shares:
-        component = share.captured
-        entries = _entries(component, [f for f in written if f.plan.component == component.key], share.lowest)
-        if entries or share.lowest:
-            index.components[component.key] = ComponentIndex(component.tree if share.lowest else None, entries)
-            receipt.components.append(component.key)
-        if share.lowest:
-            nbytes = sum(t.nbytes for t in component.tensors if t.alias_of is None)
-            files = [[plan.name, plan.size, plan.writer] for plan in share.files]
-            receipt.copies[component.key] = CopyReceipt(
-                content_digest(component.tree), len(component.tensors), nbytes, files
-            )
-    for name, digest in index.file_digests().items():
-        receipt.files[name] = [index.files[name].size, digest]
-    small = {index_file_name(rank): index.encode()} if index.components else {}
-    for share in shares:
-        if share.lowest and len(share.files) > 1:
+        part = _indexed(share, [f for f in written if f.plan.component == share.key])
+        if part.tensors or part.pieces or share.tree is not None:
+            index.components[share.key] = part
+            receipt.components.append(share.key)
+        if share.tree is not None or share.table is not None:
+            receipt.copies[share.key] = _copy_receipt(share)
+        if share.tree is not None and share.table is None and len(share.files) > 1:
             stem = share.files[0].name.rsplit("-", 3)[0]
             small[f"{stem}.safetensors.index.json"] = hugging_face_index(share.files)
+    if index.components:
+        small[index_file_name(rank)] = index.encode()
+    for name, digest in index.file_digests().items():
+        receipt.files[name] = [index.files[name].size, digest]
     for name, data in small.items():
         storage.write(join(folder, name), data)
         receipt.files[name] = [len(data), content_digest(data)]
@@ -111,25 +115,38 @@ def write_share(
     return receipt
 
 
-def _entries(component: Captured, written: Sequence[WrittenFile], lowest: bool) -> list[TensorEntry]:
-    """Index rows of the tensors that this rank wrote, and of the aliases where it has the values."""
+def _copy_receipt(share: Share) -> CopyReceipt:
+    files = [[plan.name, plan.size, plan.writer] for plan in share.files]
+    nbytes = sum(place.nbytes for plan in share.files for _, place in plan.places)
+    count = len(share.tensors if share.table is None else share.table)
+    return CopyReceipt(content_digest(share.tree or b""), count if share.tree is not None else 0, nbytes, files)
+
+
+def _indexed(share: Share, written: Sequence[WrittenFile]) -> ComponentIndex:
+    """What the index says of a share: rows, or pieces, of what this rank wrote, and aliases beside the values."""
+    places = [(file.plan.name, number, place, bytes(file.digests[number])) for file in written
+              for number, place in file.plan.places]  # fmt: skip
+    if share.table is not None:
+        pieces = [Piece(number, name, place.start, digests) for name, number, place, digests in places]
+        layouts = encode_layouts(share.table) if share.tree is not None else None
+        return ComponentIndex(share.tree, [], layouts, sorted(pieces, key=lambda piece: piece.number))
     entries = []
-    for file in written:
-        for number, place in file.plan.places:
-            tensor, digests = component.tensors[number], bytes(file.digests[number])
-            entries.append(
-                TensorEntry(number, tensor.name, tensor.dtype, tensor.shape, None, tensor.shape,
-                            file.plan.name, place.name, place.start, digests, None))  # fmt: skip
-    for number, tensor in enumerate(component.tensors):
-        if tensor.alias_of is not None and lowest:
-            entries.append(
-                TensorEntry(number, tensor.name, tensor.dtype, tensor.shape, None, tensor.shape,
-                            None, None, 0, b"", tensor.alias_of))  # fmt: skip
-    return sorted(entries, key=lambda entry: entry.number)
+    for file, number, place, digests in places:
+        t = share.tensors[number]
+        entries.append(
+            TensorEntry(number, t.name, t.dtype, t.shape, None, t.shape, file, place.name, place.start, digests, None)
+        )
+    for number, t in share.tensors.items():
+        if t.alias_of is not None and share.tree is not None:
+            entries.append(TensorEntry(number, t.name, t.dtype, t.shape, None, t.shape, None, None, 0, b"", t.alias_of))
+    return ComponentIndex(share.tree, sorted(entries, key=lambda entry: entry.number))
 
 
 def files_and_components(
-    components: Sequence[StateComponent], joined: JoinedSave, receipts: Sequence[Receipt]
+    components: Sequence[StateComponent],
+    joined: JoinedSave,
+    receipts: Sequence[Receipt],
+    sharded: Mapping[str, ShardedState],
 ) -> tuple[dict[str, FileRecord], dict[str, ComponentManifest]]:
     """The manifest's account of what the ranks wrote.
 
@@ -145,9 +162,14 @@ def files_and_components(
     manifests = {}
     for component in components:
         copies = [receipt.copies[component.key] for receipt in receipts if component.key in receipt.copies]
-        if len(copies) != len(joined.copies[component.key]):
+        expected = len(receipts) if component.sharded else len(joined.copies[component.key])
+        if len(copies) != expected:
             raise CoordinationError(f"component {component.key!r}: {len(copies)} copies were written, not "
-                                    f"{len(joined.copies[component.key])}")  # fmt: skip
+                                    f"{expected}")  # fmt: skip
+        if component.sharded:
+            whole = sum(tensor_nbytes(t.dtype, t.shape) for t in sharded[component.key].tensors if t.alias_of is None)
+            if (stored := sum(copy.nbytes for copy in copies)) != whole:
+                raise CoordinationError(f"component {component.key!r}: {stored:,} bytes were written of {whole:,}")
         names = []
         for name, size, writer in (file for copy in copies for file in copy.files):
             record = files.get(name)

@@ -64,7 +64,7 @@ def write_files(
     storage: Storage,
     folder: str,
     plans: Sequence[FilePlan],
-    sources: Mapping[str, Sequence[Source]],
+    sources: Mapping[str, Mapping[int, Source]],
     io_threads: int,
     known: Mapping[tuple[str, int], bytes] | None = None,
 ) -> list[WrittenFile]:
@@ -143,7 +143,7 @@ def _write_batch(
     writer: FileWriter,
     result: WrittenFile,
     parts: list[_Part],
-    sources: Sequence[Source],
+    sources: Mapping[int, Source],
     scratch: threading.local,
     head: bytes,
 ) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
 from .component import SharingPattern, StateComponent, Stateful, StatefulProvider
-from .tree import capture, key_names
+from .layout import Shard, is_dtensor
+from .tree import key_names
 
 __all__ = ["ModelState", "OptimizerState", "PlainState", "RNGState", "as_components"]
 
@@ -109,6 +110,7 @@ class OptimizerState:
             models = [models]
         parts = models.items() if isinstance(models, Mapping) else [("", module) for module in models]
         self._models = [(f"{prefix}." if prefix else "", module) for prefix, module in parts]
+        self._by_name: dict[str, torch.Tensor] | None = None
         self._parameter_names()
 
     def _parameter_names(self) -> dict[torch.Tensor, str]:
@@ -131,52 +133,56 @@ class OptimizerState:
         return names
 
     def state_dict(self) -> dict[str, Any]:
+        """{"state": {name: values}, "group_of": {name: group number}, "groups": {group number: options}}.
+
+        By name throughout, so that the states of pipeline stages put together are the state of the whole model.
+        """
         names = self._parameter_names()
-        groups = [
-            {"params": [names[p] for p in group["params"]],
-             **{k: v for k, v in group.items() if k not in ("params", "param_names")}}
-            for group in self.optimizer.param_groups
-        ]  # fmt: skip
-        state = {
-            names[p]: dict(self.optimizer.state[p])
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if self.optimizer.state.get(p)
-        }
-        return {"state": state, "groups": groups}
+        groups = self.optimizer.param_groups
+        return {
+            "state": {names[p]: dict(values) for group in groups for p in group["params"]
+                      if (values := self.optimizer.state.get(p))},
+            "group_of": {names[p]: number for number, group in enumerate(groups) for p in group["params"]},
+            "groups": {number: {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                       for number, group in enumerate(groups)},
+        }  # fmt: skip
 
     def differences(self, saved: Any) -> tuple[list[str], list[str]]:
         """Names that only the live groups, or only the saved groups, have. Raises StateMismatch for a regrouping."""
         try:
-            stored = [list(group["params"]) for group in saved["groups"]]
+            was, saved_groups = dict(saved["group_of"]), len(saved["groups"])
             saved["state"].keys()
-        except (TypeError, KeyError, AttributeError):
+        except (TypeError, KeyError, AttributeError, ValueError):
             raise StateMismatch(
                 "the saved state is not that of an OptimizerState (no groups of named parameters)"
             ) from None
-        live = [group["params"] for group in self.state_dict()["groups"]]
-        at = {name: number for number, group in enumerate(live) for name in group}
-        was = {name: number for number, group in enumerate(stored) for name in group}
+        at = self.state_dict()["group_of"]
         moved = sorted(name for name in at.keys() & was.keys() if at[name] != was[name])
-        if moved or len(live) != len(stored):
+        live_groups = len(self.optimizer.param_groups)
+        if moved or live_groups != saved_groups:
             shown = ", ".join(f"{n} (group {was[n]} -> {at[n]})" for n in moved[:5])
             raise StateMismatch(
-                f"the optimizer has {len(live)} parameter groups, {len(stored)} were saved; parameters that moved: "
+                f"the optimizer has {live_groups} parameter groups, {saved_groups} were saved; parameters that moved: "
                 f"{shown or 'none'}{' ...' if len(moved) > 5 else ''}; rebuild the groups as they were at the save",
                 mismatched={n: (f"group {was[n]}", f"group {at[n]}") for n in moved})  # fmt: skip
-        missing = [f"groups/{n}" for n in sorted(at.keys() - was.keys())]
-        unexpected = [f"groups/{n}" for n in sorted(was.keys() - at.keys())]
-        return missing, unexpected
+        return [n for n in at if n not in was], [n for n in was if n not in at]
 
     def allocate(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Memory for a moment that the live optimizer does not have yet: where its parameter is."""
+        """Memory for a moment that the live optimizer does not have yet: laid out and placed like its parameter."""
         parts = [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
-        if len(parts) < 3 or parts[0] != "state" or not shape:
+        if len(parts) < 3 or parts[0] != "state":
             return None
-        for parameter, known in self._parameter_names().items():
-            if known == parts[1]:
-                return torch.empty(shape, dtype=dtype, device=parameter.device)
-        return None
+        if self._by_name is None:
+            self._by_name = {known: parameter for parameter, known in self._parameter_names().items()}
+        parameter = self._by_name.get(parts[1])
+        if parameter is None:
+            return None
+        if is_dtensor(parameter) and tuple(parameter.shape) == shape:
+            return _like_dtensor(parameter, dtype)
+        group = next((g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+        # torch keeps step counters on the host unless the step itself runs on the device.
+        on_host = not shape and not (group.get("capturable") or group.get("fused"))
+        return torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets state and options directly: torch's own loading would cast moments to the parameter's dtype."""
@@ -186,23 +192,34 @@ class OptimizerState:
         for name, values in state_dict["state"].items():
             if name in by_name:
                 state[by_name[name]] = dict(values)
-        for parameter in by_name.values():
-            live = self.optimizer.state.get(parameter)
-            if (
-                live
-                and parameter not in state
-                and not any(names[parameter] in g["params"] for g in state_dict["groups"])
-            ):
-                state[parameter] = live  # not in the checkpoint at all (not strict): stays as it is
-        for number, (group, saved) in enumerate(zip(self.optimizer.param_groups, state_dict["groups"], strict=True)):
-            lacking = group.keys() - saved.keys() - {"param_names"}
+        for parameter, values in self.optimizer.state.items():
+            if names.get(parameter) not in state_dict["group_of"]:
+                state[parameter] = values  # not in the checkpoint at all (not strict): stays as it is
+        for number, group in enumerate(self.optimizer.param_groups):
+            saved = state_dict["groups"][number]
+            lacking = group.keys() - saved.keys() - {"params", "param_names"}
             extra = saved.keys() - group.keys()
             if lacking or extra:
                 warnings.warn(
                     f"optimizer group {number}: options not in the checkpoint keep their live values: {sorted(lacking)}; "
                     f"options that only the checkpoint has: {sorted(extra)}", CheckpointWarning, stacklevel=2)  # fmt: skip
-            group.update({k: v for k, v in saved.items() if k != "params"})
+            group.update(saved)
         self.optimizer.__setstate__({"state": state, "param_groups": self.optimizer.param_groups})
+
+
+def _like_dtensor(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty_like(parameter.to_local().detach(), dtype=dtype)
+    made: torch.Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
 
 
 class RNGState:
@@ -262,10 +279,6 @@ class PlainState:
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.loaded = state_dict
-        live = {tensor.name: tensor for tensor in capture("", self.value).tensors}
-        for tensor in capture("", state_dict).tensors:
-            if tensor.name in live and live[tensor.name].live is not tensor.live:
-                live[tensor.name].tensor.detach().copy_(tensor.tensor)
 
 
 def _differences(saved: Any, live: Any) -> tuple[list[str], list[str]]:
@@ -300,11 +313,35 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
 
 
 def _pattern(value: Any, world_size: int) -> SharingPattern:
-    """An object may say its pattern itself; else one process has global state, and several have replicas."""
+    """An object may say its pattern itself, and slices are sharded; else one process has global state, and several
+    have replicas."""
     own = getattr(value, "sharing_pattern", None)
     if own is not None and not isinstance(value, nn.Module):
         return SharingPattern(own)
+    if any(is_dtensor(leaf) or isinstance(leaf, Shard) for leaf in _tensors_of(value)):
+        return SharingPattern.SHARDED
     return SharingPattern.GLOBAL if world_size == 1 else SharingPattern.REPLICATED
+
+
+def _tensors_of(value: Any) -> Iterator[Any]:
+    """Tensors of modules, optimizers and plain nested values, without asking anybody for a state_dict."""
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from (p for group in value.param_groups for p in group["params"])
+    elif isinstance(value, OptimizerState):
+        yield from _tensors_of(value.optimizer)
+    elif isinstance(value, ModelState):
+        yield from _tensors_of(value.module)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_of(item)
+    elif isinstance(value, torch.Tensor | Shard):
+        yield value
 
 
 def _adapted(component: StateComponent, modules: dict[str, nn.Module]) -> StateComponent:

@@ -90,6 +90,11 @@ class StateComponent:
                 )
 
     @property
+    def sharded(self) -> bool:
+        """Whether slices of tensors are expected in its state."""
+        return self.sharing_pattern is SharingPattern.SHARDED
+
+    @property
     def validated(self) -> ValidationLevel:
         """The level at which its replicas are compared."""
         default = self.sharing_pattern.value in ("REPLICATED", "PER_GROUP", "SHARDED")

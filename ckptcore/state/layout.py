@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..errors import InvalidState
+from ..format.layout import Box, Mesh, MeshLayout, volume
 from ..format.tensorfile import DTYPES
 
-__all__ = ["TensorBytes", "dtype_name", "memory_span", "same_view_key", "torch_dtype", "why_not_storable"]
+__all__ = [
+    "LocalPart",
+    "Shard",
+    "TensorBytes",
+    "dtype_name",
+    "is_dtensor",
+    "local_part",
+    "memory_span",
+    "overlaps_itself",
+    "same_view_key",
+    "torch_dtype",
+    "why_not_storable",
+    "words",
+]
 
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
@@ -50,6 +67,94 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
     if dtype_name(tensor.dtype) is None:
         return f"dtype {tensor.dtype} cannot be stored; store its integers and scales as tensors of their own"
     return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """A slice of a logical tensor, for code without DTensor: `tensor` is the box at `offset` of `global_shape`.
+
+    Raises InvalidState when the box is not inside the global shape.
+    """
+
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "global_shape", tuple(int(n) for n in self.global_shape))
+        object.__setattr__(self, "offset", tuple(int(n) for n in self.offset))
+        local = tuple(self.tensor.shape)
+        fits = len(self.offset) == len(local) == len(self.global_shape) and all(
+            o >= 0 and o + n <= g for o, n, g in zip(self.offset, local, self.global_shape, strict=False)
+        )
+        if not fits:
+            raise InvalidState(f"Shard: a box of shape {local} at {self.offset} is not inside {self.global_shape}")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """What a rank holds of a logical tensor. `box`: None where it holds nothing by its layout (not in the mesh).
+
+    layout: how all ranks hold it (DTensor), "box" for a Shard, None for a plain tensor, which is all of it.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box | None
+    layout: MeshLayout | Literal["box"] | None
+
+
+def local_part(leaf: torch.Tensor | Shard) -> LocalPart:
+    """Raises InvalidState for a layout that is not one whole state: pending sums, or cuts in an order not known."""
+    if isinstance(leaf, Shard):
+        return LocalPart(leaf.tensor, leaf.global_shape, (leaf.offset, tuple(leaf.tensor.shape)), "box")
+    if not is_dtensor(leaf):
+        shape = tuple(leaf.shape)
+        return LocalPart(leaf, shape, ((0,) * len(shape), shape), None)
+    return _dtensor_part(leaf)
+
+
+def _dtensor_part(leaf: Any) -> LocalPart:
+    mesh = leaf.device_mesh
+    placements = tuple(_placement(number, leaf) for number in range(mesh.ndim))
+    layout = MeshLayout(_mesh(mesh), placements)
+    local, shape = leaf.to_local().detach(), tuple(leaf.shape)
+    at = mesh.get_coordinate()
+    box = None if at is None else layout.box_at(shape, at)
+    if box is not None and box[1] != tuple(local.shape) and local.numel() + volume(box[1]):
+        raise InvalidState(
+            f"DTensor of shape {shape} with placements {leaf.placements} holds {tuple(local.shape)} here, not {box[1]}; this "
+            "layout is not supported")  # fmt: skip
+    return LocalPart(local, shape, box, layout)
+
+
+def is_dtensor(leaf: Any) -> bool:
+    """Without importing torch's distributed tensors when nobody has made one."""
+    if not any(cls.__name__ == "DTensor" for cls in type(leaf).__mro__):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(leaf, DTensor)
+
+
+def _mesh(mesh: Any) -> Mesh:
+    return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+def _placement(number: int, leaf: Any) -> str:
+    placement = leaf.placements[number]
+    if placement.is_replicate():
+        return "R"
+    if placement.is_partial():
+        raise InvalidState("a DTensor with a Partial placement is a pending sum, not a state; redistribute it first")
+    split = getattr(placement, "split_factor", None)
+    if split is None:
+        return f"S{placement.dim}"
+    later = [leaf.device_mesh.size(m) for m in range(number + 1, leaf.device_mesh.ndim)
+             if getattr(leaf.placements[m], "dim", None) == placement.dim]  # fmt: skip
+    if prod(later) != split:
+        raise InvalidState(f"a DTensor with placements {leaf.placements} is cut in an order that is not supported")
+    return f"s{placement.dim}"
 
 
 def same_view_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InvalidState, UnsupportedValue
 from ..format.values import TensorRef, encode, join_path, register_codec
-from .layout import dtype_name, same_view_key, why_not_storable
+from .layout import LocalPart, Shard, dtype_name, local_part, same_view_key, why_not_storable
 
 __all__ = ["Captured", "CapturedTensor", "capture", "key_names"]
 
@@ -32,19 +32,24 @@ def _dtype_of(name: str) -> torch.dtype:
 
 @dataclass(slots=True)
 class CapturedTensor:
-    """A tensor leaf. `live` is the leaf itself; alias_of: number of the leaf that is the same view of the same memory;
-    stored_name: what the tensor file calls it."""
+    """A tensor leaf. `live` is the leaf itself, `part` what this rank holds of it; alias_of: number of the leaf that is
+    the same view of the same memory; stored_name: what the tensor file calls it."""
 
     name: str
     stored_name: str
-    tensor: torch.Tensor
+    part: LocalPart
     dtype: str
     alias_of: int | None
     live: Any
 
     @property
+    def tensor(self) -> torch.Tensor:
+        """The memory on this rank."""
+        return self.part.tensor
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
+        return tuple(self.part.tensor.shape)
 
     @property
     def nbytes(self) -> int:
@@ -60,30 +65,45 @@ class Captured:
     tensors: list[CapturedTensor]
 
 
-def capture(key: str, state: Any) -> Captured:
-    """Take `state` apart. Tensors are referenced, not copied.
+def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
+    """Take `state` apart. Tensors are referenced, not copied. sharded: slices (DTensor, Shard) are allowed.
 
-    Raises UnsupportedValue, with component, key and type, for what cannot be stored.
+    Raises UnsupportedValue, with component, key and type, for what cannot be stored, InvalidState for slices that are
+    not expected or not complete.
     """
     tensors: list[CapturedTensor] = []
     paths: list[tuple[Any, ...]] = []
     seen: dict[tuple[Any, ...], int] = {}
+    same: dict[int, int] = {}
 
     def leaf(path: tuple[Any, ...], value: Any) -> TensorRef | None:
-        tensor, is_array = _as_tensor(value)
+        array = _array_as_tensor(value) if isinstance(value, np.ndarray) else None
+        tensor = value if isinstance(value, torch.Tensor | Shard) else array
         if tensor is None:
             return None
         name = join_path(path) if path else "value"
-        why = why_not_storable(tensor)
+        try:
+            part = local_part(tensor)
+        except InvalidState as error:
+            raise InvalidState(f"component {key!r}, key {name!r}: {error.message}", component=key, key=name) from None
+        if part.layout is not None and not sharded:
+            raise InvalidState(
+                f"component {key!r}, key {name!r} is a slice of a tensor ({type(value).__name__}); declare the component SHARDED",
+                component=key, key=name)  # fmt: skip
+        why = why_not_storable(part.tensor)
         if why is not None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise UnsupportedValue(f"component {key!r}, key {name!r}: {why}", component=key, key=name, type_name=kind)
-        identity = same_view_key(tensor)
-        first = seen.setdefault(identity, len(tensors)) if identity is not None else len(tensors)
+        # A leaf seen before is an alias even where its part here is empty, so that all ranks see the same aliases.
+        first = same.setdefault(id(value), len(tensors))
+        view = same_view_key(part.tensor)
+        if first == len(tensors) and view is not None and part.layout != "box":
+            first = seen.setdefault((view, part.shape, part.box), len(tensors))
         alias = None if first == len(tensors) else first
-        tensors.append(CapturedTensor(name, name, tensor, dtype_name(tensor.dtype) or "", alias, value))
+        live = array.numpy() if array is not None else value
+        tensors.append(CapturedTensor(name, name, part, dtype_name(part.tensor.dtype) or "", alias, live))
         paths.append(path)
-        return TensorRef(len(tensors) - 1, is_array)
+        return TensorRef(len(tensors) - 1, array is not None)
 
     tree = encode(state, leaf, component=key)
     if all(len(path) == 1 and isinstance(path[0], str) for path in paths):
@@ -102,17 +122,16 @@ def capture(key: str, state: Any) -> Captured:
     return Captured(key, tree, tensors)
 
 
-def _as_tensor(value: Any) -> tuple[torch.Tensor | None, bool]:
-    if isinstance(value, torch.Tensor):
-        return value, False
-    if type(value) is np.ndarray and value.nbytes > INLINE_ARRAY_BYTES:
-        if not value.flags.writeable or any(stride < 0 for stride in value.strides):
-            value = value.copy()
-        try:
-            return torch.from_numpy(value), True
-        except (TypeError, ValueError):
-            pass  # a dtype or byte order that torch lacks is stored with the values
-    return None, False
+def _array_as_tensor(value: Any) -> torch.Tensor | None:
+    """The array's own memory as a tensor; a copy's, where torch cannot use it. None for those stored as values."""
+    if type(value) is not np.ndarray or value.nbytes <= INLINE_ARRAY_BYTES:
+        return None
+    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+        value = value.copy()
+    try:
+        return torch.from_numpy(value)
+    except (TypeError, ValueError):
+        return None  # a dtype or byte order that torch lacks
 
 
 def key_names(state: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:

@@ -1,0 +1,265 @@
+"""Layouts: how one logical tensor is cut into boxes over ranks, recorded once, and who holds and who wrote which box.
+
+A mesh is an array of ranks. A placement per mesh dimension says how the tensor lies along it: "R" replicated, "S<d>"
+cut along tensor dimension d, "s<d>" cut along d after all "S<d>" cuts (data-parallel sharding over tensor-parallel
+shards). Cuts of one tensor dimension are made one after the other, "S" from the first mesh dimension to the last, then
+"s" from the last to the first; each cut of n items over k ranks gives the i-th of them items i*c to min((i+1)*c, n),
+c = ceil(n/k), so late parts may be short or empty. Ranks that differ only along "R" dimensions hold the same box;
+`replica` counts them in C order, and the replica recorded is the one that wrote the tensor.
+Source of the rule: torch.chunk, torch.distributed.tensor.Shard and _StridedShard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+__all__ = [
+    "Box", "BoxLayout", "Layout", "LogicalTensor", "Mesh", "MeshLayout", "WholeLayout", "decode_layouts", "encode_layouts",
+    "intersection", "volume"]  # fmt: skip
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
+
+
+def volume(shape: Sequence[int]) -> int:
+    return prod(shape)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes; None when it has no items."""
+    offset = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    ends = (min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
+    shape = tuple(e - o for e, o in zip(ends, offset, strict=True))
+    return None if any(n <= 0 for n in shape) else (offset, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """`shape` of the mesh, and its ranks in C order."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def rank_at(self, coordinates: Sequence[int]) -> int:
+        index = 0
+        for size, at in zip(self.shape, coordinates, strict=True):
+            index = index * size + at
+        return self.ranks[index]
+
+    def coordinates(self, rank: int) -> tuple[int, ...] | None:
+        """None when the rank is not in the mesh."""
+        if rank not in self.ranks:
+            return None
+        index = self.ranks.index(rank)
+        at = []
+        for size in reversed(self.shape):
+            index, here = divmod(index, size)
+            at.append(here)
+        return tuple(reversed(at))
+
+
+@dataclass(frozen=True, slots=True)
+class WholeLayout:
+    """Every holder has all of it; one of them wrote it."""
+
+    writer: int
+
+    def cuts(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, Box]]:
+        """(writer, its box) for the boxes that `box` needs something of."""
+        if volume(box[1]):
+            yield self.writer, ((0,) * len(shape), shape)
+
+    def box_of(self, shape: tuple[int, ...], rank: int) -> Box | None:
+        """The box that `rank` wrote; None when it wrote none."""
+        return ((0,) * len(shape), shape) if rank == self.writer else None
+
+    def plain(self) -> Any:
+        return self.writer
+
+
+@dataclass(frozen=True, slots=True)
+class BoxLayout:
+    """Boxes without a rule, each with its writer."""
+
+    boxes: tuple[tuple[int, Box], ...]
+
+    def cuts(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, Box]]:
+        yield from ((writer, held) for writer, held in self.boxes if intersection(held, box) is not None)
+
+    def box_of(self, shape: tuple[int, ...], rank: int) -> Box | None:
+        return next((held for writer, held in self.boxes if writer == rank), None)
+
+    def plain(self) -> Any:
+        return {"boxes": [[writer, *box] for writer, box in self.boxes]}
+
+
+@dataclass(frozen=True, slots=True)
+class MeshLayout:
+    """Cut by the placements over a mesh; `replica` wrote it."""
+
+    mesh: Mesh
+    placements: tuple[str, ...]
+    replica: int = 0
+
+    @property
+    def replicas(self) -> int:
+        return prod(size for size, p in zip(self.mesh.shape, self.placements, strict=True) if p == "R")
+
+    def order(self, dim: int) -> list[int]:
+        """The mesh dimensions that cut tensor dimension `dim`, in the order of the cuts."""
+        plain = [m for m, p in enumerate(self.placements) if p == f"S{dim}"]
+        return plain + [m for m in reversed(range(len(self.placements))) if self.placements[m] == f"s{dim}"]
+
+    def box_at(self, shape: tuple[int, ...], coordinates: Sequence[int]) -> Box:
+        """The box at a place of the mesh; it may be empty."""
+        offset, size = [], []
+        for dim, n in enumerate(shape):
+            start = 0
+            for mesh_dim in self.order(dim):
+                step = -(-n // self.mesh.shape[mesh_dim])
+                low = min(coordinates[mesh_dim] * step, n)
+                start, n = start + low, min(step, n - low)
+            offset.append(start)
+            size.append(n)
+        return tuple(offset), tuple(size)
+
+    def replica_at(self, coordinates: Sequence[int]) -> int:
+        """Which of the replicas of its box the rank at `coordinates` holds."""
+        number = 0
+        for size, placement, at in zip(self.mesh.shape, self.placements, coordinates, strict=True):
+            if placement == "R":
+                number = number * size + at
+        return number
+
+    def holder(self, coordinates: Sequence[int], replica: int) -> int:
+        """The rank that holds replica number `replica` of the box at `coordinates`."""
+        place = list(coordinates)
+        for mesh_dim in reversed(range(len(place))):
+            if self.placements[mesh_dim] == "R":
+                replica, place[mesh_dim] = divmod(replica, self.mesh.shape[mesh_dim])
+        return self.mesh.rank_at(place)
+
+    def box_of(self, shape: tuple[int, ...], rank: int) -> Box | None:
+        at = self.mesh.coordinates(rank)
+        if at is None or self.replica_at(at) != self.replica:
+            return None
+        box = self.box_at(shape, at)
+        return box if volume(box[1]) else None
+
+    def cuts(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, Box]]:
+        for place, held in self.places(shape, box):
+            yield self.holder(place, self.replica), held
+
+    def places(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[list[int], Box]]:
+        """(mesh coordinates, their box) where boxes meet `box`; coordinates along "R" dimensions are 0."""
+        if not volume(box[1]):
+            return
+        per_dim = [list(self._cuts_of(dim, n, box[0][dim], box[0][dim] + box[1][dim])) for dim, n in enumerate(shape)]
+        for choice in product(*per_dim):
+            at: dict[int, int] = {}
+            for coordinates, _, _ in choice:
+                at |= coordinates
+            held = tuple(start for _, start, _ in choice), tuple(length for _, _, length in choice)
+            yield [at.get(mesh_dim, 0) for mesh_dim in range(len(self.placements))], held
+
+    def _cuts_of(self, dim: int, n: int, low: int, high: int) -> Iterator[tuple[dict[int, int], int, int]]:
+        """(mesh coordinates, start, length) of the parts of one tensor dimension that meet items low to high."""
+
+        def cut(
+            order: list[int], start: int, length: int, at: dict[int, int]
+        ) -> Iterator[tuple[dict[int, int], int, int]]:
+            if not order:
+                yield at, start, length
+                return
+            step = -(-length // self.mesh.shape[order[0]])
+            for number in range(max(low - start, 0) // step, (min(high - start, length) - 1) // step + 1):
+                first = number * step
+                yield from cut(order[1:], start + first, min(step, length - first), {**at, order[0]: number})
+
+        if high > low:
+            yield from cut(self.order(dim), 0, n, {})
+
+
+Layout = WholeLayout | BoxLayout | MeshLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """One tensor of a sharded component: its number is its place in the table. alias_of: number of the tensor whose
+    bytes it shares; then it has no layout of its own."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout | None
+    alias_of: int | None = None
+
+
+def encode_layouts(tensors: Sequence[LogicalTensor]) -> dict[str, Any]:
+    """The table as plain values: {"meshes": [[shape, ranks]], "tensors": [[name, dtype, shape, alias, layout]]} with
+    layout a writer's rank, [mesh number, placements, replica], or {"boxes": [[writer, offset, shape]]}."""
+    meshes: dict[Mesh, int] = {}
+    rows = []
+    for t in tensors:
+        layout: Any = None
+        if isinstance(t.layout, MeshLayout):
+            number = meshes.setdefault(t.layout.mesh, len(meshes))
+            layout = [number, " ".join(t.layout.placements), t.layout.replica]
+        elif t.layout is not None:
+            layout = t.layout.plain()
+        rows.append([t.name, t.dtype, t.shape, t.alias_of, layout])
+    return {"meshes": [[m.shape, m.ranks] for m in meshes], "tensors": rows}
+
+
+def decode_layouts(table: dict[str, Any], world_size: int) -> list[LogicalTensor]:
+    """Raises ValueError, TypeError, KeyError or IndexError when the table does not make sense."""
+    meshes = [_mesh(shape, ranks, world_size) for shape, ranks in table["meshes"]]
+    tensors = []
+    for name, dtype, shape, alias, layout in table["tensors"]:
+        if not isinstance(name, str) or not isinstance(dtype, str):
+            raise TypeError("a tensor's name or dtype is not a text")
+        size = tuple(_whole(n) for n in shape)
+        made = None if alias is not None else _layout(layout, meshes, size, world_size)
+        tensors.append(LogicalTensor(name, dtype, size, made, None if alias is None else _whole(alias)))
+    for t in tensors:
+        if t.alias_of is not None and tensors[t.alias_of].alias_of is not None:
+            raise ValueError(f"tensor {t.name!r} is an alias of an alias")
+    return tensors
+
+
+def _whole(value: Any, below: int = 2**62) -> int:
+    if type(value) is not int or not 0 <= value < below:
+        raise ValueError(f"{value!r} is not a whole number below {below}")
+    return value
+
+
+def _mesh(shape: Any, ranks: Any, world_size: int) -> Mesh:
+    mesh = Mesh(tuple(_whole(n, world_size + 1) for n in shape), tuple(_whole(r, world_size) for r in ranks))
+    if len(mesh.ranks) != prod(mesh.shape) or len(set(mesh.ranks)) != len(mesh.ranks):
+        raise ValueError("a mesh's ranks do not fit its shape")
+    return mesh
+
+
+def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size: int) -> Layout:
+    if type(layout) is int:
+        return WholeLayout(_whole(layout, world_size))
+    if isinstance(layout, dict):
+        boxes = []
+        for writer, offset, size in layout["boxes"]:
+            box = tuple(_whole(n) for n in offset), tuple(_whole(n) for n in size)
+            if not (len(box[0]) == len(box[1]) == len(shape)) or any(
+                o + n > s for o, n, s in zip(*box, shape, strict=True)
+            ):
+                raise ValueError(f"a box at {box[0]} of {box[1]} is not inside {shape}")
+            boxes.append((_whole(writer, world_size), box))
+        return BoxLayout(tuple(boxes))
+    number, placements, replica = layout
+    mesh = meshes[_whole(number)]
+    made = MeshLayout(mesh, tuple(placements.split()), _whole(replica))
+    known = {"R", *(f"{kind}{dim}" for kind in "Ss" for dim in range(len(shape)))}
+    if len(made.placements) != len(mesh.shape) or not known.issuperset(made.placements) or replica >= made.replicas:
+        raise ValueError(f"placements {placements!r}, replica {replica} do not fit the mesh or the tensor")
+    return made

@@ -1,0 +1,324 @@
+"""One logical state over all ranks: from what each rank holds to the one table of tensors, layouts and writers.
+
+Ranks with equal structure and layout (all ranks of an FSDP job, all ranks of a pipeline stage) describe it in equal
+bytes, so only the distinct descriptions travel. From them every rank computes the same table without talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InvalidState, ReplicationMismatch
+from ..format.digest import combined_digest, content_digest
+from ..format.layout import (
+    Box,
+    BoxLayout,
+    Layout,
+    LogicalTensor,
+    Mesh,
+    MeshLayout,
+    WholeLayout,
+    intersection,
+    volume,
+)
+from ..format.tensorfile import tensor_nbytes
+from ..format.values import TensorRef, decode, encode, join_path
+from ..state.component import StateComponent, ValidationLevel
+from ..state.tree import Captured
+from .communicator import Communicator
+from .replication import replica_digest
+
+__all__ = ["ShardedState", "agree_layouts", "merge_descriptions", "validate_shards"]
+
+
+@dataclass(slots=True)
+class ShardedState:
+    """A sharded component as all ranks know it. Tensors are numbered by their place in `tensors`, by which the merged
+    `tree` refers to them. layouts: per tensor, how the ranks of each description hold it."""
+
+    tree: bytes
+    tensors: list[LogicalTensor]
+    layouts: list[list[tuple[list[int], Any]]]
+
+
+def agree_layouts(
+    comm: Communicator, captured: Mapping[str, Captured], *, spread: bool = True
+) -> dict[str, ShardedState]:
+    """The merged state of every component in `captured`; `spread`: replicas share the writing.
+
+    Raises InvalidState (boxes that overlap or leave holes, layouts that do not fit together) and ReplicationMismatch
+    (plain values that differ between ranks), with key and ranks, on every rank.
+    """
+    if not captured:
+        return {}
+    mine = {key: _describe(state) for key, state in captured.items()}
+
+    def distinct(found: list[dict[str, str]]) -> dict[str, list[list[int]]]:
+        result = {}
+        for key in mine:
+            ranks: dict[str, list[int]] = {}
+            for rank, digests in enumerate(found):
+                ranks.setdefault(digests[key], []).append(rank)
+            result[key] = list(ranks.values())
+        return result
+
+    groups = comm.together("layouts", lambda: {k: content_digest(d) for k, d in mine.items()}, distinct)
+    texts = {key: [mine[key]] for key in mine}
+    if any(len(ranks) > 1 for ranks in groups.values()):
+
+        def send() -> dict[str, bytes]:
+            return {k: mine[k] for k in mine if any(ranks[0] == comm.rank for ranks in groups[k])}
+
+        def collect(found: list[dict[str, bytes]]) -> dict[str, list[bytes]]:
+            return {key: [found[ranks[0]][key] for ranks in groups[key]] for key in groups}
+
+        texts = comm.together("describe layouts", send, collect)
+
+    merged: dict[str, ShardedState] = {}
+
+    def merge() -> None:
+        for key in mine:
+            merged[key] = merge_descriptions(key, texts[key], groups[key], spread=spread)
+
+    comm.together("merge layouts", merge, lambda _: None)
+    return merged
+
+
+def _describe(state: Captured) -> bytes:
+    """A component's structure, values and layouts, without anything that differs between ranks of one layout."""
+    meshes: dict[Mesh, int] = {}
+    rows = []
+    for tensor in state.tensors:
+        part = tensor.part
+        layout: Any = None
+        if isinstance(part.layout, MeshLayout):
+            layout = [meshes.setdefault(part.layout.mesh, len(meshes)), list(part.layout.placements)]
+        elif part.layout == "box":
+            layout = {"box": part.box}
+        rows.append([tensor.name, tensor.dtype, list(part.shape), tensor.alias_of, layout])
+    return encode({"tree": state.tree, "tensors": rows, "meshes": [[list(m.shape), list(m.ranks)] for m in meshes]})
+
+
+@dataclass(slots=True)
+class _Claim:
+    """What one description says about one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    alias_of: str | None
+    layout: Any
+    ranks: list[int] = field(default_factory=list)
+
+
+def merge_descriptions(
+    key: str, texts: Sequence[bytes], groups: Sequence[list[int]], *, spread: bool = True
+) -> ShardedState:
+    """Put distinct descriptions together; groups[i] are the ranks of texts[i]. Pure: equal inputs, equal tables."""
+    trees: list[Any] = []
+    claims: dict[str, list[_Claim]] = {}
+    for text, ranks in zip(texts, groups, strict=True):
+        raw = decode(text)
+        meshes = [Mesh(tuple(shape), tuple(members)) for shape, members in raw["meshes"]]
+        names = [row[0] for row in raw["tensors"]]
+        for name, dtype, shape, alias, layout in raw["tensors"]:
+            if isinstance(layout, list):
+                layout = MeshLayout(meshes[layout[0]], tuple(layout[1]))
+            elif layout is not None:
+                layout = (tuple(layout["box"][0]), tuple(layout["box"][1]))
+            claim = _Claim(dtype, tuple(shape), None if alias is None else names[alias], layout, ranks)
+            claims.setdefault(name, []).append(claim)
+        trees.append(decode(raw["tree"], lambda ref, names=names: _Named(names[ref.index], ref.numpy)))  # type: ignore[misc]
+    numbers = {name: number for number, name in enumerate(claims)}
+    loads: dict[Any, int] = {}
+    tensors: dict[int, LogicalTensor] = {}
+    for name, found in sorted(claims.items(), key=lambda c: (-tensor_nbytes(c[1][0].dtype, c[1][0].shape), c[0])):
+        first = found[0]
+        if any((c.dtype, c.shape) != (first.dtype, first.shape) for c in found):
+            said = "; ".join(f"{c.dtype} {list(c.shape)} on ranks {c.ranks[:8]}" for c in found)
+            raise InvalidState(f"component {key!r}, key {name!r} is not one tensor: {said}", component=key, key=name)
+        targets = {c.alias_of for c in found}
+        alias = first.alias_of if len(targets) == 1 else None
+        layout = None if alias is not None else _layout(key, name, found, loads, spread)
+        target = None if alias is None else numbers[alias]
+        tensors[numbers[name]] = LogicalTensor(name, first.dtype, first.shape, layout, target)
+    tree = trees[0]
+    for other, ranks in zip(trees[1:], groups[1:], strict=True):
+        tree = _merged(key, tree, other, ranks, ())
+    encoded = encode(tree, lambda _, x: TensorRef(numbers[x.name], x.numpy) if isinstance(x, _Named) else None)
+    held = [[(c.ranks, c.layout) for c in claims[name]] for name in numbers]
+    return ShardedState(encoded, [tensors[n] for n in range(len(tensors))], held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    name: str
+    numpy: bool
+
+
+def _merged(key: str, a: Any, b: Any, ranks: list[int], path: tuple[Any, ...]) -> Any:
+    """The union of two nested states; what both have must be equal."""
+    if type(a) is type(b) and isinstance(a, dict):
+        result = dict(a)
+        for name, item in b.items():
+            result[name] = _merged(key, a[name], item, ranks, (*path, name)) if name in a else item
+        return a if len(result) == len(a) and all(result[n] is a[n] for n in a) else type(a)(result)
+    if type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
+        return type(a)(_merged(key, x, y, ranks, (*path, i)) for i, (x, y) in enumerate(zip(a, b, strict=True)))
+    as_names = lambda _, x: TensorRef(0) if isinstance(x, _Named) else None  # noqa: E731
+    if a is not b and a != b and encode(a, as_names) != encode(b, as_names):
+        name = join_path(path) or "value"
+        raise ReplicationMismatch(
+            f"component {key!r} is declared SHARDED, and its plain value {name!r} on ranks {ranks[:8]} differs from that of "
+            "lower ranks; values that are each rank's own belong into a PER_RANK component",
+            component=key, keys=[name], ranks=ranks)  # fmt: skip
+    return a
+
+
+def _layout(key: str, name: str, claims: list[_Claim], loads: dict[Any, int], spread: bool) -> Layout:
+    """The layout of a tensor with its writers: the replica with the least to write so far."""
+    shape, dtype = claims[0].shape, claims[0].dtype
+    nbytes = tensor_nbytes(dtype, shape)
+    if any(isinstance(c.layout, tuple) for c in claims):
+        return _boxes(key, name, claims)
+    grids = {_grid(c.layout) for c in claims}
+    if len(grids) > 1:
+        raise InvalidState(
+            f"component {key!r}, key {name!r} is cut one way on ranks {claims[0].ranks[:8]} and another way on other ranks; "
+            "its boxes overlap", component=key, key=name, ranks=claims[-1].ranks)  # fmt: skip
+    choices: list[tuple[Any, Layout]] = []
+    for claim in claims:
+        if claim.layout is None:
+            choices += [((rank,), WholeLayout(rank)) for rank in claim.ranks]
+        else:
+            layout = claim.layout
+            replicas = range(layout.replicas)
+            choices += [((layout.mesh.ranks, r), MeshLayout(layout.mesh, layout.placements, r)) for r in replicas]
+    if not spread:
+        return choices[0][1]
+    # Keys of equal meshes are hashed over and over; the loads of small dicts are cheap against their bytes.
+    place, layout = min(choices, key=lambda choice: loads.get(choice[0], 0))
+    loads[place] = loads.get(place, 0) + nbytes
+    return layout
+
+
+def _grid(layout: MeshLayout | None) -> tuple[tuple[int, ...], ...]:
+    """How a layout cuts each tensor dimension: equal grids have equal boxes."""
+    if layout is None:
+        return ()
+    dims = sorted({int(p[1:]) for p in layout.placements if p != "R"})
+    cuts = tuple((dim, *(size for m in layout.order(dim) if (size := layout.mesh.shape[m]) > 1)) for dim in dims)
+    return tuple(cut for cut in cuts if len(cut) > 1)
+
+
+def _boxes(key: str, name: str, claims: list[_Claim]) -> BoxLayout:
+    """Boxes that ranks named themselves: each distinct one once, together exactly the tensor."""
+    shape = claims[0].shape
+    held: dict[Box, int] = {}
+    for claim in claims:
+        if not isinstance(claim.layout, tuple):
+            raise InvalidState(
+                f"component {key!r}, key {name!r} is a Shard on some ranks and not on ranks {claim.ranks[:8]}",
+                component=key, key=name, ranks=claim.ranks)  # fmt: skip
+        if volume(claim.layout[1]):
+            held.setdefault(claim.layout, claim.ranks[0])
+    boxes = sorted(held)
+    for number, box in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if shape and other[0][0] >= box[0][0] + box[1][0]:
+                break  # sorted by their first offset: nothing later can reach back
+            if intersection(box, other) is not None:
+                raise InvalidState(
+                    f"component {key!r}, key {name!r}: the box at {box[0]} of {box[1]} on rank {held[box]} and the one at "
+                    f"{other[0]} of {other[1]} on rank {held[other]} overlap", component=key, key=name,
+                    ranks=[held[box], held[other]])  # fmt: skip
+    missing = volume(shape) - sum(volume(box[1]) for box in boxes)
+    if missing:
+        raise InvalidState(
+            f"component {key!r}, key {name!r}: the ranks hold boxes {[list(map(list, b)) for b in boxes[:8]]} of a tensor of "
+            f"shape {shape}; {missing} items are on no rank", component=key, key=name, ranks=sorted(held.values()))  # fmt: skip
+    return BoxLayout(tuple((held[box], box) for box in boxes))
+
+
+def holders_of(
+    layouts: Sequence[tuple[list[int], Any]], shape: tuple[int, ...], box: Box, rank: int
+) -> tuple[int, ...]:
+    """All ranks that hold `box`, which `rank` holds, of one tensor."""
+    holders: set[int] = set()
+    for ranks, layout in layouts:
+        if layout is None:
+            holders.update(ranks)
+        elif isinstance(layout, tuple):
+            if layout == box:
+                holders.update(ranks)
+        else:
+            for at, held in layout.places(shape, box):
+                if held == box:
+                    holders.update(layout.holder(at, replica) for replica in range(layout.replicas))
+    return tuple(sorted(holders | {rank}))
+
+
+def validate_shards(
+    comm: Communicator,
+    components: Sequence[StateComponent],
+    captured: Mapping[str, Captured],
+    merged: Mapping[str, ShardedState],
+) -> None:
+    """Compare the replicas inside sharded components. Raises ReplicationMismatch on all ranks, with keys and ranks."""
+    checked = [c for c in components if c.key in merged and c.validated is not ValidationLevel.NONE]
+    if not checked or comm.world_size == 1:
+        return
+    mine: dict[str, dict[str, list[Any]]] = {}
+
+    def summary() -> dict[str, str]:
+        digests = {}
+        for component in checked:
+            for holders, tensors in _replicas(comm.rank, captured[component.key], merged[component.key]).items():
+                tag = f"{component.key} {content_digest(repr(holders).encode())}"
+                mine[tag] = {t.name: [replica_digest(component, t), list(holders)] for t in tensors}
+                digests[tag] = combined_digest(
+                    part for name, found in mine[tag].items() for part in (name.encode(), found[0])
+                )
+        return digests
+
+    def compare(found: list[dict[str, str]]) -> list[str]:
+        seen: dict[str, str] = {}
+        return sorted(
+            {tag for digests in found for tag, digest in digests.items() if seen.setdefault(tag, digest) != digest}
+        )
+
+    differing = comm.together("compare replicas", summary, compare)
+    if not differing:
+        return
+
+    def explain(found: list[dict[str, dict[str, list[Any]]]]) -> None:
+        wrong: dict[str, list[int]] = {}
+        reference: dict[str, tuple[int, bytes]] = {}
+        for rank, tags in enumerate(found):
+            for tag, tensors in tags.items():
+                for name, (digest, _) in tensors.items():
+                    full = f"{tag} {name}"
+                    if reference.setdefault(full, (rank, digest))[1] != digest:
+                        wrong.setdefault(name, []).append(rank)
+        key = differing[0].split(" ")[0]
+        ranks = sorted({rank for found_on in wrong.values() for rank in found_on})
+        shown = ", ".join(repr(name) for name in sorted(wrong)[:5])
+        raise ReplicationMismatch(
+            f"component {key!r} is SHARDED, and {shown} on ranks {ranks} is not equal to the same part on lower ranks; "
+            "replicas of a part must be equal; nothing was committed", component=key, keys=sorted(wrong)[:20], ranks=ranks)  # fmt: skip
+
+    comm.together("explain replicas", lambda: {tag: mine[tag] for tag in differing if tag in mine}, explain)
+
+
+def _replicas(rank: int, captured: Captured, merged: ShardedState) -> dict[tuple[int, ...], list[Any]]:
+    """This rank's tensors (or parts) that other ranks hold too, by who holds them."""
+    numbers = {t.name: number for number, t in enumerate(merged.tensors)}
+    result: dict[tuple[int, ...], list[Any]] = {}
+    for tensor in captured.tensors:
+        part = tensor.part
+        if tensor.alias_of is None and part.box is not None and volume(part.box[1]):
+            holders = holders_of(merged.layouts[numbers[tensor.name]], part.shape, part.box, rank)
+            if len(holders) > 1:
+                result.setdefault(holders, []).append(tensor)
+    return result
