@@ -231,8 +231,11 @@ class CheckpointCoordinator:
         strict: bool = True,
         cast: bool = False,
         transactional: bool = False,
+        broadcast: bool = False,
     ) -> LoadReport:
         """Load the components from the checkpoint `name` of `storage`, verified, on all ranks or on none.
+
+        broadcast: what every rank needs is read by one of them and passed on, for storage that is slow or billed.
 
         What one rank raises, all raise: CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch,
         StorageError. Live state is not touched before structure, sizes and every rank's agreement are checked.
@@ -251,6 +254,8 @@ class CheckpointCoordinator:
         )
         on_no_rank = comm.together("check", loading.check, loading.on_no_rank)
         comm.together("judge", lambda: loading.judge(on_no_rank), _nothing)
+        if broadcast:
+            loading.read_once()
         comm.together("read", loading.read, _nothing)
         comm.together("apply", loading.apply, _nothing)
         return loading.report

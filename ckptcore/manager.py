@@ -43,6 +43,7 @@ class CheckpointManager:
 
     root: a local path, an fsspec URL, or a Storage; run_id: name of the run, by default that of the checkpoint restored, or a new
     one. keep: which checkpoints stay after a save (default: all). process_groups, writers: see CheckpointCoordinator.
+    load_broadcast: read what all ranks need once, and pass it on.
     join_timeout: seconds that a rank may come later than the others; liveness_timeout: seconds of silence after which
     it counts as lost. On several ranks make it at the same point of the program, and save and load on every rank.
     """
@@ -58,6 +59,7 @@ class CheckpointManager:
         io_threads: int | None = None,
         run_id: str | None = None,
         writers: Literal["split", "lowest"] = "split",
+        load_broadcast: bool = False,
         join_timeout: float = 600.0,
         liveness_timeout: float = 60.0,
     ) -> None:
@@ -67,6 +69,7 @@ class CheckpointManager:
         self.comm = comm or default_communicator(join_timeout, liveness_timeout)
         self.process_groups = process_groups
         self.writers = writers
+        self.load_broadcast = load_broadcast
         self.io_threads = io_threads or default_io_threads()
         self._run_id = run_id
         self._found_damaged: set[str] = set()
@@ -135,6 +138,7 @@ class CheckpointManager:
         """
         coordinator = self._coordinator(state)
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
+        how["broadcast"] = self.load_broadcast
         if isinstance(step, str) and step != "latest":
             return coordinator.load(open_storage(step), "", **how)
         name = self.comm.together("find", lambda: None, lambda _: self._find(step).name, joining=True)
@@ -161,6 +165,7 @@ class CheckpointManager:
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         if which != "auto":
             return self.load(state, which, **how)
+        how["broadcast"] = self.load_broadcast
         coordinator = self._coordinator(state)
         skipped: dict[str, str] = {}
         for name, status, reason in self.comm.together(

@@ -320,7 +320,9 @@ def _manifest(document: dict[str, Any]) -> CheckpointManifest:
     known = {name: check(document.pop(name)) for name, check in _MANIFEST.items()}
     manifest = CheckpointManifest(**known, extra=document)
     for component in manifest.components.values():
-        manifest.copies(component.key)
+        groups, names = component.partition, component.group_keys
+        if (component.pattern == "PER_GROUP") != (groups is not None) or (names and len(names) != len(groups or [])):
+            raise ValueError(f"the groups of component {component.key!r} are not told")
         if unlisted := [name for name in component.files if name not in manifest.files]:
             raise ValueError(f"component {component.key!r} names files that are not listed: {unlisted}")
     return manifest

@@ -28,6 +28,7 @@ from ..state.layout import (
     words,
 )
 from ..state.tree import CapturedTensor, capture
+from .broadcast import read_shared
 from .place import Place, copy_for
 from .plan import Words, read_of
 from .reader import TensorRead, read_tensors
@@ -72,11 +73,22 @@ class Loading:
         transactional: bool,
     ) -> None:
         manifest = view.manifest
+        self.comm = comm
+        self.own: Sequence[TensorRead] | None = None
         self.view, self.components, self.io_threads, self.strict = view, components, io_threads, strict
         self.report = LoadReport(step=manifest.step, path=view.url, manifest=manifest)
         self.place = Place(comm.rank, comm.world_size, comm.nodes, partitions)
         self.fits = _Fits(view, cast, transactional, self.report)
         self.prepared: list[tuple[StateComponent, Any]] = []
+
+    @property
+    def reads(self) -> Sequence[TensorRead]:
+        """What this rank has still to read itself."""
+        return self.fits.reads if self.own is None else self.own
+
+    def read_once(self) -> None:
+        """Read what all ranks need on one of them each, and pass it on. Raises what `read` raises."""
+        self.own = read_shared(self.comm, self.view.storage, self.view.folder, self.fits.reads, self.io_threads)
 
     def check(self) -> dict[str, list[bytes]]:
         """Match saved and live state, and check the files that are needed. Live state is untouched.
@@ -113,7 +125,7 @@ class Loading:
     def read(self) -> None:
         """Read every byte into its place, verified. Raises CheckpointCorrupt, StorageError."""
         try:
-            read_tensors(self.view.storage, self.view.folder, self.fits.reads, self.io_threads)
+            read_tensors(self.view.storage, self.view.folder, self.reads, self.io_threads)
         except CheckpointError as error:
             if self.fits.in_place:
                 error.message += (

@@ -41,6 +41,14 @@ class Communicator(ABC):
         rounds wait for as long as the others live (RankLost). Results must be plain values.
         """
 
+    def share(self, buffer: memoryview, source: int) -> None:
+        """Fill `buffer` on every rank with what it holds on rank `source`; it has the same length on all."""
+        if self.world_size > 1:
+            data = self.together(
+                "share", lambda: bytes(buffer) if self.rank == source else b"", lambda parts: parts[source]
+            )
+            buffer[:] = data
+
     def close(self) -> None:  # noqa: B027
         """Leave. Ranks that still wait for this one are told so."""
 

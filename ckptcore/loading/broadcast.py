@@ -1,0 +1,103 @@
+"""Reading once and passing on: what every rank needs of the same bytes is read by one of them and handed to the rest.
+
+For storage that is slow or billed by the request. The ranks take turns in windows of bounded size, so that each reads
+its part of the bytes in parallel with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..format.digest import CHUNK_BYTES, combined_digest, content_hash
+from ..ranks.communicator import Communicator
+from ..storage.base import Storage
+from .reader import TensorRead, read_tensors
+
+__all__ = ["read_shared"]
+
+WINDOW_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _Host:
+    """A Target that keeps chunks in host memory until they have been passed on."""
+
+    chunks: dict[int, memoryview] = field(default_factory=dict)
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return self.chunks[start // CHUNK_BYTES]
+
+    def put(self, start: int, data: memoryview) -> None:
+        raise AssertionError("there is always a view")
+
+
+def read_shared(
+    comm: Communicator, storage: Storage, folder: str, reads: Sequence[TensorRead], io_threads: int
+) -> Sequence[TensorRead]:
+    """Do those of `reads` that are the same on every rank; the others are returned, to be read by each rank itself.
+
+    What one rank raises, all raise: CheckpointCorrupt, StorageError.
+    """
+    wanted = {_identity(read): read for read in reads}
+
+    def common(found: list[list[bytes]]) -> list[bytes]:
+        others = [set(names) for names in found[1:]]
+        return [name for name in found[0] if all(name in other for other in others)]
+
+    shared = comm.together("shared reads", lambda: list(wanted), common)
+    windows = list(_windows([wanted[name] for name in shared]))
+    for turn in range(0, len(windows), comm.world_size):
+        mine = windows[turn + comm.rank] if turn + comm.rank < len(windows) else []
+        staged = [replace(read, target=_host(read)) for read in mine]
+        comm.together("read", lambda staged=staged: read_tensors(storage, folder, staged, io_threads), lambda _: None)  # type: ignore[misc]
+        for owner, window in enumerate(windows[turn : turn + comm.world_size]):
+            for number, read in enumerate(window):
+                for chunk, buffer in (_host(read) if owner != comm.rank else staged[number].target).chunks.items():  # type: ignore[union-attr]
+                    comm.share(buffer, owner)
+                    _deliver(read, chunk, buffer)
+    taken = set(shared)
+    return [read for name, read in wanted.items() if name not in taken]
+
+
+def _identity(read: TensorRead) -> bytes:
+    entry = read.entry
+    place = f"{read.component} {entry.file} {entry.start} {read.chunks}".encode()
+    return content_hash(combined_digest([place, entry.digests]).encode())
+
+
+def _chunks(read: TensorRead) -> Sequence[int]:
+    return range(len(read.entry.digests) // 8) if read.chunks is None else read.chunks
+
+
+def _windows(reads: Sequence[TensorRead]) -> Iterator[list[TensorRead]]:
+    """Parts of the reads, each part of at most WINDOW_BYTES."""
+    window: list[TensorRead] = []
+    size = 0
+    per_read = WINDOW_BYTES // CHUNK_BYTES
+    for read in reads:
+        chunks = _chunks(read)
+        for first in range(0, len(chunks), per_read):
+            part = replace(read, chunks=chunks[first : first + per_read])
+            nbytes = sum(read.entry.chunk(n)[1] for n in part.chunks or ())
+            if window and size + nbytes > WINDOW_BYTES:
+                yield window
+                window, size = [], 0
+            window.append(part)
+            size += nbytes
+    if window:
+        yield window
+
+
+def _host(read: TensorRead) -> _Host:
+    return _Host({n: memoryview(bytearray(read.entry.chunk(n)[1])) for n in _chunks(read)})
+
+
+def _deliver(read: TensorRead, chunk: int, buffer: memoryview) -> None:
+    start = chunk * CHUNK_BYTES
+    if read.target is not None:
+        view = read.target.view(start, start + len(buffer))
+        if view is None:
+            read.target.put(start, buffer)
+        else:
+            view[:] = buffer
