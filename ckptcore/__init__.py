@@ -57,13 +57,7 @@ _HOMES = {
     "retention": ["KeepLast", "RetentionPolicy"],
     "root": ["CheckpointInfo", "scan_root"],
     "state.adapters": ["ModelState", "OptimizerState", "RNGState"],
-    "state.component": [
-        "SharingPattern",
-        "StateComponent",
-        "Stateful",
-        "StatefulProvider",
-        "ValidationLevel",
-    ],
+    "state.component": ["SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"],
     "state.layout": ["Shard"],
     "storage.base": ["Storage", "open_storage"],
 }

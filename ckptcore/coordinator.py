@@ -21,7 +21,7 @@ from .ranks.communicator import Communicator
 from .ranks.replication import validate
 from .ranks.sharding import ShardedState, agree_layouts, validate_shards
 from .ranks.store import default_communicator
-from .root import Attempt, CheckpointInfo, remove_attempt, remove_checkpoint_folder, scan
+from .root import Attempt, CheckpointInfo, mark_attempt, remove_attempt, remove_checkpoint_folder, scan
 from .saving.commit import Receipt, Share, check_place, discard, files_and_components, publish, write_share
 from .saving.join import JoinedSave, SaveRequest, join_save
 from .saving.plan import TensorSpec, plan_component
@@ -71,8 +71,8 @@ class CheckpointCoordinator:
         storage_options: dict[str, Any] | None = None,
     ) -> CheckpointInfo:
         """Save to the folder `path`, which becomes the checkpoint. Raises what `save` raises."""
-        parent, _, name = os.fspath(path).rstrip("/").rpartition("/")
-        storage = open_storage(parent or ".", storage_options)
+        parent, name = _split(os.fspath(path))
+        storage = open_storage(parent, storage_options)
         request = SaveRequest(step, run_id=secrets.token_hex(8), metadata=metadata or {}, overwrite=overwrite)
         return self.save(storage, name, request)
 
@@ -107,15 +107,22 @@ class CheckpointCoordinator:
             shares = self._shares(joined, captured, sharded)
         folder = f"{name}.partial-{joined.attempt}" if storage.atomic_rename else name
         with Attempt.parse(joined.attempt).in_flight():
-            comm.together("make way", _nothing, lambda _: self._make_way(storage, name, folder, request))
+            needed = sum(p.size for s in shares for p in s.files)
+
+            def make_way(_: Any) -> None:
+                with _needing(needed):
+                    self._make_way(storage, name, folder, joined.attempt, request)
+
+            comm.together("make way", _nothing, make_way)
 
             def write() -> dict[str, Any]:
-                with clock.phase("write"), _needing(sum(p.size for s in shares for p in s.files)):
+                with clock.phase("write"), _needing(needed):
                     return write_share(storage, folder, comm.rank, shares, self.io_threads, known).plain()
 
             def commit(receipts: list[dict[str, Any]]) -> bytes:
                 manifest = self._manifest(request, joined, [Receipt.of(r) for r in receipts], sharded, clock)
-                publish(storage, joined.attempt, folder, name, manifest, request.overwrite)
+                with _needing(needed):
+                    publish(storage, joined.attempt, folder, name, manifest, request.overwrite)
                 return manifest.encode()
 
             try:
@@ -185,12 +192,14 @@ class CheckpointCoordinator:
         files = plan_component(key, specs, writers, copy.label)
         return Share(key, dict(enumerate(state.tensors)), files, state.tree if rank == copy.members[0] else None)
 
-    def _make_way(self, storage: Storage, name: str, folder: str, request: SaveRequest) -> None:
-        storage.make_folder(folder)
+    def _make_way(self, storage: Storage, name: str, folder: str, attempt: str, request: SaveRequest) -> None:
         if not storage.atomic_rename and check_place(storage, name, request.step, request.overwrite):
             # Files go to their final keys here, so the old manifest has to be withdrawn first.
             remove_checkpoint_folder(storage, name)
             remove_attempt(storage, name)
+        storage.make_folder(folder)
+        if not storage.atomic_rename:
+            mark_attempt(storage, folder, attempt)
 
     def _manifest(
         self,
@@ -263,6 +272,13 @@ class CheckpointCoordinator:
 
 def _nothing(*_: Any) -> None:
     return None
+
+
+def _split(path: str) -> tuple[str, str]:
+    """The folder that a checkpoint's folder lies in, and its name there; for local paths and URLs."""
+    scheme, mark, rest = path.rpartition("://")
+    parent, slash, name = rest.rstrip("/").rpartition("/")
+    return (scheme + mark + parent if parent or mark else slash or "."), name
 
 
 class _Clock:

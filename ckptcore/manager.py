@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
+import operator
 import os
 import secrets
 import warnings
@@ -63,6 +63,7 @@ class CheckpointManager:
         join_timeout: float = 600.0,
         liveness_timeout: float = 60.0,
     ) -> None:
+        self.storage_options = storage_options
         self.storage = open_storage(root, storage_options)
         self.keep = keep
         self._own_comm = comm is None
@@ -111,7 +112,8 @@ class CheckpointManager:
         metrics: numbers measured at this step (0-d tensors are fine). metadata: anything that JSON holds.
         Raises CheckpointExists, UnsupportedValue, InvalidState, StorageError, NoSpace; earlier checkpoints stay.
         """
-        name = checkpoint_name(_checked_step(step))
+        step = _checked_step(step)
+        name = checkpoint_name(step)
         request = SaveRequest(
             step, self.run_id, _numbers(metrics or {}), dict(metadata or {}), training_args_hash,
             overwrite or name in self._found_damaged,
@@ -126,7 +128,7 @@ class CheckpointManager:
     def load(
         self,
         state: Any,
-        step: int | str = "latest",
+        step: int | str | os.PathLike[str] = "latest",
         *,
         strict: bool = True,
         cast: bool = False,
@@ -139,8 +141,8 @@ class CheckpointManager:
         coordinator = self._coordinator(state)
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         how["broadcast"] = self.load_broadcast
-        if isinstance(step, str) and step != "latest":
-            return coordinator.load(open_storage(step), "", **how)
+        if isinstance(step, str | os.PathLike) and step != "latest":
+            return coordinator.load(open_storage(step, self.storage_options), "", **how)
         name = self.comm.together("find", lambda: None, lambda _: self._find(step).name, joining=True)
         report = coordinator.load(self.storage, name, **how)
         self._adopt(report)
@@ -149,7 +151,7 @@ class CheckpointManager:
     def restore(
         self,
         state: Any,
-        which: int | str = "auto",
+        which: int | str | os.PathLike[str] = "auto",
         *,
         fresh_ok: bool = False,
         strict: bool = True,
@@ -166,6 +168,9 @@ class CheckpointManager:
         if which != "auto":
             return self.load(state, which, **how)
         how["broadcast"] = self.load_broadcast
+        # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
+        # of what was read by then, live state is touched only after everything was verified.
+        how["transactional"] = transactional or fresh_ok or not strict
         coordinator = self._coordinator(state)
         skipped: dict[str, str] = {}
         for name, status, reason in self.comm.together(
@@ -264,9 +269,7 @@ class CheckpointManager:
             sweep(self.storage, infos, self.run_id)
         except StorageError as error:
             warnings.warn(
-                f"{self.root}: cleaning up after step {saved.step} failed: {error}",
-                CheckpointWarning,
-                stacklevel=3,
+                f"{self.root}: cleaning up after step {saved.step} failed: {error}", CheckpointWarning, stacklevel=3
             )
 
     def _delete_or_warn(self, info: CheckpointInfo) -> None:
@@ -277,18 +280,20 @@ class CheckpointManager:
 
 
 def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1
+    if number < 0:
         raise InvalidState(f"step must be a whole number >= 0, not {step!r}")
-    return int(step)
+    return number
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in metrics.items():
         try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+            numbers[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise InvalidState(f"metric {name!r} is not a number: {error}", key=str(name)) from None
-        if math.isnan(numbers[str(name)]):
-            log.warning("metric %r of this checkpoint is NaN", name)
     return numbers

@@ -23,13 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .errors import (
-    CheckpointCorrupt,
-    CheckpointNotFound,
-    CheckpointWarning,
-    StorageError,
-    UnsupportedVersion,
-)
+from .errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWarning, StorageError, UnsupportedVersion
 from .format.digest import content_digest
 from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from .storage.base import Storage, open_storage
@@ -40,12 +34,16 @@ __all__ = [
 ]  # fmt: skip
 
 WITHDRAWN_NAME = "checkpoint_manifest.withdrawn.json"
+# Where folders cannot be renamed, an attempt is built in its final place; this object says whose it is until it is one.
+_MARKER = re.compile(r"attempt\.([A-Za-z0-9_.-]+)\.partial")
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
 _OURS = re.compile(
     r".*\.safetensors|.*\.safetensors\.index\.json|index\.rank\d{5,}\.msgpack|"
     + re.escape(MANIFEST_NAME)
     + "|"
     + re.escape(WITHDRAWN_NAME)
+    + "|"
+    + _MARKER.pattern
 )
 
 
@@ -108,6 +106,8 @@ def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
     try:
         data = storage.read(join(folder, MANIFEST_NAME), SIZE_LIMIT)
     except StorageError as error:
+        if error.errno in (errno.EISDIR, errno.EINVAL):
+            raise CheckpointCorrupt(str(error), path=storage.at(folder), file=MANIFEST_NAME, kind="format") from None
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         where = storage.at(folder)
@@ -168,7 +168,9 @@ def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
             names = {entry.name for entry in storage.list(name)}
         except StorageError as error:
             return CheckpointInfo(name, url, "damaged", step, str(error))
-        if WITHDRAWN_NAME in names:
+        if any(_MARKER.fullmatch(found) for found in names):
+            return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
+        if WITHDRAWN_NAME in names or not names:
             return CheckpointInfo(name, url, "partial", step, "a deletion that was not finished")
         return CheckpointInfo(name, url, "uncommitted", step, f"no {MANIFEST_NAME}: it was never committed, or damaged")
     except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
@@ -204,6 +206,24 @@ def committed(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[Check
     return [i for i in infos if i.status == "committed" and run_id in (None, i.run_id)]
 
 
+def mark_attempt(storage: Storage, folder: str, attempt: str) -> None:
+    """Say that what is in `folder` is an attempt, until `unmark_attempt`."""
+    storage.write(join(folder, f"attempt.{attempt}.partial"), b"")
+
+
+def unmark_attempt(storage: Storage, folder: str) -> None:
+    """Remove the marks of attempts."""
+    for entry in storage.list(folder):
+        if _MARKER.fullmatch(entry.name):
+            storage.remove(join(folder, entry.name))
+
+
+def _attempt_of(storage: Storage, folder: str) -> str | None:
+    """Whose attempt is in a folder, by its mark."""
+    marks = (_MARKER.fullmatch(entry.name) for entry in storage.list(folder))
+    return next((mark.group(1) for mark in marks if mark), None)
+
+
 def delete_checkpoint(storage: Storage, folder: str) -> None:
     """Withdraw the manifest, then remove the files that it names, then the folder if nothing foreign is in it.
 
@@ -223,21 +243,26 @@ def _finish_deletion(storage: Storage, folder: str) -> None:
     try:
         manifest = CheckpointManifest.decode(storage.read(join(folder, WITHDRAWN_NAME), SIZE_LIMIT), storage.at(folder))
     except StorageError as error:
+        if error.errno in (errno.EISDIR, errno.EINVAL):  # no file, so no manifest: what is ours goes by its name
+            raise CheckpointCorrupt(str(error), path=storage.at(folder), file=WITHDRAWN_NAME, kind="format") from None
         if error.errno != errno.ENOENT:
             raise
     else:
         for name in manifest.files:
             storage.remove(join(folder, name))
+        if not storage.atomic_rename:
+            unmark_attempt(storage, folder)
         storage.remove(join(folder, WITHDRAWN_NAME))
     _remove_if_empty(storage, folder)
 
 
 def remove_checkpoint_folder(storage: Storage, folder: str) -> None:
-    """Remove a folder that no longer counts: by its manifest where that verifies, else the files named like ours."""
+    """Remove a folder that no longer counts: by its manifest where that verifies, then what is left and named like ours."""
     try:
         delete_checkpoint(storage, folder)
     except CheckpointCorrupt:
-        remove_attempt(storage, folder)
+        pass
+    remove_attempt(storage, folder)
 
 
 def remove_attempt(storage: Storage, folder: str) -> None:
@@ -268,13 +293,21 @@ def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str) -> lis
     """
     swept = []
     for info in infos:
-        if info.status != "partial":
+        match = _FOLDER.fullmatch(info.name)
+        kind, attempt = (match.group(2), match.group(3)) if match else (None, None)
+        if info.status != "partial" and kind != "replaced":
             continue
         try:
-            match = _FOLDER.fullmatch(info.name)
-            kind, attempt = (match.group(2), match.group(3)) if match else (None, None)
-            if kind == "partial":
-                if not Attempt.parse(attempt or "").is_abandoned(run_id):
+            if info.status == "committed":
+                # An overwrite died between its two renames: what it put aside takes its place again.
+                if Attempt.parse(attempt or "").is_abandoned(run_id):
+                    storage.rename(info.name, info.name.partition(".replaced-")[0])
+                    storage.sync_folder("")
+                continue
+            if kind is None:
+                attempt = _attempt_of(storage, info.name)
+            if attempt is not None and kind != "replaced":
+                if not Attempt.parse(attempt).is_abandoned(run_id):
                     continue
                 remove_attempt(storage, info.name)
             else:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .arguments import GPTArguments as GPTArguments
     from .arguments import TrainingArguments as TrainingArguments
+    from .ddp import DDPTrainer as DDPTrainer
     from .model import ByteGPT as ByteGPT
     from .trainer import Trainer as Trainer
     from .trainer import TrainResult as TrainResult
 
 _HOMES = {
     "ByteGPT": "model",
+    "DDPTrainer": "ddp",
     "GPTArguments": "arguments",
     "TrainResult": "trainer",
     "Trainer": "trainer",

@@ -28,6 +28,7 @@ _NOT_COMPUTED = {
     "save_total_limit",
     "overwrite_output_dir",
     "resume_from_checkpoint",
+    "on_world_size_change",
 }
 
 
@@ -110,6 +111,7 @@ class TrainingArguments:
     save_total_limit: int | None = 2
     overwrite_output_dir: bool = False
     resume_from_checkpoint: bool | str = True  # True: the newest good one, else a fresh start
+    on_world_size_change: str = "error"  # "continue": same data position, random streams start anew
 
     # What is trained on what, unless the trainer is given a model and datasets
     data: Sequence[str] = ()  # files, folders, globs; empty: the Python standard library's sources
@@ -146,10 +148,16 @@ class TrainingArguments:
             _real("num_train_epochs", self.num_train_epochs, 0.0, above_low=True, instead="or set max_steps")
         _one_of("report_to", self.report_to, ("none", "tensorboard"))
         _one_of("eval_strategy", self.eval_strategy, ("no", "steps"))
+        _one_of("on_world_size_change", self.on_world_size_change, ("error", "continue"))
+        if self.on_world_size_change == "continue" and self.max_steps <= 0:
+            # The steps of an epoch depend on the number of ranks, so those done would count for more, or for less.
+            raise InvalidArgument(
+                "on_world_size_change", "continue", "num_train_epochs is no fixed number of steps then", "set max_steps"
+            )
 
     @property
     def train_batch_size(self) -> int:
-        """Samples per optimizer step."""
+        """Samples per optimizer step and rank."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property

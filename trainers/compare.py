@@ -37,8 +37,21 @@ def _compare_component(name: str, one: CheckpointView, other: CheckpointView) ->
         if name not in view.manifest.components:
             result.differences.append(f"component {name} is in {rival.url} only")
             return result
-    ours = {info.full_name: info for info in one.tensors() if info.component == name}
-    theirs = {info.full_name: info for info in other.tensors() if info.component == name}
+    labels, rival_labels = ([copy.label for copy in view.manifest.copies(name)] for view in (one, other))
+    if labels != rival_labels:
+        result.differences.append(f"{name}: {len(labels)} and {len(rival_labels)} copies")
+        return result
+    for number, label in enumerate(labels):  # one per rank or group, where each has its own
+        _compare_copy(result, name + label, one, other)
+        left_values, right_values = one.values(name, number), other.values(name, number)
+        result.values += sum(1 for _ in _leaves(left_values))
+        result.differences += differing_values(left_values, right_values, name + label)
+    return result
+
+
+def _compare_copy(result: ComponentComparison, label: str, one: CheckpointView, other: CheckpointView) -> None:
+    ours = {info.full_name: info for info in one.tensors() if info.component == label}
+    theirs = {info.full_name: info for info in other.tensors() if info.component == label}
     result.differences += [f"{key}: in one of the two only" for key in sorted(ours.keys() ^ theirs.keys())]
     for key in sorted(ours.keys() & theirs.keys()):
         a, b = ours[key], theirs[key]
@@ -52,10 +65,6 @@ def _compare_component(name: str, one: CheckpointView, other: CheckpointView) ->
             left_bytes, right_bytes = (x.reshape(-1).view(np.uint8) for x in (left, right))
             count = np.count_nonzero(left_bytes != right_bytes)
             result.differences.append(f"{key}: {count} of {a.nbytes} bytes differ")
-    left_values, right_values = one.values(name), other.values(name)
-    result.values = sum(1 for _ in _leaves(left_values))
-    result.differences += differing_values(left_values, right_values, name)
-    return result
 
 
 def differing_values(one: Any, other: Any, path: str = "") -> list[str]:

@@ -109,26 +109,39 @@ class SizedDataset(Protocol):
 
 
 class ResumableLoader:
-    """Shuffled batches without end, epoch after epoch.
+    """Shuffled batches without end, epoch after epoch; on several ranks, this rank's share of them.
 
     The order of an epoch is a pure function of (seed, epoch), so a position is two numbers: the epoch and
-    the index in it of the batch that comes next. The position after the last batch of an epoch is the
-    start of the next one, so equal positions have equal states.
+    how many of its samples are used. The position after the last batch of an epoch is the start of the next
+    one, so equal positions have equal states. Ranks are dealt each `batch_size * world_size` samples of the
+    order like cards: their samples are disjoint, their epochs end at the same batch, and a position means the
+    same for any number of ranks.
     """
 
-    def __init__(self, dataset: SizedDataset, batch_size: int, seed: int, drop_last: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        batch_size: int,
+        seed: int,
+        drop_last: bool = False,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
         self.drop_last = drop_last
+        self.rank = rank
+        self.world_size = world_size
         self.epoch = 0
-        self.batch = 0
+        self.position = 0  # samples of the epoch that all ranks together have had
         self._order: tuple[tuple[int, int], np.ndarray] | None = None  # of one (seed, epoch)
         if len(self) == 0:
             raise InvalidArgument(
                 "per_device_train_batch_size",
                 batch_size,
-                f"{len(dataset)} samples do not fill one batch",
+                f"{len(dataset)} samples do not fill one batch" + (" on every rank" if world_size > 1 else ""),
                 "give a smaller batch or more data",
             )
         fingerprint = getattr(dataset, "fingerprint", None)
@@ -136,12 +149,21 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         """Batches per epoch."""
-        samples = len(self.dataset)
-        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+        return self._batches(len(self.dataset))
 
     @property
     def left_in_epoch(self) -> int:
-        return len(self) - self.batch
+        return self._batches(len(self.dataset) - self.position)
+
+    def _batches(self, samples: int) -> int:
+        together = self.batch_size * self.world_size
+        return samples // together if self.drop_last else -(-samples // together)
+
+    def next_sizes(self, count: int) -> list[tuple[int, int]]:
+        """Samples of this rank and of all ranks in each of the next `count` batches of this epoch."""
+        together, left = self.batch_size * self.world_size, len(self.dataset) - self.position
+        all_ranks = [min(together, left - number * together) for number in range(count)]
+        return [(len(range(self.rank, samples, self.world_size)), samples) for samples in all_ranks]
 
     def order(self, epoch: int) -> np.ndarray:
         """Sample indices of an epoch: a sort by random keys.
@@ -156,13 +178,18 @@ class ResumableLoader:
         return self._order[1]
 
     def next_batch(self) -> Any:
-        start = self.batch * self.batch_size
-        indices = self.order(self.epoch)[start : start + self.batch_size]
-        batch = default_collate([self.dataset[int(index)] for index in indices])
-        self.batch += 1
-        if self.batch == len(self):
-            self.epoch, self.batch = self.epoch + 1, 0
+        """This rank's next batch. Where an epoch ends with fewer samples than ranks, those without one get one of
+        another rank: `next_sizes` counts it as none, and they can take part in the step all the same."""
+        indices = self.order(self.epoch)[self.position : self.position + self.batch_size * self.world_size]
+        mine = indices[self.rank :: self.world_size]
+        batch = default_collate([self.dataset[int(index)] for index in (mine if len(mine) else indices[:1])])
+        self._go_to(self.epoch, self.position + len(indices))
         return batch
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+        if self.left_in_epoch == 0:
+            self.epoch, self.position = epoch + 1, 0
 
     def __iter__(self) -> Iterator[Any]:
         """The batches that are left of the current epoch."""
@@ -173,7 +200,7 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
-            "batch": self.batch,
+            "position": self.position,
             "seed": self.seed,
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
@@ -202,4 +229,5 @@ class ResumableLoader:
                 "or start another one in a new output_dir",
                 mismatched=mismatched,
             )
-        self.epoch, self.batch, self.seed = state["epoch"], state["batch"], state["seed"]
+        self.seed = state["seed"]
+        self._go_to(state["epoch"], state["position"])

@@ -1,7 +1,8 @@
 """`ckpt-train`: train a byte-level GPT that can be stopped at any moment and goes on bit for bit.
 
 Exit codes: 0 good, 1 bad (a damaged or unfitting checkpoint), 2 usage, 3 not found, 4 storage,
-130 interrupted. torch is imported only once the arguments are known to be good.
+130 interrupted. torch is imported only once the arguments are known to be good. Under `torchrun` every
+process trains its share; what they have to say is said once.
 """
 
 from __future__ import annotations
@@ -10,20 +11,17 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from ckptcore import (
-    CheckpointError,
-    CheckpointNotFound,
-    CheckpointWarning,
-    NoUsableCheckpoint,
-    StorageError,
-    scan_root,
-)
+from ckptcore import CheckpointError, CheckpointNotFound, CheckpointWarning, NoUsableCheckpoint, StorageError, scan_root
 
 from .arguments import DataNotFound, GPTArguments, InvalidArgument, TrainingArguments
+from .job import Job
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 __all__ = ["main"]
 
@@ -32,7 +30,8 @@ BAD, USAGE, NOT_FOUND, STORAGE, INTERRUPTED = 1, 2, 3, 4, 130
 EPILOG = (
     "Run the same command again after an interruption or a crash and it goes on from the newest good "
     "checkpoint, bit for bit; on a finished run it does nothing. Look at the result with `ckpt ls`, "
-    "`ckpt inspect` and `ckpt verify`."
+    "`ckpt inspect` and `ckpt verify`. On several processes: `torchrun --nproc-per-node 2 -m "
+    "ckpt_trainers.main` and the same options."
 )
 
 
@@ -71,7 +70,11 @@ OPTIMIZER, CADENCE, CHECKPOINTS = "Optimizer and schedule", "Logging and evaluat
 @click.command(
     cls=GroupedCommand,
     epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # --output_dir is --output-dir
+    },
 )
 @option(
     RUN,
@@ -122,11 +125,7 @@ OPTIMIZER, CADENCE, CHECKPOINTS = "Optimizer and schedule", "Logging and evaluat
 @option(CADENCE, "--eval-steps", default=100, help="Steps between two validations; 0 never validates.")
 @option(CADENCE, "--max-eval-steps", default=8, help="Batches per validation; -1 takes all.")
 @option(
-    CADENCE,
-    "--report-to",
-    type=click.Choice(["tensorboard", "none"]),
-    default="tensorboard",
-    help="Where curves go.",
+    CADENCE, "--report-to", type=click.Choice(["tensorboard", "none"]), default="tensorboard", help="Where curves go."
 )
 @option(
     CADENCE,
@@ -134,12 +133,7 @@ OPTIMIZER, CADENCE, CHECKPOINTS = "Optimizer and schedule", "Logging and evaluat
     type=click.Path(file_okay=False),
     help="TensorBoard folder.  [default: OUTPUT_DIR/runs/TIME_HOST, kept on resume]",
 )
-@option(
-    CHECKPOINTS,
-    "--save-steps",
-    default=50,
-    help="Steps between two checkpoints; the last step is always saved.",
-)
+@option(CHECKPOINTS, "--save-steps", default=50, help="Steps between two checkpoints; the last step is always saved.")
 @option(CHECKPOINTS, "--save-total-limit", default=2, help="Newest checkpoints to keep; 0 keeps all.")
 @option(
     CHECKPOINTS,
@@ -155,15 +149,36 @@ OPTIMIZER, CADENCE, CHECKPOINTS = "Optimizer and schedule", "Logging and evaluat
     is_flag=True,
     help="With --resume no: replace the checkpoints that are there.",
 )
+@option(
+    CHECKPOINTS,
+    "--on-world-size-change",
+    type=click.Choice(["error", "continue"]),
+    default="error",
+    help="What to do with a checkpoint of another number of processes: refuse it, or go on from its data position "
+    "with random streams that start anew.",
+)
 def main(threads: int | None, **given: Any) -> None:
     """Train a byte-level GPT on text, with checkpoints that it can go on from bit for bit."""
-    output_dir = given["output_dir"]
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    output_dir, job = given["output_dir"], Job()
+    level = logging.INFO if job.rank == 0 else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout, force=True)
+
+    def say(text: str) -> None:
+        if job.speaks(text):
+            click.echo(text, err=True)
+
+    def fail(error: Exception, code: int) -> NoReturn:
+        say(f"ckpt-train: {' '.join(str(error).split())}")
+        sys.exit(code)
+
+    def show_warning(message: Warning | str, *_: object, **__: object) -> None:
+        say(f"warning: {' '.join(str(message).split())}")
+
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = show_warning
         warnings.simplefilter("always", CheckpointWarning)
         try:
-            _train(arguments(given), threads)
+            _train(arguments(given), threads, job)
         except NoUsableCheckpoint as error:
             fail(error, BAD)
         except (CheckpointNotFound, DataNotFound) as error:
@@ -177,7 +192,7 @@ def main(threads: int | None, **given: Any) -> None:
         except OSError as error:  # a file that cannot be read or written
             fail(error, STORAGE)
         except KeyboardInterrupt:
-            click.echo(f"\ninterrupted; {_where_it_stands(output_dir)}", err=True)
+            say(f"\ninterrupted; {_where_it_stands(output_dir)}")
             sys.exit(INTERRUPTED)
 
 
@@ -194,25 +209,26 @@ def arguments(given: dict[str, Any]) -> TrainingArguments:
     return TrainingArguments(model=model, **given)
 
 
-def _train(args: TrainingArguments, threads: int | None) -> None:
+def _train(args: TrainingArguments, threads: int | None, job: Job) -> None:
     import torch
-
-    from .trainer import Trainer
 
     if threads is not None:
         torch.set_num_threads(threads)
-    result = Trainer(args).train()
-    if result.steps_run:
+    job.start()
+    result = _trainer(args, job).train()
+    if result.steps_run and job.rank == 0:
         click.echo(f"finished: {result.steps_run} steps to step {result.global_step}, loss {result.losses[-1]:.4f}")
+    job.finish()
 
 
-def fail(error: Exception, code: int) -> NoReturn:
-    click.echo(f"ckpt-train: {' '.join(str(error).split())}", err=True)
-    sys.exit(code)
+def _trainer(args: TrainingArguments, job: Job) -> Trainer:
+    if job.world_size > 1:
+        from .ddp import DDPTrainer
 
+        return DDPTrainer(args)
+    from .trainer import Trainer
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+    return Trainer(args)
 
 
 def _where_it_stands(output_dir: str) -> str:

@@ -1,8 +1,9 @@
-"""How far a run has come, and the two records of it outside the checkpoints: losses.jsonl and TensorBoard."""
+"""How far a run has come, and the records of it outside the checkpoints: losses.jsonl, TensorBoard, progress bar."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import socket
@@ -11,11 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from .arguments import TrainingArguments
 
 __all__ = [
     "LossFile",
     "Progress",
+    "Records",
     "choose_logging_dir",
     "open_scalar_writer",
     "read_losses",
@@ -23,6 +27,8 @@ __all__ = [
 ]
 
 LOSSES = "losses.jsonl"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -115,3 +121,56 @@ def open_scalar_writer(folder: Path, step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # a second of imports, only for who wants it
 
     return SummaryWriter(str(folder), purge_step=step + 1)
+
+
+class Records:
+    """Writes and shows how a run goes on after `step`: losses.jsonl, TensorBoard, progress bar or plain lines.
+
+    Of the ranks of a job one does so; `silent` is for the others.
+    """
+
+    def __init__(
+        self, args: TrainingArguments, step: int, total_steps: int, logging_dir: Path, *, silent: bool = False
+    ) -> None:
+        self.total_steps = total_steps
+        self.losses = None if silent else LossFile(args.root, step)
+        report = args.report_to == "tensorboard" and not silent
+        self.scalars = open_scalar_writer(logging_dir, step) if report else None
+        self.bar: tqdm[Any] = tqdm(
+            total=total_steps, initial=step, disable=True if silent else args.disable_tqdm, unit="step"
+        )
+
+    def step(self, step: int, loss: float) -> None:
+        if self.losses is not None:
+            self.losses.append(step, loss)
+        self.bar.update()
+
+    def entry(self, entry: dict[str, Any]) -> None:
+        """An entry of the log that is complete."""
+        if self.losses is None:
+            return
+        shown = {name: f"{value:.4g}" for name, value in entry.items() if name != "step"}
+        self.bar.set_postfix(shown)
+        if self.bar.disable:
+            facts = "  ".join(f"{name} {value}" for name, value in shown.items())
+            log.info("step %d/%d  %s", entry["step"], self.total_steps, facts)
+        if self.scalars is not None:
+            for name, value in entry.items():
+                if name.startswith("eval_"):
+                    self.scalars.add_scalar(f"eval/{name.removeprefix('eval_')}", value, entry["step"])
+                elif name != "step":
+                    self.scalars.add_scalar(f"train/{name}", value, entry["step"])
+
+    def sync(self) -> None:
+        """Before a checkpoint is committed, so that no restored step is ever missing here."""
+        if self.losses is not None:
+            self.losses.sync()
+        if self.scalars is not None:
+            self.scalars.flush()
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.losses is not None:
+            self.losses.close()
+        if self.scalars is not None:
+            self.scalars.close()

@@ -7,7 +7,7 @@ import math
 import random
 import secrets
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from tqdm import tqdm
 
-from ckptcore import CheckpointExists, CheckpointManager, KeepLast, RNGState, StateComponent
+from ckptcore import CheckpointExists, CheckpointManager, KeepLast, RNGState, SharingPattern, StateComponent
 
 from .arguments import InvalidArgument, TrainingArguments
 from .data import ResumableLoader, SizedDataset, read_corpus, split_corpus
 from .model import ByteGPT
-from .progress import LossFile, Progress, choose_logging_dir, open_scalar_writer, stored_logging_dir
+from .progress import Progress, Records, choose_logging_dir, stored_logging_dir
 from .schedule import warmup_cosine
 
-__all__ = ["TrainResult", "Trainer"]
+__all__ = ["TrainResult", "Trainer", "seed_everything"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +45,9 @@ class Trainer:
     is prepared, how a batch reaches it, and who shares which state.
     """
 
+    rank = 0
+    world_size = 1
+
     def __init__(
         self,
         args: TrainingArguments,
@@ -57,18 +59,20 @@ class Trainer:
         self.args = args
         self.device = self.choose_device()
         if args.seed >= 0:
-            random.seed(args.seed)
-            np.random.seed(args.seed)
-            torch.manual_seed(args.seed)
+            seed_everything(args.seed)
         if train_dataset is None:
             corpus = read_corpus(args.data, args.max_data_bytes)
             train_dataset, eval_dataset = split_corpus(corpus, args.model.block_size)
         if eval_dataset is None and args.eval_strategy != "no":
             raise InvalidArgument("eval_strategy", args.eval_strategy, "no eval_dataset", "give one or use 'no'")
         self.eval_dataset = eval_dataset
-        data_seed = args.seed if args.seed >= 0 else secrets.randbits(32)
         self.loader = ResumableLoader(
-            train_dataset, args.per_device_train_batch_size, data_seed, args.dataloader_drop_last
+            train_dataset,
+            args.per_device_train_batch_size,
+            self.choose_data_seed(),
+            args.dataloader_drop_last,
+            rank=self.rank,
+            world_size=self.world_size,
         )
         self.total_steps = self.count_steps()
         self.model = self.prepare_model(model_init() if model_init else ByteGPT(args.model))
@@ -96,6 +100,9 @@ class Trainer:
             reason = str(error).splitlines()[0]
             raise InvalidArgument("device", name, reason, "give one that this machine has, such as cpu") from None
 
+    def choose_data_seed(self) -> int:
+        return self.args.seed if self.args.seed >= 0 else secrets.randbits(32)
+
     def prepare_model(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)
 
@@ -103,18 +110,32 @@ class Trainer:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def get_state_components(self) -> list[StateComponent]:
-        """Everything that a run needs to go on as if it had never stopped; one process holds all of it."""
+        """Everything that a run needs to go on as if it had never stopped."""
+        return self.components(SharingPattern.GLOBAL)
+
+    def components(self, shared: SharingPattern) -> list[StateComponent]:
+        """`shared`: the pattern of what all ranks have in common."""
+        go_on = self.args.on_world_size_change == "continue"
+        own = SharingPattern.PER_RANK  # of one process too: its random streams are not those of several
         return [
-            StateComponent("model", self.model),
-            StateComponent("optimizer", self.optimizer),
-            StateComponent("scheduler", self.scheduler),
-            StateComponent("loader", self.loader),
-            StateComponent("progress", self.progress),
-            StateComponent("rng", RNGState()),
+            StateComponent("model", self.model, shared),
+            StateComponent("optimizer", self.optimizer, shared),
+            StateComponent("scheduler", self.scheduler, shared),
+            StateComponent("progress", self.progress, shared),
+            # A position in the data means the same on every rank and for any number of ranks; a random stream does not.
+            StateComponent("loader", self.loader, own, on_resize=(lambda *_: 0) if go_on else "error"),
+            StateComponent("rng", RNGState(), own, on_resize="keep" if go_on else "error"),
         ]
 
     def get_process_groups(self) -> dict[str, Any]:
         return {}
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Around each batch of a step; `last`: the gradient is complete after it."""
+        return nullcontext()
+
+    def sum_over_ranks(self, *values: float) -> list[float]:
+        return list(values)
 
     # The run.
 
@@ -129,15 +150,9 @@ class Trainer:
                 log.info("nothing to do: step %d of %d is reached", progress.step, self.total_steps)
                 return TrainResult(progress.step, 0, resumed_from, losses, progress.log_history)
 
-            loss_file = LossFile(args.root, progress.step)
-            open_until_the_end.callback(loss_file.close)
             logging_dir = choose_logging_dir(args, metadata)
-            writer = None
-            if args.report_to == "tensorboard":
-                writer = open_scalar_writer(logging_dir, progress.step)
-                open_until_the_end.callback(writer.close)
-            bar = open_until_the_end.enter_context(
-                tqdm(total=self.total_steps, initial=progress.step, disable=args.disable_tqdm, unit="step")
+            records = open_until_the_end.enter_context(
+                closing(Records(args, progress.step, self.total_steps, logging_dir, silent=self.rank != 0))
             )
             first = progress.step + 1
             for step in range(first, self.total_steps + 1):
@@ -145,8 +160,7 @@ class Trainer:
                 progress.step = step
                 progress.losses.append(loss)
                 losses.append(loss)
-                loss_file.append(step, loss)
-                bar.update()
+                records.step(step, loss)
 
                 last = step == self.total_steps
                 if step % args.logging_steps == 0 or last:
@@ -158,12 +172,9 @@ class Trainer:
                 if args.eval_strategy == "steps" and (step % args.eval_steps == 0 or last):
                     progress.log(eval_loss=self.evaluate())
                 if progress.log_history and progress.log_history[-1]["step"] == step:
-                    self.report(progress.log_history[-1], bar, writer)
+                    records.entry(progress.log_history[-1])
                 if step % args.save_steps == 0 or last:
-                    # The records first: a restored step is then never missing in them.
-                    loss_file.sync()
-                    if writer is not None:
-                        writer.flush()
+                    records.sync()
                     self.save(checkpoints, stored_logging_dir(args, logging_dir))
         return TrainResult(progress.step, len(losses), resumed_from, losses, progress.log_history)
 
@@ -172,13 +183,17 @@ class Trainer:
         self.model.train()
         # An epoch ends with a step of its own, shorter if need be, so that epochs have whole steps.
         count = min(self.args.gradient_accumulation_steps, self.loader.left_in_epoch)
+        sizes = self.loader.next_sizes(count)
+        samples = sum(of_all_ranks for _, of_all_ranks in sizes)
         batches = [self.move_batch(self.loader.next_batch()) for _ in range(count)]
-        sizes = [len(batch["labels"]) for batch in batches]
         loss = 0.0
-        for batch, size in zip(batches, sizes, strict=True):
-            share = self.compute_loss(batch) * (size / sum(sizes))
-            torch.autograd.backward(share)
+        for number, (batch, (size, _)) in enumerate(zip(batches, sizes, strict=True), start=1):
+            with self.accumulating(last=number == count):
+                # Times the ranks, since the gradient of a step is the mean of theirs.
+                share = self.compute_loss(batch) * (size / samples * self.world_size)
+                torch.autograd.backward(share)
             loss += share.item()
+        (loss,) = self.sum_over_ranks(loss / self.world_size)
         grad_norm = None
         if self.args.max_grad_norm is not None:
             grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm).item()
@@ -201,34 +216,18 @@ class Trainer:
         if self.args.max_eval_steps > 0:
             starts = starts[: self.args.max_eval_steps]
         total, seen = 0.0, 0
-        for start in starts:
+        for start in starts[self.rank :: self.world_size]:
             items = [self.eval_dataset[i] for i in range(start, min(start + size, samples))]
             loss = self.compute_loss(self.move_batch(default_collate(items))).item()
             total, seen = total + loss * len(items), seen + len(items)
-        return total / seen
+        total_of_all, seen_by_all = self.sum_over_ranks(total, seen)
+        return total_of_all / seen_by_all
 
     def count_steps(self) -> int:
         if self.args.max_steps > 0:
             return self.args.max_steps
         per_epoch = math.ceil(len(self.loader) / self.args.gradient_accumulation_steps)
         return math.ceil(self.args.num_train_epochs * per_epoch)
-
-    def report(self, entry: dict[str, Any], bar: Any, writer: Any) -> None:
-        shown = {name: f"{value:.4g}" for name, value in entry.items() if name != "step"}
-        bar.set_postfix(shown)
-        if bar.disable:
-            log.info(
-                "step %d/%d  %s",
-                entry["step"],
-                self.total_steps,
-                "  ".join(f"{name} {value}" for name, value in shown.items()),
-            )
-        if writer is not None:
-            for name, value in entry.items():
-                if name.startswith("eval_"):
-                    writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, entry["step"])
-                elif name != "step":
-                    writer.add_scalar(f"train/{name}", value, entry["step"])
 
     # Checkpoints.
 
@@ -250,6 +249,13 @@ class Trainer:
             return None, {}
         metadata = report.manifest.metadata
         log.info("resumed from step %d (%s)", self.progress.step, report.path)
+        if report.manifest.world_size != self.world_size:
+            log.warning(
+                "saved on %d ranks and resumed on %d: a step now takes %d samples, and random streams start anew",
+                report.manifest.world_size,
+                self.world_size,
+                args.train_batch_size * self.world_size,
+            )
         changed = args.differences(metadata.get("training_args", {}))
         if changed:
             log.warning(
@@ -272,3 +278,9 @@ class Trainer:
             training_args_hash=args.digest(),
             overwrite=args.overwrite_output_dir,
         )
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -141,20 +141,14 @@ class Index:
                 pieces = [[p.number, p.file, p.start, p.digests] for p in component.pieces]
                 components[key] = {"tree": component.tree, "layouts": component.layouts, "pieces": pieces}
         files = {name: [f.size, f.header_size, f.header_digest] for name, f in self.files.items()}
-        packed = {
-            "format": FORMAT,
-            "version": VERSION,
-            "writer": self.writer,
-            "files": files,
-            "components": components,
-        }
+        packed = {"format": FORMAT, "version": VERSION, "writer": self.writer, "files": files, "components": components}
         return bytes(msgpack.packb(packed, use_bin_type=True, unicode_errors="surrogatepass"))
 
     @classmethod
     def decode(cls, data: bytes, file: str = "index") -> Index:
         """Raises CheckpointCorrupt when `data` is not an index whose parts fit together."""
         try:
-            raw = msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass")
+            raw = msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass", object_pairs_hook=_unique)
             if raw["format"] != FORMAT or raw["version"] != VERSION:
                 raise ValueError(f"format {raw['format']!r} version {raw['version']!r} is not known")
             index = cls(_whole(raw["writer"]))
@@ -172,6 +166,8 @@ class Index:
                     index.components[key] = ComponentIndex(tree, [], component["layouts"], pieces)
                     continue
                 entries = [_entry(row, index.files) for row in component["tensors"]]
+                if len({e.name for e in entries} | {None}) != len(entries) + 1:
+                    raise ValueError(f"two tensors of component {key!r} have one name")
                 index.components[key] = ComponentIndex(tree, entries)
             return index
         except _DECODE_ERRORS as error:
@@ -185,6 +181,13 @@ _DECODE_ERRORS = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, MemoryError,
     msgpack.UnpackException,
 )  # fmt: skip
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice")
+    return result
 
 
 def _whole(value: Any) -> int:

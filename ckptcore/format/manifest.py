@@ -41,9 +41,7 @@ def check_file_name(name: Any, file: str = MANIFEST_NAME) -> str:
     """`name` when it is a plain name inside a checkpoint. Raises UnsafePath for anything else."""
     if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST_NAME):
         raise UnsafePath(
-            f"{file}: {name!r} is not a plain file name inside the checkpoint; refused",
-            file=file,
-            kind="format",
+            f"{file}: {name!r} is not a plain file name inside the checkpoint; refused", file=file, kind="format"
         )
     return name
 
@@ -105,6 +103,7 @@ class ComponentManifest:
     required: bool = True
     tensors: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -150,16 +149,13 @@ class CheckpointManifest:
             if name not in ("extra", "digest"):
                 document[name] = getattr(self, name)
         document["components"] = {
-            key: {name: getattr(c, name) for name in c.__slots__ if name != "key"} for key, c in self.components.items()
+            key: {**c.extra, **{name: getattr(c, name) for name in c.__slots__ if name not in ("key", "extra")}}
+            for key, c in self.components.items()
         }
         document["files"] = {name: [f.size, f.digest, f.writer] for name, f in self.files.items()}
         # Strict JSON has no NaN or infinity, and a metric may well be one.
         document["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}
-        try:
-            text = json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
-            body = text.removesuffix("\n}").encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidState(f"metadata that is not JSON cannot go into a manifest: {error}") from None
+        body = strict_json(document).removesuffix(b"\n}")
         self.digest = content_digest(body)
         return body + b',\n "digest": "%s"\n}\n' % self.digest.encode()
 
@@ -178,12 +174,7 @@ class CheckpointManifest:
         body = data[: -len(tail.group(0))]
         actual = content_digest(body)
         if actual != expected:
-            raise bad(
-                f"digest is {actual}, the manifest says {expected}",
-                "digest",
-                expected=expected,
-                actual=actual,
-            )
+            raise bad(f"digest is {actual}, the manifest says {expected}", "digest", expected=expected, actual=actual)
         try:
             document = json.loads(body + b"\n}", object_pairs_hook=_unique, parse_constant=_no_constant)
             if document.pop("format") != FORMAT:
@@ -200,6 +191,14 @@ class CheckpointManifest:
             raise bad(f"not a valid manifest ({type(error).__name__}: {error})") from None
         manifest.digest = expected
         return manifest
+
+
+def strict_json(document: Any) -> bytes:
+    """Raises InvalidState for what JSON cannot hold."""
+    try:
+        return json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidState(f"metadata that is not JSON cannot go into a manifest: {error}") from None
 
 
 _DECODE_ERRORS = (
@@ -302,7 +301,9 @@ _COMPONENT = {
 
 
 def _component(key: str, value: dict[str, Any]) -> ComponentManifest:
-    return ComponentManifest(key, **{name: check(value[name]) for name, check in _COMPONENT.items()})
+    rest = dict(_typed(value, dict))
+    known = {name: check(rest.pop(name)) for name, check in _COMPONENT.items()}
+    return ComponentManifest(key, **known, extra=rest)
 
 
 _MANIFEST = {

@@ -128,15 +128,7 @@ def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTens
             if t.start != at or t.nbytes != tensor_nbytes(t.dtype, t.shape):
                 raise bad(f"tensor {t.name!r} is not where, or not as long as, its dtype and shape say")
             at += t.nbytes
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         if isinstance(error, CheckpointCorrupt):
             raise
         raise bad(f"header is not that of a safetensors file ({type(error).__name__}: {error})") from None

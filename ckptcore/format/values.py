@@ -16,8 +16,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -25,9 +27,9 @@ import msgpack
 
 from ..errors import CheckpointCorrupt, UnsupportedValue
 
-__all__ = ["MAX_DEPTH", "Opaque", "TensorRef", "decode", "encode", "join_path", "register_codec"]
+__all__ = ["MAX_DEPTH", "Numbered", "Opaque", "TensorRef", "decode", "encode", "join_path", "register_codec"]
 
-MAX_DEPTH = 200
+MAX_DEPTH = 64  # each level of extensions costs some 50 KB of the C stack when it is read
 
 # Extension codes of format version 1. Never reuse a number.
 BIG_INT, TUPLE, DICT, SET, FROZENSET, COMPLEX, TIME, PATH, NUMPY_SCALAR, NUMPY_ARRAY, REGISTERED, TENSOR = range(1, 13)
@@ -78,31 +80,41 @@ def register_codec(
     keep it when you move the class. The same call must have been made in the process that loads.
     Raises ValueError when the name is taken by another class, TypeError when functions are missing.
     """
-    if issubclass(cls, Enum):
+    if issubclass(cls, Flag):  # any combination of members
+        encode = encode or (lambda flag: [member.name for member in flag])  # type: ignore[attr-defined]
+        decode = decode or (lambda names: reduce(or_, [cls[n] for n in _kind(names, list)], cls(0)))
+    elif issubclass(cls, Enum):
         encode = encode or (lambda member: member.name)  # type: ignore[attr-defined]
         decode = decode or (lambda member_name: cls[member_name])
     if encode is None or decode is None:
         raise TypeError(f"register_codec({cls.__qualname__}) needs encode= and decode=")
     name = name or f"{cls.__module__}.{cls.__qualname__}"
     taken = _by_name.get(name)
-    if taken is not None and (taken.cls.__module__, taken.cls.__qualname__) != (
-        cls.__module__,
-        cls.__qualname__,
-    ):
+    if taken is not None and (taken.cls.__module__, taken.cls.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(f"codec name {name!r} is taken by {taken.cls!r}")
     _by_type[cls] = _by_name[name] = _Codec(cls, name, encode, decode)
 
 
-register_codec(OrderedDict, lambda d: [list(pair) for pair in d.items()], lambda p: OrderedDict((k, v) for k, v in p),
-               name="OrderedDict")  # fmt: skip
-register_codec(Counter, lambda c: dict(c), lambda p: Counter(p), name="Counter")
-register_codec(deque, lambda d: [list(d), d.maxlen], lambda p: deque(p[0], p[1]), name="deque")
-register_codec(bytearray, bytes, bytearray, name="bytearray")
-register_codec(range, lambda r: [r.start, r.stop, r.step], lambda p: range(*p), name="range")
-register_codec(slice, lambda s: [s.start, s.stop, s.step], lambda p: slice(*p), name="slice")
-register_codec(Decimal, str, Decimal, name="Decimal")
-register_codec(Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*p), name="Fraction")
-register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=p), name="UUID")
+def _kind(value: Any, *kinds: type) -> Any:
+    """`value` if it is of exactly one of these types: what a codec is given may be crafted, and then be anything."""
+    if type(value) not in kinds:
+        raise TypeError(f"a {type(value).__name__} is stored where a {kinds[0].__name__} belongs")
+    return value
+
+
+def _items(value: Any, *kinds: type) -> list[Any]:
+    return [_kind(item, *kinds) for item in _kind(value, list)]
+
+
+register_codec(OrderedDict, dict, lambda p: OrderedDict(_kind(p, dict)), name="OrderedDict")
+register_codec(Counter, dict, lambda p: Counter(_kind(p, dict)), name="Counter")
+register_codec(deque, lambda d: [list(d), d.maxlen], lambda p: deque(_kind(p[0], list), p[1]), name="deque")
+register_codec(bytearray, bytes, lambda p: bytearray(_kind(p, bytes)), name="bytearray")
+register_codec(range, lambda r: [r.start, r.stop, r.step], lambda p: range(*_items(p, int)), name="range")
+register_codec(slice, lambda s: [s.start, s.stop, s.step], lambda p: slice(*_kind(p, list)), name="slice")
+register_codec(Decimal, str, lambda p: Decimal(_kind(p, str)), name="Decimal")
+register_codec(Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*_items(p, int)), name="Fraction")
+register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=_kind(p, bytes)), name="UUID")
 
 
 def join_path(path: tuple[Any, ...]) -> str:
@@ -114,12 +126,12 @@ def join_path(path: tuple[Any, ...]) -> str:
     parts = []
     for part in path:
         text = part if isinstance(part, str) else repr(part)
-        parts.append(text.replace("~", "~0").replace("/", "~1") if not isinstance(part, _Twin) else text)
+        parts.append(text.replace("~", "~0").replace("/", "~1") if not isinstance(part, Numbered) else text)
     return "/".join(parts).encode("utf-8", "backslashreplace").decode()
 
 
-class _Twin:
-    """A dict key that is no str and whose text a str key of the same dict has too: {0: a, "0": b}."""
+class Numbered:
+    """A part of a path that is no str and must not be taken for its text: {0: a, "0": b}."""
 
     def __init__(self, key: Any) -> None:
         self.key = key
@@ -215,7 +227,7 @@ class _Encoder:
         texts = {key for key in value if type(key) is str}
         pairs = []
         for key, item in value.items():
-            step = _Twin(key) if type(key) is not str and repr(key) in texts else key
+            step = Numbered(key) if type(key) is not str and repr(key) in texts else key
             pairs.append([self.wire(key, (*path, step), depth + 1), self.wire(item, (*path, step), depth + 1)])
         return msgpack.ExtType(DICT, self.pack_wire(pairs, path, value))
 
@@ -233,7 +245,7 @@ class _Encoder:
             return self.ext(PATH, [kind.__name__, str(value)], path, depth)
         # Where numpy was not imported, nothing can be a numpy value; readers start faster without it.
         np = sys.modules.get("numpy")
-        if np is not None and kind.__module__ == "numpy" and isinstance(value, np.generic | np.ndarray):
+        if np is not None and (kind is np.ndarray or (isinstance(value, np.generic) and kind.__module__ == "numpy")):
             dtype = self.numpy_dtype(value, path)
             raw = value.tobytes() if value.dtype.itemsize else b""
             if kind is np.ndarray:
@@ -243,7 +255,9 @@ class _Encoder:
         if codec is None:
             raise self.refuse(path, value, f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
                               "store plain values or tensors instead, or call ckptcore.register_codec for the type")  # fmt: skip
-        return self.ext(REGISTERED, [codec.name, codec.encode(value)], path, depth)
+        # The payload has the path of the value itself, so that what is in it is found by its own keys.
+        payload = [codec.name, self.wire(codec.encode(value), path, depth + 1)]
+        return msgpack.ExtType(REGISTERED, self.pack_wire(payload, path, value))
 
     def numpy_dtype(self, value: Any, path: tuple[Any, ...]) -> str:
         if value.dtype.hasobject or value.dtype.names is not None:
@@ -299,11 +313,11 @@ class _Decoder:
         if code == BIG_INT:
             return int.from_bytes(data, "big", signed=True)
         if code == TUPLE:
-            return tuple(self.value_of(data))
+            return tuple(_kind(self.value_of(data), list))
         if code == DICT:
-            return self.mapping([(key, item) for key, item in self.value_of(data)])
+            return self.mapping([(key, item) for key, item in _kind(self.value_of(data), list)])
         if code in (SET, FROZENSET):
-            items = [self.value_of(item) for item in self.value_of(data)]
+            items = [self.value_of(item) for item in _items(self.value_of(data), bytes)]
             return set(items) if code == SET else frozenset(items)
         if code == COMPLEX:
             return complex(*struct.unpack(">dd", data))
@@ -316,8 +330,7 @@ class _Decoder:
             pure = native if kind.startswith("Pure") or kind == type(pathlib.Path()).__name__ else native.__bases__[-1]
             return pure(text)
         if code == NUMPY_SCALAR:
-            dtype, raw = self.value_of(data)
-            return _array(dtype, [], raw)[()]
+            return _numpy_scalar(*self.value_of(data))
         if code == NUMPY_ARRAY:
             return _array(*self.value_of(data))
         if code == TENSOR:
@@ -330,7 +343,10 @@ class _Decoder:
             name, payload = self.value_of(data)
             codec = _by_name.get(name)
             if codec is not None:
-                return codec.decode(payload)
+                try:
+                    return codec.decode(payload)
+                except Exception as error:  # a codec is anybody's code; what it raises is reported as damage
+                    raise ValueError(f"codec {name!r}: {type(error).__name__}: {error}") from error
             if self.lenient:
                 return Opaque(name, payload)
             raise ValueError(f"no codec named {name!r} is registered; call ckptcore.register_codec before loading")
@@ -353,6 +369,17 @@ class _Decoder:
         return cls.fromisoformat(rest[0]).replace(fold=rest[1], tzinfo=zone)
 
 
+def _numpy_scalar(dtype: str, raw: bytes) -> Any:
+    import numpy as np
+
+    kind = np.dtype(dtype)
+    if kind.kind == "S":  # arrays cut zeros off the end of their strings
+        return np.bytes_(_kind(raw, bytes))
+    if kind.kind == "U":
+        return np.str_(_kind(raw, bytes).decode("utf-32-be" if dtype.startswith(">") else "utf-32-le", "surrogatepass"))
+    return _array(dtype, [], raw)[()]
+
+
 def _array(dtype: str, shape: list[int], raw: bytes) -> Any:
     import numpy as np
 
@@ -364,6 +391,8 @@ def _array(dtype: str, shape: list[int], raw: bytes) -> Any:
         count *= n
     if count * kind.itemsize != len(raw):
         raise ValueError(f"{len(raw)} bytes do not hold {count} items of {dtype}")
-    if kind.itemsize == 0:
+    if kind.itemsize == 0 and count:
+        raise ValueError(f"{count} items of nothing")
+    if count == 0:
         return np.zeros(shape, kind)
     return np.frombuffer(bytearray(raw), kind).reshape(shape)

@@ -20,6 +20,7 @@ from ..state.component import StateComponent
 from ..state.layout import (
     LocalPart,
     TensorBytes,
+    copy_into,
     local_part,
     memory_span,
     overlaps_itself,
@@ -120,6 +121,7 @@ class Loading:
             found = [n for n in names if content_hash(n.encode("utf-8", "surrogatepass")) in unknown]
             self.report.unexpected += [f"{key}/{name}" for name in found]
         self.fits.judge(self.strict, matched_any=any(c.key in self.view.manifest.components for c in self.components))
+        self.view.check_small_files()
         self.view.check_files(read.entry.file for read in self.fits.reads if read.entry.file)
 
     def read(self) -> None:
@@ -136,7 +138,7 @@ class Loading:
     def apply(self) -> None:
         """Hand the complete states over, random streams last."""
         for live, staged in self.fits.staged:
-            live.detach().copy_(staged)
+            copy_into(live, staged)
         for component, state in sorted(
             self.prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))
         ):
@@ -182,17 +184,18 @@ class _Fits:
 
     def _compare(self, component: StateComponent, compare: Any, saved: Any, sharded: bool) -> None:
         try:
-            missing, unexpected = compare(saved)
+            found = compare(saved)
         except StateMismatch as error:
             error.message = f"{self.view.url}: component {component.key!r}: {error.message}"
             self.regrouped.append(error)
             return
-        self.report.missing += [f"{component.key}/{name}" for name in missing]
+        self.report.missing += [f"{component.key}/{name}" for name in found.missing]
+        self.mismatched |= {f"{component.key}/{name}": forms for name, forms in found.mismatched.items()}
         if sharded:
-            self.elsewhere[component.key] = unexpected
+            self.elsewhere[component.key] = found.unexpected
             return
-        self.report.unexpected += [f"{component.key}/{name}" for name in unexpected]
-        if isinstance(saved, Mapping) and saved and len(unexpected) >= len(saved) and missing:
+        self.report.unexpected += [f"{component.key}/{name}" for name in found.unexpected]
+        if not found.matched and (found.missing or found.unexpected):
             self.unmatched.append(component.key)
 
     def judge(self, strict: bool, matched_any: bool) -> None:
@@ -223,7 +226,8 @@ class _Fits:
     def free_for_reading(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory may be read into: not shared with another destination, or with itself."""
         span = memory_span(tensor)
-        if self.transactional:
+        # The memory of a conjugated or negated view holds other bits than its items say.
+        if self.transactional or tensor.is_conj() or tensor.is_neg() or overlaps_itself(tensor):
             return False
         if span is None:
             return True
@@ -250,6 +254,8 @@ class _Component:
     ) -> None:
         self.fits, self.component, self.stored, self.live, self.skip = fits, component, stored, live, skip
         self.judged = hasattr(component.stateful, "differences")
+        self.live_list = list(live.values())
+        self.numbers = {tensor.name: number for number, tensor in enumerate(stored.tensors)}
         self.leaves: dict[int, Any] = {}
 
     def leaf(self, ref: TensorRef) -> Any:
@@ -267,11 +273,34 @@ class _Component:
             other = self.live.get(first.name)
             if live is None and other is None:
                 return self.once(tensor.alias_of)
-            if live is not None and other is not None and live.alias_of is not None:
-                tied = same_view_key(live.tensor) == same_view_key(other.tensor)
-                if tied and self.fitting(live, first) and self.once(tensor.alias_of) is not _SKIP:
+            if live is not None and other is not None and self.tied(live, other):
+                self.once(tensor.alias_of)
+                return live.live
+        elif live is not None and live.alias_of is not None:
+            other = self.live_list[live.alias_of]
+            number_of_other = self.numbers.get(other.name)
+            if number_of_other is not None and self.tied(live, other):
+                if self.same_bytes(number, number_of_other, live):
+                    self.once(number_of_other)
                     return live.live
+                # One memory cannot hold two values.
+                forms = ("a value of its own", f"memory that it shares with {other.name!r}")
+                self.fits.mismatched[f"{self.component.key}/{tensor.name}"] = forms
+                return live.live
         return self.once(number)
+
+    def tied(self, live: CapturedTensor, other: CapturedTensor) -> bool:
+        view = same_view_key(live.tensor)
+        return (view is not None and view == same_view_key(other.tensor)) or live.live is other.live
+
+    def same_bytes(self, number: int, other: int, live: CapturedTensor) -> bool:
+        """Whether two saved tensors are equal where `live` wants them, by their digests."""
+        box = live.part.box
+        a, b = self.stored.tensors[number], self.stored.tensors[other]
+        if box is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+            return box is None
+        pieces = [[(p.offset, p.digests) for p in self.stored.pieces(n, box)] for n in (number, other)]
+        return pieces[0] == pieces[1]
 
     def once(self, number: int) -> Any:
         if number not in self.leaves:
@@ -295,10 +324,6 @@ class _Component:
             return leaf
         if not self.fitting(live, tensor) and not self.castable(name, tensor, live, dtype):
             return live.live
-        if overlaps_itself(live.tensor):  # no place to write to: the object gets a tensor of its own
-            part = LocalPart(torch.empty(live.shape, dtype=dtype), tensor.shape, live.part.box, live.part.layout)
-            self.read_into(number, tensor, part)
-            return part.tensor
         if self.fitting(live, tensor) and self.fits.free_for_reading(live.tensor):
             self.fits.in_place = True
             self.read_into(number, tensor, live.part)

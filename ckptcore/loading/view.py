@@ -103,7 +103,11 @@ class CheckpointView:
             if record is None:
                 raise self._corrupt(MANIFEST_NAME, f"lists no {name}, which a component needs")
             data = self._checked(name)
-            index = Index.decode(data, self.storage.at(join(self.folder, name)))
+            try:
+                index = Index.decode(data, self.storage.at(join(self.folder, name)))
+            except CheckpointCorrupt as error:
+                error.path, error.file = self.url, name
+                raise
             for file, digest in index.file_digests().items():
                 known = self.manifest.files.get(file)
                 if known is None or known.digest != digest or known.size != index.files[file].size:
@@ -254,6 +258,12 @@ class CheckpointView:
                             index_file_name(index.writer), f"has a piece of {tensor.name!r} that is not its own"
                         )
                     yield TensorRead(key, self._piece(key, piece.number, tensor, index.writer, box), None)
+
+    def check_small_files(self) -> None:
+        """Files that the manifest lists beside tensors and indexes. Raises CheckpointCorrupt, StorageError."""
+        for name in self.manifest.files:
+            if name.endswith(".safetensors.index.json"):
+                self._checked(name)
 
     def foreign_files(self) -> list[str]:
         """Names in the folder that the manifest does not list. Loading ignores them."""

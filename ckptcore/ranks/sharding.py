@@ -12,17 +12,7 @@ from typing import Any
 
 from ..errors import InvalidState, ReplicationMismatch
 from ..format.digest import combined_digest, content_digest
-from ..format.layout import (
-    Box,
-    BoxLayout,
-    Layout,
-    LogicalTensor,
-    Mesh,
-    MeshLayout,
-    WholeLayout,
-    intersection,
-    volume,
-)
+from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, Mesh, MeshLayout, WholeLayout, intersection, volume
 from ..format.tensorfile import tensor_nbytes
 from ..format.values import TensorRef, decode, encode, join_path
 from ..state.component import StateComponent, ValidationLevel

@@ -23,7 +23,7 @@ from ..format.layout import LogicalTensor, encode_layouts
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest, ComponentManifest, FileRecord
 from ..format.tensorfile import tensor_nbytes
 from ..ranks.sharding import ShardedState
-from ..root import check_files, is_ours, join, read_manifest, remove_attempt, remove_checkpoint_folder
+from ..root import check_files, is_ours, join, read_manifest, remove_attempt, remove_checkpoint_folder, unmark_attempt
 from ..state.component import StateComponent
 from ..state.layout import TensorBytes
 from ..state.tree import CapturedTensor
@@ -241,15 +241,24 @@ def publish(
     """
     storage.write(join(folder, MANIFEST_NAME), manifest.encode())
     if not storage.atomic_rename:
+        try:
+            unmark_attempt(storage, folder)
+        except StorageError as error:
+            warnings.warn(f"{storage.at(folder)}: the mark of the attempt was left: {error}", CheckpointWarning)
         return
     storage.sync_folder(folder)
     aside = f"{name}.replaced-{attempt}"
     gives_way = check_place(storage, name, manifest.step, overwrite)
     if gives_way:
         storage.rename(name, aside)
+    moved = False
     try:
         storage.rename(folder, name)
+        moved = True
+        storage.sync_folder("")
     except StorageError as error:
+        if moved:  # it may not survive a crash, so the save has failed: nothing of it stays
+            storage.rename(name, folder)
         if gives_way:
             storage.rename(aside, name)
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
@@ -258,7 +267,6 @@ def publish(
                 f"{where} was made by somebody else meanwhile", path=where, step=manifest.step
             ) from None
         raise
-    storage.sync_folder("")
     if gives_way:
         try:
             remove_checkpoint_folder(storage, aside)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import InvalidState, RanksDisagree
-from ..format.manifest import Copy, copies
+from ..format.manifest import Copy, copies, strict_json
 from ..ranks.communicator import Communicator
 from ..ranks.groups import group_index, own_view, partitions
 from ..state.component import StateComponent
@@ -58,6 +58,8 @@ def join_save(
             raise InvalidState(
                 f"process group {unknown[0]!r} is not among process_groups (which has {sorted(groups) or 'none'})"
             )
+        # Before anything is withdrawn or written: what the manifest could not hold in the end.
+        strict_json([request.metadata, *(c.metadata for c in components)])
         views = {name: own_view(name, group, comm.rank, comm.world_size) for name, group in groups.items()}
         return {"call": _call(name, request, components), "groups": views, "group_keys": {
             c.key: c.group_key for c in components if c.process_group_name is not None}}  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidState
+from ..format.digest import content_digest
 from ..format.tensorfile import HEADER_LIMIT, StoredTensor, lay_out
 
 __all__ = ["FilePlan", "TensorSpec", "hugging_face_index", "plan_component"]
@@ -74,8 +75,12 @@ def plan_component(
 
 def file_stem(key: str) -> str:
     """A component key as the beginning of a file name; what file names cannot hold everywhere is percent-encoded."""
-    text = re.sub(r"[^A-Za-z0-9_.-]", lambda m: "".join(f"%{b:02X}" for b in m.group().encode()), key)
-    return f"%2E{text[1:]}" if text.startswith(".") else text
+    text = re.sub(
+        r"[^A-Za-z0-9_.-]", lambda m: "".join(f"%{b:02X}" for b in m.group().encode("utf-8", "surrogatepass")), key
+    )
+    text = f"%2E{text[1:]}" if text.startswith(".") else text
+    # File systems take 255 bytes, and label and numbering come on top.
+    return text if len(text) <= 120 else f"{text[:100]}~{content_digest(text.encode())[:12]}"
 
 
 def hugging_face_index(files: Sequence[FilePlan]) -> bytes:

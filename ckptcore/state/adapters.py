@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
 from .component import SharingPattern, StateComponent, Stateful, StatefulProvider
 from .layout import Shard, is_dtensor
-from .tree import key_names
+from .tree import Differences, differences
 
 __all__ = ["ModelState", "OptimizerState", "PlainState", "RNGState", "as_components"]
 
@@ -83,8 +83,8 @@ class ModelState:
         raw, to_raw = self._raw()
         return {name: raw[key] for name, key in to_raw.items()}
 
-    def differences(self, saved: Any) -> tuple[list[str], list[str]]:
-        return _differences(saved, self.state_dict())
+    def differences(self, saved: Any) -> Differences:
+        return differences(saved, self.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         _, to_raw = self._raw()
@@ -101,9 +101,7 @@ class OptimizerState:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        models: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module],
+        self, optimizer: torch.optim.Optimizer, models: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
     ) -> None:
         self.optimizer = optimizer
         if isinstance(models, nn.Module):
@@ -133,7 +131,8 @@ class OptimizerState:
         return names
 
     def state_dict(self) -> dict[str, Any]:
-        """{"state": {name: values}, "group_of": {name: group number}, "groups": {group number: options}}.
+        """{"state": {name: values}, "group_of": {name: group number}, "shapes": {name: shape of the parameter},
+        "groups": {group number: options}}.
 
         By name throughout, so that the states of pipeline stages put together are the state of the whole model.
         """
@@ -143,20 +142,22 @@ class OptimizerState:
             "state": {names[p]: dict(values) for group in groups for p in group["params"]
                       if (values := self.optimizer.state.get(p))},
             "group_of": {names[p]: number for number, group in enumerate(groups) for p in group["params"]},
+            "shapes": {names[p]: list(p.shape) for group in groups for p in group["params"]},
             "groups": {number: {k: v for k, v in group.items() if k not in ("params", "param_names")}
                        for number, group in enumerate(groups)},
         }  # fmt: skip
 
-    def differences(self, saved: Any) -> tuple[list[str], list[str]]:
-        """Names that only the live groups, or only the saved groups, have. Raises StateMismatch for a regrouping."""
+    def differences(self, saved: Any) -> Differences:
+        """By the names and shapes of parameters. Raises StateMismatch for a regrouping."""
         try:
-            was, saved_groups = dict(saved["group_of"]), len(saved["groups"])
+            was, saved_groups, shapes = dict(saved["group_of"]), len(saved["groups"]), dict(saved["shapes"])
             saved["state"].keys()
         except (TypeError, KeyError, AttributeError, ValueError):
             raise StateMismatch(
                 "the saved state is not that of an OptimizerState (no groups of named parameters)"
             ) from None
-        at = self.state_dict()["group_of"]
+        live = self.state_dict()
+        at = live["group_of"]
         moved = sorted(name for name in at.keys() & was.keys() if at[name] != was[name])
         live_groups = len(self.optimizer.param_groups)
         if moved or live_groups != saved_groups:
@@ -165,7 +166,10 @@ class OptimizerState:
                 f"the optimizer has {live_groups} parameter groups, {saved_groups} were saved; parameters that moved: "
                 f"{shown or 'none'}{' ...' if len(moved) > 5 else ''}; rebuild the groups as they were at the save",
                 mismatched={n: (f"group {was[n]}", f"group {at[n]}") for n in moved})  # fmt: skip
-        return [n for n in at if n not in was], [n for n in was if n not in at]
+        reshaped = {n: (f"parameter {shapes[n]}", f"parameter {live['shapes'][n]}") for n in at
+                    if n in shapes and shapes[n] != live["shapes"][n]}  # fmt: skip
+        both = [n for n in at if n in was]
+        return Differences([n for n in at if n not in was], [n for n in was if n not in at], len(both), reshaped)
 
     def allocate(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Memory for a moment that the live optimizer does not have yet: laid out and placed like its parameter."""
@@ -274,17 +278,11 @@ class PlainState:
     def state_dict(self) -> Any:
         return self.value
 
-    def differences(self, saved: Any) -> tuple[list[str], list[str]]:
-        return _differences(saved, self.value)
+    def differences(self, saved: Any) -> Differences:
+        return differences(saved, self.value)
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.loaded = state_dict
-
-
-def _differences(saved: Any, live: Any) -> tuple[list[str], list[str]]:
-    """(names that only the live state has, names that only the checkpoint has), in their own order."""
-    held, wanted = dict.fromkeys(key_names(saved)), dict.fromkeys(key_names(live))
-    return [n for n in wanted if n not in held], [n for n in held if n not in wanted]
 
 
 def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:

@@ -74,8 +74,8 @@ class StateComponent:
     def __post_init__(self) -> None:
         if not isinstance(self.key, str) or not self.key or len(self.key.encode("utf-8", "replace")) > 80:
             raise InvalidState(f"component key {self.key!r} must be a text of 1 to 80 bytes", component=str(self.key))
-        if "/" in self.key or "\x00" in self.key:
-            raise InvalidState(f"component key {self.key!r} must not contain '/'", component=self.key)
+        if "/" in self.key or not self.key.isprintable():
+            raise InvalidState(f"component key {self.key!r} must be printable and without '/'", component=self.key)
         self.sharing_pattern = SharingPattern(self.sharing_pattern)
         self.validation_level = ValidationLevel(self.validation_level)
         grouped = self.sharing_pattern is SharingPattern.PER_GROUP

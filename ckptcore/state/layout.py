@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ __all__ = [
     "LocalPart",
     "Shard",
     "TensorBytes",
+    "copy_into",
     "dtype_name",
     "is_dtensor",
     "local_part",
@@ -60,6 +62,8 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
     if is_traceable_wrapper_subclass(tensor):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         return f"tensor subclass {kind} is not supported; store its inner tensors"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "an uninitialized parameter has no data; run the model once first"
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"a tensor of layout {tensor.layout} cannot be stored; convert it to dense or store its parts"
     if tensor.is_meta:
@@ -193,6 +197,24 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
     if plain.dtype == torch.complex128:
         plain = torch.view_as_real(plain)
     return plain.view(_WORDS[plain.element_size()])
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Give every item of `target` the value of `source`, whatever its memory looks like.
+
+    Items that share memory (expanded tensors) are written once; where their values differ, the last one stays.
+    """
+    target = target.detach()
+    if overlaps_itself(target):
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+        target, source = target[once], source[once]
+        for place in product(*(range(n) for n in target.shape)) if overlaps_itself(target) else ():
+            target[place] = source[place]  # sliding windows, item by item
+    if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
+        # As integers, which every dtype can be copied as.
+        target, source = words(target), words(source)
+    if not overlaps_itself(target):
+        target.copy_(source)
 
 
 class TensorBytes:

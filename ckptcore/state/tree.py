@@ -4,30 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import InvalidState, UnsupportedValue
-from ..format.values import TensorRef, encode, join_path, register_codec
-from .layout import LocalPart, Shard, dtype_name, local_part, same_view_key, why_not_storable
+from ..format.values import Numbered, TensorRef, encode, join_path, register_codec
+from .layout import LocalPart, Shard, dtype_name, is_dtensor, local_part, same_view_key, why_not_storable
 
-__all__ = ["Captured", "CapturedTensor", "capture", "key_names"]
+__all__ = ["Captured", "CapturedTensor", "Differences", "capture", "differences", "key_names"]
 
 # Larger arrays are stored like tensors: with chunk digests, and without a copy.
 INLINE_ARRAY_BYTES = 4096
 
-register_codec(torch.Size, list, torch.Size, name="torch.Size")
+register_codec(torch.Size, list, lambda payload: _size_of(payload), name="torch.Size")
 register_codec(torch.device, str, torch.device, name="torch.device")
 register_codec(torch.dtype, lambda d: str(d).removeprefix("torch."), lambda name: _dtype_of(name), name="torch.dtype")
 
 
+def _size_of(payload: Any) -> torch.Size:
+    if type(payload) is not list:
+        raise TypeError("a torch.Size is stored as a list")
+    return torch.Size(payload)
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
 def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    if name not in _DTYPES:
         raise ValueError(f"this torch has no dtype {name!r}")
-    return dtype
+    return _DTYPES[name]
 
 
 @dataclass(slots=True)
@@ -82,16 +90,18 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
         if tensor is None:
             return None
         name = join_path(path) if path else "value"
+        inner = tensor.tensor if isinstance(tensor, Shard) else tensor
+        why = None if is_dtensor(inner) else why_not_storable(inner)
         try:
-            part = local_part(tensor)
+            part = local_part(tensor) if why is None else None
         except InvalidState as error:
             raise InvalidState(f"component {key!r}, key {name!r}: {error.message}", component=key, key=name) from None
-        if part.layout is not None and not sharded:
+        if part is not None and part.layout is not None and not sharded:
             raise InvalidState(
                 f"component {key!r}, key {name!r} is a slice of a tensor ({type(value).__name__}); declare the component SHARDED",
                 component=key, key=name)  # fmt: skip
-        why = why_not_storable(part.tensor)
-        if why is not None:
+        why = why or (why_not_storable(part.tensor) if part is not None else None)
+        if why is not None or part is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise UnsupportedValue(f"component {key!r}, key {name!r}: {why}", component=key, key=name, type_name=kind)
         # A leaf seen before is an alias even where its part here is empty, so that all ranks see the same aliases.
@@ -111,9 +121,11 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
         for captured, path in zip(tensors, paths, strict=True):
             captured.stored_name = path[0].encode("utf-8", "backslashreplace").decode()
     names: set[str] = set()
+    stored = {captured.stored_name for captured in tensors}
     for captured in tensors:
-        if captured.stored_name == "__metadata__":
-            captured.stored_name = "__metadata__~2"  # the one name that a safetensors file cannot hold
+        if captured.stored_name == "__metadata__":  # the one name that a safetensors file cannot hold
+            while captured.stored_name in stored:
+                captured.stored_name += "~2"
         if captured.name in names:
             raise InvalidState(
                 f"component {key!r}: two tensors are named {captured.name!r}; rename one of the keys",
@@ -134,10 +146,28 @@ def _array_as_tensor(value: Any) -> torch.Tensor | None:
         return None  # a dtype or byte order that torch lacks
 
 
+class Differences(NamedTuple):
+    """Names that only the live state has, names that only the checkpoint has, how many both have; and names whose
+    (saved, live) forms do not fit together."""
+
+    missing: list[str]
+    unexpected: list[str]
+    matched: int
+    mismatched: dict[str, tuple[str, str]]
+
+
+def differences(saved: Any, live: Any) -> Differences:
+    """By the names of their leaves, in their own order."""
+    held, wanted = dict.fromkeys(key_names(saved)), dict.fromkeys(key_names(live))
+    missing = [n for n in wanted if n not in held]
+    return Differences(missing, [n for n in held if n not in wanted], len(wanted) - len(missing), {})
+
+
 def key_names(state: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
     """Names of all leaves of nested dicts; lists and everything else count as leaves."""
     if isinstance(state, Mapping) and (state or not path):
         for key, item in state.items():
-            yield from key_names(item, (*path, key))
+            # 0 and "0" are different keys, though tensors below them have the same name in a file.
+            yield from key_names(item, (*path, key if isinstance(key, str) else Numbered(key)))
     else:
         yield join_path(path) if path else "value"

@@ -44,7 +44,11 @@ class LocalStorage(Storage):
                 fd = os.open(self._full(path), flags)
         except StorageError as error:
             if error.errno == errno.ELOOP:
-                raise UnsafePath(f"{self.at(path)} is a symbolic link; refused", file=path, kind="format") from None
+                raise UnsafePath(
+                    f"{self.at(path)} is a symbolic link; refused", file=path.rpartition("/")[2], kind="format"
+                ) from None
+            if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+                raise StorageError(f"{self.at(path)} is not a regular file", path=path, errno=errno.EINVAL) from None
             raise
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
@@ -54,10 +58,13 @@ class LocalStorage(Storage):
         return _Reader(self, path, fd, info.st_size)
 
     def list(self, path: str = "") -> list[Entry]:
+        # The root may be a link; a folder in it that is one lies elsewhere and is not ours to list or to delete.
+        if path and os.path.islink(self._full(path)):
+            raise StorageError(f"{self.at(path)} is a symbolic link; refused", path=path, errno=errno.ENOTDIR)
         with translated(self, path, "listing the folder"), os.scandir(self._full(path)) as found:
             entries = []
             for item in found:
-                folder = item.is_dir()
+                folder = item.is_dir(follow_symlinks=False)
                 try:
                     size = None if folder else item.stat(follow_symlinks=False).st_size
                 except FileNotFoundError:
@@ -83,6 +90,8 @@ class LocalStorage(Storage):
 
     def rename(self, source: str, target: str) -> None:
         with translated(self, target, f"renaming {source}"):
+            if os.path.isdir(self._full(source)) and os.path.isdir(self._full(target)):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))  # POSIX replaces an empty folder
             os.rename(self._full(source), self._full(target))
 
     def remove(self, path: str) -> None:

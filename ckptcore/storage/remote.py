@@ -74,7 +74,9 @@ class FsspecStorage(Storage):
 
     def rename(self, source: str, target: str) -> None:
         with _translated(self, target, f"renaming {source}"):
-            self.fs.mv(self._full(source), self._full(target))
+            # Not mv: it takes [, * and ? in names for patterns.
+            self.fs.cp_file(self._full(source), self._full(target))
+            self.fs.rm_file(self._full(source))
 
     def remove(self, path: str) -> None:
         with _translated(self, path, "removing the object"):
@@ -114,6 +116,11 @@ class _Writer(FileWriter):
                 self.handle.closed = True
         except (OSError, AttributeError, ValueError):
             pass  # the failure that led here is the one to report
+        try:
+            # Some filesystems (memory) show an object from its creation on, whatever they were asked.
+            self.storage.remove(self.path)
+        except OSError:
+            pass
 
 
 class _Reader(FileReader):

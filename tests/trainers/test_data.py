@@ -49,7 +49,7 @@ def test_an_epoch_holds_every_sample_once(loader: ResumableLoader, epoch: int) -
     seen = [index for batch in batches for index in batch]
     whole = len(loader) * loader.batch_size if loader.drop_last else len(loader.dataset)
     assert seen == loader.order(epoch)[:whole].tolist()
-    assert (loader.epoch, loader.batch) == (epoch + 1, 0)
+    assert (loader.epoch, loader.position) == (epoch + 1, 0)
 
 
 @given(loaders, st.integers(0, 40), st.integers(1, 40))
@@ -66,7 +66,7 @@ def test_stopping_anywhere_changes_nothing(loader: ResumableLoader, before: int,
 def test_at_an_epoch_boundary_the_position_is_the_start_of_the_next(loader: ResumableLoader, epochs: int) -> None:
     take(loader, epochs * len(loader))
     state = loader.state_dict()
-    assert (state["epoch"], state["batch"]) == (epochs, 0)
+    assert (state["epoch"], state["position"]) == (epochs, 0)
     assert loader.left_in_epoch == len(loader)
 
 
@@ -85,6 +85,55 @@ def test_order_is_the_same_for_good() -> None:
     loader = ResumableLoader(Numbers(10), 1, seed=7)
     assert loader.order(0).tolist() == [8, 4, 3, 6, 2, 1, 0, 5, 9, 7]
     assert loader.order(1).tolist() == [7, 9, 6, 1, 4, 8, 3, 2, 5, 0]
+
+
+def ranks_of(loader: ResumableLoader, world_size: int) -> list[ResumableLoader]:
+    data, batch, seed = loader.dataset, loader.batch_size, loader.seed
+    return [ResumableLoader(data, batch, seed, rank=rank, world_size=world_size) for rank in range(world_size)]
+
+
+@given(loaders, st.integers(1, 8))
+def test_ranks_share_an_epoch_and_end_it_together(loader: ResumableLoader, world_size: int) -> None:
+    ranks = ranks_of(loader, world_size)
+    count = len(ranks[0])
+    sizes = [rank.next_sizes(count) for rank in ranks]
+    seen: list[list[int]] = [[] for _ in ranks]
+    for number in range(count):
+        for rank, own, size in zip(ranks, seen, sizes, strict=True):
+            (batch,) = take(rank, 1)
+            assert len(batch) == max(size[number][0], 1)
+            own += batch[: size[number][0]]
+        assert len({tuple(rank.state_dict().items())[:2] for rank in ranks}) == 1
+        assert sum(size[number][0] for size in sizes) == sizes[0][number][1]
+        own_sizes = [size[number][0] for size in sizes]
+        assert max(own_sizes) - min(own_sizes) <= 1 and max(own_sizes) <= loader.batch_size
+    assert sorted(i for own in seen for i in own) == list(range(len(loader.dataset)))  # disjoint, and all of them
+    assert all((rank.epoch, rank.position) == (1, 0) for rank in ranks)
+
+
+@given(loaders, st.integers(1, 5), st.integers(1, 5), st.integers(0, 12))
+def test_a_position_means_the_same_for_any_number_of_ranks(
+    loader: ResumableLoader, before: int, after: int, batches: int
+) -> None:
+    old, new = ranks_of(loader, before), ranks_of(loader, after)
+    take(old[0], batches)
+    epoch, position = old[0].epoch, old[0].position
+    for rank in new:
+        rank.load_state_dict(old[0].state_dict())
+    rest: list[int] = []
+    while new[0].epoch == epoch:
+        for rank in new:
+            ((own, _),) = rank.next_sizes(1)
+            rest += take(rank, 1)[0][:own]
+    assert sorted(rest) == sorted(loader.order(epoch)[position:])
+
+
+def test_a_position_in_what_another_number_of_ranks_drops_is_the_next_epoch() -> None:
+    old = ResumableLoader(Numbers(10), 1, 0, drop_last=True, rank=0, world_size=3)
+    take(old, 2)
+    new = ResumableLoader(Numbers(10), 1, 0, drop_last=True, rank=0, world_size=5)
+    new.load_state_dict(old.state_dict())
+    assert (old.epoch, old.position, new.epoch, new.position) == (0, 6, 1, 0)
 
 
 @settings(max_examples=20)

@@ -82,8 +82,8 @@ def reference(make_args: MakeArgs, tmp_path: Path) -> Path:
 # 7 batches to an epoch, 2 to a step: 4 steps to an epoch, the last of them of 1 batch. With save_steps=4 a
 # run goes on from exactly the end of an epoch; with 5 from the middle of one; 3 is in the last, short step.
 @pytest.mark.parametrize(
-    ("save_steps", "stops", "epoch_and_batch"),
-    [(4, [9], (2, 0)), (5, [6], (1, 2)), (5, [14, 19], (3, 6)), (3, [3, 4], (0, 6)), (4, [3], (0, 0))],
+    ("save_steps", "stops", "epoch_and_position"),
+    [(4, [9], (2, 0)), (5, [6], (1, 8)), (5, [14, 19], (3, 24)), (3, [3, 4], (0, 24)), (4, [3], (0, 0))],
 )
 def test_resuming_is_exact_wherever_the_run_stopped(
     make_args: MakeArgs,
@@ -91,7 +91,7 @@ def test_resuming_is_exact_wherever_the_run_stopped(
     tmp_path: Path,
     save_steps: int,
     stops: list[int],
-    epoch_and_batch: tuple[int, int],
+    epoch_and_position: tuple[int, int],
 ) -> None:
     args = make_args("stopped", save_steps=save_steps)
     for stop in stops:
@@ -99,10 +99,10 @@ def test_resuming_is_exact_wherever_the_run_stopped(
     trainer = Trainer(args)
     position: list[tuple[int, int]] = []
     step = trainer.training_step
-    trainer.training_step = lambda: (position.append((trainer.loader.epoch, trainer.loader.batch)), step())[1]  # type: ignore[method-assign]
+    trainer.training_step = lambda: (position.append((trainer.loader.epoch, trainer.loader.position)), step())[1]  # type: ignore[method-assign]
     result = trainer.train()
     restored = stops[-1] // save_steps * save_steps
-    assert position[0] == epoch_and_batch
+    assert position[0] == epoch_and_position
     assert result.resumed_from == (restored or None)
     assert (result.global_step, result.steps_run) == (20, 20 - restored)
     assert_same_run(reference, tmp_path / "stopped", 20)
@@ -166,7 +166,7 @@ def test_accumulation_is_the_mean_over_all_samples_of_a_step(make_args: MakeArgs
     loss, norm = trainer.training_step()
     assert len(batches) % 4 != 0 and norm is None
     assert loss == pytest.approx(expected, rel=1e-5)
-    assert (trainer.loader.epoch, trainer.loader.batch) == (1, 0)
+    assert (trainer.loader.epoch, trainer.loader.position) == (1, 0)
 
 
 def test_evaluation_leaves_no_trace_in_the_training(make_args: MakeArgs, reference: Path, tmp_path: Path) -> None:

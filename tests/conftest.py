@@ -1,0 +1,79 @@
+"""What all tests share: one thread, quick property tests, and a comparison to the last bit."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from datetime import datetime, time
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+settings.register_profile(
+    "ckptcore",
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("ckptcore")
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype == torch.complex128:
+        plain = torch.view_as_real(plain)
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    return plain.view(words).contiguous().numpy().tobytes()
+
+
+def _assert_same(found: Any, expected: Any, at: str = "value") -> None:
+    assert type(found) is type(expected), f"{at}: {type(found)} instead of {type(expected)}"
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), at
+        assert _bits(found) == _bits(expected), at
+    elif isinstance(expected, np.ndarray | np.generic):
+        assert (found.dtype.str, found.shape) == (expected.dtype.str, expected.shape), at
+        assert found.tobytes() == expected.tobytes(), at
+    elif isinstance(expected, float | complex):
+        assert np.complex128(found).tobytes() == np.complex128(expected).tobytes(), f"{at}: {found} is not {expected}"
+    elif isinstance(expected, dict):
+        assert len(found) == len(expected), at
+        for number, (mine, theirs) in enumerate(zip(found.items(), expected.items(), strict=True)):
+            _assert_same(mine[0], theirs[0], f"{at}, key {number}")
+            _assert_same(mine[1], theirs[1], f"{at}[{theirs[0]!r}]")
+    elif isinstance(expected, list | tuple | deque):
+        assert len(found) == len(expected), at
+        assert getattr(found, "maxlen", None) == getattr(expected, "maxlen", None), at
+        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            _assert_same(mine, theirs, f"{at}[{number}]")
+    elif isinstance(expected, set | frozenset):
+        assert len(found) == len(expected), at
+        for mine, theirs in zip(sorted(found, key=_order), sorted(expected, key=_order), strict=True):
+            _assert_same(mine, theirs, at)
+    elif isinstance(expected, Decimal):
+        assert found.as_tuple() == expected.as_tuple(), at
+    else:
+        assert found == expected, at
+        if isinstance(expected, datetime | time):
+            assert (found.tzinfo, found.fold) == (expected.tzinfo, expected.fold), at
+
+
+def _order(item: Any) -> tuple[str, str]:
+    return type(item).__name__, repr(sorted(map(repr, item))) if isinstance(item, frozenset) else repr(item)
+
+
+@pytest.fixture(scope="session")
+def same() -> Callable[..., None]:
+    """same(found, expected): fails unless types, order and every bit are equal, at any depth."""
+    return _assert_same
+
+
+@pytest.fixture(scope="session")
+def bits() -> Callable[[torch.Tensor], bytes]:
+    """The bytes of a tensor's items in C order."""
+    return _bits

@@ -1,0 +1,303 @@
+"""Replicas are compared before anything is written: each level against planted differences, and never for nothing."""
+
+import math
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from ckptcore import (
+    CheckpointManager,
+    OptimizerState,
+    ReplicationMismatch,
+    SharingPattern,
+    StateComponent,
+    ValidationLevel,
+)
+
+LEVELS = ["NONE", "QUICK", "TENSOR", "FULL"]
+
+
+def nan(payload):
+    return struct.unpack(">d", struct.pack(">Q", 0x7FF8000000000000 | payload))[0]
+
+
+def last_of(dtype, wrong, size=70_000):
+    x = torch.ones(size).to(dtype)
+    if wrong:
+        x[-1] = 2
+    return {"deep": {"x": x}, "y": torch.zeros(3)}
+
+
+def adamw(wrong):
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    if wrong:
+        optimizer.state[model.weight]["exp_avg_sq"][1, 2] += 1e-6
+    return OptimizerState(optimizer, model)
+
+
+# name -> (state of a rank, key that must be named)
+PLANTED = {
+    "last element of bf16": (lambda wrong: last_of(torch.bfloat16, wrong), "deep/x"),
+    "last element of fp8": (lambda wrong: last_of(torch.float8_e4m3fn, wrong), "deep/x"),
+    "last element of fp8 e5m2": (lambda wrong: last_of(torch.float8_e5m2, wrong), "deep/x"),
+    "last of bool": (lambda wrong: {"m": torch.tensor([True] * 9 + [not wrong])}, "m"),
+    "last of complex128": (lambda wrong: {"c": torch.tensor([1j] * 9 + [2j if wrong else 1j], dtype=torch.complex128)}, "c"),
+    "python int three levels deep": (lambda wrong: {"a": {"b": [{"c": 7 + wrong}]}, "x": torch.zeros(2)}, "a/b/0/c"),
+    "int and bool": (lambda wrong: {"flag": True if wrong else 1}, "flag"),
+    "float and int": (lambda wrong: {"lr": 1.0 if wrong else 1}, "lr"),
+    "negative zero in a tensor": (lambda wrong: {"z": torch.tensor([1.0, -0.0 if wrong else 0.0])}, "z"),
+    "negative zero as a float": (lambda wrong: {"s": {"z": -0.0 if wrong else 0.0}}, "s/z"),
+    "nan payload in a tensor": (
+        lambda wrong: {"n": torch.tensor([0x7FC00000 + wrong], dtype=torch.int32).view(torch.float32)}, "n",
+    ),
+    "nan payload as a float": (lambda wrong: {"n": nan(1 + wrong)}, "n"),
+    "one missing key": (lambda wrong: {"x": torch.zeros(2), **({} if wrong else {"y": torch.ones(2)})}, "y"),
+    "one missing value": (lambda wrong: {"x": torch.zeros(2), **({} if wrong else {"n": 1})}, "n"),
+    "another shape": (lambda wrong: {"x": torch.zeros((2, 3) if wrong else (3, 2))}, "x"),
+    "another dtype": (lambda wrong: {"x": torch.zeros(2, dtype=torch.int32 if wrong else torch.float32)}, "x"),
+    "adamw moments": (adamw, "state/weight/exp_avg_sq"),
+    "numpy array": (lambda wrong: {"np": np.append(np.zeros(2000), float(wrong))}, "np"),
+    "0-d counter": (lambda wrong: {"step": torch.tensor(5 + wrong)}, "step"),
+    "strided view": (lambda wrong: {"t": torch.arange(12.0).reshape(3, 4).t() + wrong}, "t"),
+}  # fmt: skip
+
+
+def saving(tmp_path, errors_of, size, component_of, groups=None, deadline=60):
+    def program(comm):
+        with CheckpointManager(tmp_path, comm=comm, process_groups=groups) as ckpt:
+            return ckpt.save(1, [component_of(comm.rank)])
+
+    return errors_of(size, program, deadline=deadline)
+
+
+def replicated(state, level, **more):
+    return StateComponent("m", state, SharingPattern.REPLICATED, validation_level=ValidationLevel(level), **more)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", list(PLANTED))
+def test_planted_difference(tmp_path, name, level, size, errors_of, on_all):
+    make, key = PLANTED[name]
+    wrong = size - 1
+    results = saving(tmp_path, errors_of, size, lambda rank: replicated(make(rank == wrong), level))
+    if level == "NONE":
+        assert [result.status for result in results] == ["committed"] * size
+        return
+    error = on_all(results, ReplicationMismatch)
+    assert (error.component, error.keys, error.ranks) == ("m", [key], [wrong])
+    assert repr(key) in str(error) and f"rank {wrong}" in str(error) and "REPLICATED" in str(error)
+    assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("level", ["TENSOR", "FULL"])
+def test_any_byte_counts(tmp_path, level, errors_of, on_all):
+    def state(rank):
+        x = torch.zeros(3 << 20, dtype=torch.uint8)
+        x[1_234_567] = rank
+        return {"x": x}
+
+    error = on_all(saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), level)), ReplicationMismatch)
+    assert error.keys == ["x"]
+    if level == "FULL":
+        assert error.details["x"]["first index"] == 1_234_567
+
+
+def test_default_level_is_quick_for_replicas_and_none_for_one_truth():
+    def level(pattern, group=None, **more):
+        return StateComponent("m", {}, SharingPattern(pattern), group, **more).validated
+
+    assert level("REPLICATED") is ValidationLevel.QUICK
+    assert level("PER_GROUP", "dp") is ValidationLevel.QUICK
+    assert {level("GLOBAL"), level("PER_NODE"), level("PER_RANK")} == {ValidationLevel.NONE}
+    assert level("GLOBAL", validate_replication=True) is ValidationLevel.QUICK
+    assert level("REPLICATED", validate_replication=False) is ValidationLevel.NONE
+
+
+@pytest.mark.parametrize(("pattern", "wrong"), [("GLOBAL", [1, 2, 3]), ("PER_NODE", [1, 3])])
+def test_one_truth_is_compared_when_asked(tmp_path, pattern, wrong, on_all, errors_of):
+    def program(comm):
+        own = StateComponent("m", {"x": torch.tensor([comm.rank])}, SharingPattern(pattern), validate_replication=True)
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            return ckpt.save(1, [own])
+
+    error = on_all(errors_of(4, program, nodes=[[0, 1], [2, 3]]), ReplicationMismatch)
+    assert error.keys == ["x"]
+    # For nodes, the first copy that differs is enough to say so.
+    assert set(error.ranks) <= set(wrong) and error.ranks
+
+
+def test_difference_inside_one_group_is_known_everywhere(tmp_path, errors_of, on_all):
+    groups = {"dp": [[0, 1], [2, 3]]}
+
+    def own(rank):
+        return StateComponent("m", {"x": torch.tensor([1.0 if rank == 3 else 0.0])}, SharingPattern.PER_GROUP, "dp")
+
+    error = on_all(saving(tmp_path, errors_of, 4, own, groups), ReplicationMismatch)
+    assert (error.component, error.keys, error.ranks) == ("m", ["x"], [3])
+
+
+@pytest.mark.parametrize("named", ["pp", "tp"])
+@pytest.mark.parametrize("names", ["local", "global"])
+def test_the_wrong_group_is_caught_with_a_hint(tmp_path, named, names, errors_of, on_all):
+    """(dp=2, pp=2, tp=2): stage weights are shared over dp; the pipeline or tensor group is what people name."""
+    mesh = torch.arange(8).view(2, 2, 2)
+    groups = {
+        "dp": mesh.permute(1, 2, 0).reshape(-1, 2).tolist(),
+        "pp": mesh.permute(0, 2, 1).reshape(-1, 2).tolist(),
+        "tp": mesh.reshape(-1, 2).tolist(),
+    }
+
+    def own(rank, group):
+        _, pp, tp = (mesh == rank).nonzero()[0].tolist()
+        key = f"layers.{pp if names == 'global' else 0}.weight"
+        return StateComponent("stage", {key: torch.full((4,), 10.0 * pp + tp)}, SharingPattern.PER_GROUP, group)
+
+    error = on_all(saving(tmp_path, errors_of, 8, lambda rank: own(rank, named), groups), ReplicationMismatch)
+    assert error.component == "stage" and error.keys[0].startswith("layers.")
+    assert repr(named) in str(error) and "across which the state is the same" in str(error)
+    assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
+    assert [r.status for r in saving(tmp_path, errors_of, 8, lambda rank: own(rank, "dp"), groups)] == ["committed"] * 8
+
+
+def test_numbers_of_full(tmp_path, errors_of, on_all):
+    """Three of many elements differ, two of them beyond the first chunk of 4 MiB."""
+
+    def state(rank):
+        big = torch.zeros(1_500_000)
+        small = torch.ones(4, dtype=torch.bfloat16)
+        if rank == 1:
+            big[1_048_576] = -0.25
+            big[1_200_000], big[1_499_999] = 3.0, math.nan
+            small[2] = 1.5
+        return {"big": big, "same": torch.ones(2), "small": small}
+
+    error = on_all(saving(tmp_path, errors_of, 3, lambda rank: replicated(state(rank), "FULL")), ReplicationMismatch)
+    assert (error.keys, error.ranks) == (["big", "small"], [1])
+    big = {"differing": 3, "first index": 1_048_576, "largest difference": 3.0, "beyond tolerance": 3}
+    small = {"differing": 1, "first index": 2, "largest difference": 0.5, "beyond tolerance": 1}
+    assert error.details == {"big": big, "small": small}
+    assert "1048576" in str(error)
+
+
+def test_several_ranks_and_many_keys_are_listed(tmp_path, errors_of, on_all):
+    def state(rank):
+        return {f"k{n:02d}": torch.full((2,), float(rank if n % 2 else 0)) for n in range(60)}
+
+    error = on_all(saving(tmp_path, errors_of, 4, lambda rank: replicated(state(rank), "QUICK")), ReplicationMismatch)
+    assert error.ranks == [1, 2, 3]
+    assert error.keys[:2] == ["k01", "k03"] and len(error.keys) >= 20
+    assert "and 25 more" in str(error)
+
+
+@pytest.mark.parametrize(("atol", "rtol"), [(1e-3, 0.0), (0.0, 1e-2)])
+@pytest.mark.parametrize("count", [1, 12])
+def test_tolerance_relaxes_full(tmp_path, atol, rtol, count, errors_of):
+    def state(rank):
+        return {f"x{n}": torch.full((5,), 1.0 + rank * 1e-4) for n in range(count)}
+
+    results = saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), "FULL", atol=atol, rtol=rtol))
+    assert [getattr(result, "status", result) for result in results] == ["committed"] * 2
+
+
+@pytest.mark.parametrize(
+    ("level", "state"),
+    [
+        ("TENSOR", lambda rank: {"x": torch.tensor([1.0 + rank * 1e-4])}),
+        ("QUICK", lambda rank: {"x": torch.tensor([1.0 + rank * 1e-4])}),
+        ("FULL", lambda rank: {"x": torch.tensor([1.0 + rank])}),
+        ("FULL", lambda rank: {"x": torch.tensor([1.0, math.nan if rank else 1.0])}),
+        ("FULL", lambda rank: {"n": 1.0 + rank * 1e-4}),
+        ("FULL", lambda rank: {"x": torch.tensor([1.0 + rank * 1e-4]), "n": rank}),
+        ("FULL", lambda rank: {"x": torch.tensor([1.0 + rank * 1e-4]), "l": (1,) if rank else [1]}),
+        ("FULL", lambda rank: {"x": torch.tensor([1.0 + rank * 1e-4]), "d": {} if rank else []}),
+    ],
+)
+def test_tolerance_relaxes_nothing_else(tmp_path, level, state, errors_of, on_all):
+    results = saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), level, atol=1e-2))
+    on_all(results, ReplicationMismatch)
+
+
+def shuffled(rank, size=17):
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(rank)).tolist()
+    return {f"key{n}": (torch.full((3,), float(n)) if n % 2 else n) for n in order}
+
+
+EQUAL = {
+    "nan": lambda rank: {"x": torch.tensor([math.nan, 1.0]), "y": math.nan, "z": nan(5)},
+    "keys in another order": shuffled,
+    "nested keys in another order": lambda rank: {"a": {"b": shuffled(rank)}},
+    "sets": lambda rank: {"s": set("abcdef"[:: (-1) ** rank]), "f": frozenset(range(rank, rank - 9, -1) or [0]) and {1}},
+    "strides": lambda rank: {"t": torch.arange(12.0).reshape(3, 4).t().contiguous() if rank else torch.arange(12.0).reshape(3, 4).t()},
+    "views of something larger": lambda rank: {"v": torch.zeros(100)[rank * 5 : rank * 5 + 5]},
+    "empty": lambda rank: {"e": torch.zeros(0, 4), "d": {}, "l": [], "t": (), "n": None},
+    "adamw": lambda rank: adamw(False),
+    "requires grad": lambda rank: {"p": torch.nn.Parameter(torch.ones(2)) if rank else torch.ones(2)},
+    "fp8": lambda rank: {"q": torch.ones(70_000).to(torch.float8_e4m3fn)},
+    "half of a conjugate": lambda rank: {"c": torch.tensor([1 + 2j]).conj() if rank else torch.tensor([1 - 2j])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", list(EQUAL))
+def test_equal_content_never_raises(tmp_path, name, level, errors_of, same, split_everything):
+    def program(comm):
+        state = EQUAL[name](comm.rank)
+        live = EQUAL[name](comm.rank)
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(1, [replicated(state, level)])
+            if isinstance(live, dict):
+                for tensor in [t for t in live.values() if isinstance(t, torch.Tensor)]:
+                    with torch.no_grad():
+                        tensor.zero_()
+                values = ckpt.load([replicated(live, level)]).values["m"]
+                same(by_key(values), by_key(EQUAL[name](comm.rank)))
+        return "saved"
+
+    assert errors_of(3, program) == ["saved"] * 3
+
+
+def by_key(value):
+    if isinstance(value, dict):
+        return {key: by_key(value[key]) for key in sorted(value)}
+    return value.detach().clone().contiguous().resolve_conj() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float4_e2m1fn_x2", "float8_e8m0fnu", "uint16", "uint32", "uint64", "complex32", "float8_e4m3fnuz"]
+)
+def test_full_knows_every_dtype(tmp_path, dtype, errors_of, on_all):
+    def state(rank):
+        raw = torch.full((64,), 0x38, dtype=torch.uint8)
+        raw[-1] += rank
+        return {"x": raw.view(getattr(torch, dtype))}
+
+    error = on_all(saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), "FULL")), ReplicationMismatch)
+    assert error.keys == ["x"] and error.details["x"]["differing"] == 1
+
+
+def test_memory_of_full_is_bounded(tmp_path, errors_of, on_all):
+    """96 MiB that differ in every element are compared in a few chunks of 4 MiB."""
+
+    def state(rank):
+        return {"x": torch.full((24 << 20,), float(rank))}
+
+    states = [state(0), state(1)]
+    tracemalloc.start()
+    try:
+        results = saving(tmp_path, errors_of, 2, lambda rank: replicated(states[rank], "FULL"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    error = on_all(results, ReplicationMismatch)
+    assert error.details["x"]["differing"] == 24 << 20
+    assert peak < 64 << 20
