@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ from .loading.join import join_load
 from .ranks.communicator import Communicator
 from .ranks.replication import validate
 from .ranks.sharding import ShardedState, agree_layouts, validate_shards
-from .ranks.store import default_communicator
+from .ranks.store import shared_communicator
 from .root import Attempt, CheckpointInfo, mark_attempt, remove_attempt, remove_checkpoint_folder, scan
 from .saving.commit import Receipt, Share, check_place, discard, files_and_components, publish, write_share
 from .saving.join import JoinedSave, SaveRequest, join_save
@@ -51,7 +52,7 @@ class CheckpointCoordinator:
         io_threads: int | None = None,
         writers: Literal["split", "lowest"] = "split",
     ) -> None:
-        self.comm = comm or default_communicator()
+        self.comm = comm or shared_communicator()
         self.components: list[StateComponent] = as_components(state_components, self.comm.world_size)
         if process_groups is None and isinstance(state_components, StatefulProvider):
             process_groups = state_components.get_process_groups()
@@ -103,17 +104,23 @@ class CheckpointCoordinator:
         slices = {c.key: captured[c.key] for c in self.components if c.sharded}
         sharded = agree_layouts(comm, slices, spread=self.writers == "split")
         validate_shards(comm, self.components, captured, sharded)
-        with clock.phase("plan"):
-            shares = self._shares(joined, captured, sharded)
         folder = f"{name}.partial-{joined.attempt}" if storage.atomic_rename else name
+        shares: list[Share] = []
+        published = False
         with Attempt.parse(joined.attempt).in_flight():
-            needed = sum(p.size for s in shares for p in s.files)
 
-            def make_way(_: Any) -> None:
-                with _needing(needed):
+            def plan() -> list[str]:
+                with clock.phase("plan"):
+                    shares.extend(self._shares(joined, captured, sharded))
+                return [plan.name for share in shares for plan in share.files if plan.writer == comm.rank]
+
+            def make_way(names: list[list[str]]) -> None:
+                _check_distinct([name for own in names for name in own])
+                with _needing(sum(p.size for s in shares for p in s.files)):
                     self._make_way(storage, name, folder, joined.attempt, request)
 
-            comm.together("make way", _nothing, make_way)
+            comm.together("plan", plan, make_way)
+            needed = sum(p.size for s in shares for p in s.files)
 
             def write() -> dict[str, Any]:
                 with clock.phase("write"), _needing(needed):
@@ -123,12 +130,14 @@ class CheckpointCoordinator:
                 manifest = self._manifest(request, joined, [Receipt.of(r) for r in receipts], sharded, clock)
                 with _needing(needed):
                     publish(storage, joined.attempt, folder, name, manifest, request.overwrite)
+                nonlocal published
+                published = True
                 return manifest.encode()
 
             try:
                 encoded = comm.together("write", write, commit)
             except BaseException:
-                if comm.rank == 0:  # the others have finished writing, or are lost
+                if comm.rank == 0 and not published:  # the others have finished writing, or are lost
                     discard(storage, folder)
                 raise
         manifest = CheckpointManifest.decode(encoded, storage.at(name))
@@ -164,11 +173,7 @@ class CheckpointCoordinator:
         self, joined: JoinedSave, captured: Mapping[str, Captured], sharded: Mapping[str, ShardedState]
     ) -> list[Share]:
         found = [self._share(c, joined.copies[c.key], captured, sharded.get(c.key)) for c in self.components]
-        shares = [share for share in found if share is not None]
-        names = [plan.name for share in shares for plan in share.files]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise InvalidState(f"two components would be stored as {twice[0]}; rename one of them")
-        return shares
+        return [share for share in found if share is not None]
 
     def _share(
         self,
@@ -296,6 +301,12 @@ class _Clock:
 
 def default_io_threads() -> int:
     return min(8, max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
+
+
+def _check_distinct(names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise InvalidState(f"two components would both be stored as {twice}; rename one of them")
 
 
 def _sharded_share(key: str, rank: int, captured: Captured, merged: ShardedState) -> Share:

@@ -8,7 +8,7 @@ import operator
 import os
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from .errors import (
     CheckpointWarning,
     InvalidState,
     NoUsableCheckpoint,
+    RanksDisagree,
     StorageError,
     UnsupportedVersion,
 )
@@ -112,16 +113,24 @@ class CheckpointManager:
         metrics: numbers measured at this step (0-d tensors are fine). metadata: anything that JSON holds.
         Raises CheckpointExists, UnsupportedValue, InvalidState, StorageError, NoSpace; earlier checkpoints stay.
         """
-        step = _checked_step(step)
-        name = checkpoint_name(step)
-        request = SaveRequest(
-            step, self.run_id, _numbers(metrics or {}), dict(metadata or {}), training_args_hash,
-            overwrite or name in self._found_damaged,
-        )  # fmt: skip
-        info = self._coordinator(state).save(self.storage, name, request)
-        self._found_damaged.discard(name)
+        requests: list[SaveRequest] = []
+
+        def request() -> str:
+            number = _checked_step(step)
+            replaces = overwrite or checkpoint_name(number) in self._found_damaged
+            requests.append(
+                SaveRequest(
+                    number, self.run_id, _numbers(metrics or {}), dict(metadata or {}), training_args_hash, replaces
+                )
+            )
+            return f"save of step {number}"
+
+        coordinator, _ = self._call(state, request, lambda: None)
+        info = coordinator.save(self.storage, checkpoint_name(requests[0].step), requests[0])
+        self._found_damaged.discard(info.name)
         self._run_id = info.run_id
         if self.comm.rank == 0:
+            self.comm.stay()
             self._clean_up(info)
         return info
 
@@ -138,12 +147,16 @@ class CheckpointManager:
 
         Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch, StorageError.
         """
-        coordinator = self._coordinator(state)
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         how["broadcast"] = self.load_broadcast
-        if isinstance(step, str | os.PathLike) and step != "latest":
-            return coordinator.load(open_storage(step, self.storage_options), "", **how)
-        name = self.comm.together("find", lambda: None, lambda _: self._find(step).name, joining=True)
+        elsewhere = isinstance(step, str | os.PathLike) and step != "latest"
+        coordinator, name = self._call(
+            state,
+            lambda: f"load of {step}",
+            lambda: "" if elsewhere else self._find(step).name,  # type: ignore[arg-type]
+        )
+        if elsewhere:
+            return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
         report = coordinator.load(self.storage, name, **how)
         self._adopt(report)
         return report
@@ -171,11 +184,9 @@ class CheckpointManager:
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
         # of what was read by then, live state is touched only after everything was verified.
         how["transactional"] = transactional or fresh_ok or not strict
-        coordinator = self._coordinator(state)
+        coordinator, candidates = self._call(state, lambda: "restore", self._candidates)
         skipped: dict[str, str] = {}
-        for name, status, reason in self.comm.together(
-            "find", lambda: None, lambda _: self._candidates(), joining=True
-        ):
+        for name, status, reason in candidates:
             if status == "committed":
                 try:
                     report = coordinator.load(self.storage, name, **how)
@@ -218,10 +229,33 @@ class CheckpointManager:
         """Remove the checkpoint of `step`. Raises CheckpointNotFound, StorageError."""
         delete_checkpoint(self.storage, self._find(step).name)
 
-    def _coordinator(self, state: Any) -> CheckpointCoordinator:
-        return CheckpointCoordinator(
-            state, self.process_groups, comm=self.comm, io_threads=self.io_threads, writers=self.writers
-        )
+    def _call(
+        self, state: Any, what: Callable[[], str], decide: Callable[[], Any]
+    ) -> tuple[CheckpointCoordinator, Any]:
+        """Meet the other ranks, which must make the same call; rank 0 decides what they need to know first.
+
+        A state or an argument that one rank cannot make sense of fails here, on all ranks.
+        """
+        made: list[CheckpointCoordinator] = []
+
+        def local() -> str:
+            made.append(
+                CheckpointCoordinator(
+                    state, self.process_groups, comm=self.comm, io_threads=self.io_threads, writers=self.writers
+                )
+            )
+            return what()
+
+        def agree(calls: list[str]) -> Any:
+            wrong = [rank for rank, call in enumerate(calls) if call != calls[0]]
+            if wrong:
+                raise RanksDisagree(
+                    f"rank 0 calls for a {calls[0]}, rank {wrong[0]} for a {calls[wrong[0]]}", ranks=wrong
+                )
+            return decide()
+
+        decided = self.comm.together("checkpoint", local, agree, joining=True)
+        return made[0], decided
 
     def _candidates(self) -> Sequence[Sequence[str]]:
         """[name, status, reason] of what a run might be restored from, newest first."""
@@ -234,11 +268,13 @@ class CheckpointManager:
         ]
 
     def _find(self, step: int | str) -> CheckpointInfo:
-        infos = self.list()
-        matching = infos[-1:] if step == "latest" else [i for i in infos if i.step == step]
-        if not matching and step != "latest":
-            # A step that only another run of this root has, or that is there and damaged: say so when it is opened.
-            matching = [i for i in scan(self.storage) if i.step == step and i.status != "partial"]
+        found = [i for i in scan(self.storage) if i.status not in ("partial", "uncommitted")]
+        run = self._run_id or newest_run(found)
+        infos = [i for i in found if run is None or i.run_id in (None, run)]
+        # What is there and damaged, or cannot be read, is not passed over: opening it says what is wrong. A step that
+        # only another run of this root has is good enough when it is asked for.
+        matching = infos[-1:] if step == "latest" else [i for i in infos if i.step == step] or [
+            i for i in found if i.step == step]  # fmt: skip
         if not matching:
             steps = [i.step for i in infos if i.step is not None]
             what = "no checkpoint yet" if step == "latest" else f"no checkpoint of step {step}"

@@ -59,6 +59,8 @@ class CheckpointInfo:
     step: int | None = None
     reason: str | None = None
     manifest: CheckpointManifest | None = None
+    # The commit went through and the mark of the attempt is still there.
+    marked: bool = False
 
     @property
     def sequence(self) -> int | None:
@@ -115,8 +117,9 @@ def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
     return CheckpointManifest.decode(data, storage.at(folder))
 
 
-def check_files(storage: Storage, folder: str, manifest: CheckpointManifest) -> None:
-    """Raises CheckpointCorrupt, naming the first file that is missing or has another size than the manifest says."""
+def check_files(storage: Storage, folder: str, manifest: CheckpointManifest) -> set[str]:
+    """The names in the folder. Raises CheckpointCorrupt, naming the first file that is missing or has another size than
+    the manifest says."""
     sizes = {entry.name: entry.size for entry in storage.list(folder)}
     for name, record in manifest.files.items():
         if name not in sizes:
@@ -131,6 +134,7 @@ def check_files(storage: Storage, folder: str, manifest: CheckpointManifest) -> 
             raise CheckpointCorrupt(
                 f"{storage.at(join(folder, name))} has {sizes[name]} bytes, the manifest says {record.size}",
                 path=storage.at(folder), file=name, kind="size", expected=record.size, actual=sizes[name])  # fmt: skip
+    return set(sizes)
 
 
 def scan(storage: Storage) -> list[CheckpointInfo]:
@@ -162,7 +166,7 @@ def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
     manifest = None
     try:
         manifest = read_manifest(storage, name)
-        check_files(storage, name, manifest)
+        names = check_files(storage, name, manifest)
     except CheckpointNotFound:
         try:
             names = {entry.name for entry in storage.list(name)}
@@ -180,7 +184,8 @@ def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
         elif isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.EISDIR, errno.EINVAL):
             status = "unreadable"
         return CheckpointInfo(name, url, status, manifest.step if manifest else step, str(error), manifest)
-    return CheckpointInfo(name, url, "committed", manifest.step, None, manifest)
+    marked = any(_MARKER.fullmatch(found) for found in names)
+    return CheckpointInfo(name, url, "committed", manifest.step, None, manifest, marked)
 
 
 def scan_root(url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> list[CheckpointInfo]:
@@ -295,9 +300,12 @@ def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str) -> lis
     for info in infos:
         match = _FOLDER.fullmatch(info.name)
         kind, attempt = (match.group(2), match.group(3)) if match else (None, None)
-        if info.status != "partial" and kind != "replaced":
+        if info.status != "partial" and kind != "replaced" and not info.marked:
             continue
         try:
+            if info.marked and kind is None:
+                unmark_attempt(storage, info.name)
+                continue
             if info.status == "committed":
                 # An overwrite died between its two renames: what it put aside takes its place again.
                 if Attempt.parse(attempt or "").is_abandoned(run_id):

@@ -52,23 +52,25 @@ def copy_for(manifest: CheckpointManifest, component: StateComponent, place: Pla
         if saved.group_keys and component.group_key is not None:
             if component.group_key in saved.group_keys:
                 return saved.group_keys.index(component.group_key)
-            raise StateMismatch(
-                f"component {component.key!r} was saved for the groups {saved.group_keys}; this rank's is "
-                f"{component.group_key!r}")  # fmt: skip
+            names = f" ({', '.join(saved.group_keys)}; this rank's is {component.group_key})"
+            return _resized(component, place, what, own, now, count, names)
     if now == count:
         return own
-    return _resized(component, what, own, now, count)
+    return _resized(component, place, what, own, now, count)
 
 
-def _resized(component: StateComponent, what: str, own: int, now: int, saved: int) -> int | None:
+def _resized(
+    component: StateComponent, place: Place, what: str, own: int, now: int, saved: int, names: str = ""
+) -> int | None:
     policy = component.on_resize
     if policy == "keep":
-        warnings.warn(f"component {component.key!r} was saved for {saved} {what}s, there are {now} now: the live state "
+        if place.rank == 0:  # once, not once per rank
+            warnings.warn(f"component {component.key!r} was saved for {saved} {what}s{names}, there are {now} now: the live state "
                       "stays (on_resize='keep')", CheckpointWarning, stacklevel=2)  # fmt: skip
         return None
     if policy == "error":
         raise StateMismatch(
-            f"component {component.key!r} was saved for {saved} {what}s, there are {now} now; set on_resize='keep' to go on "
+            f"component {component.key!r} was saved for {saved} {what}s{names}, there are {now} now; set on_resize='keep' to go on "
             f"with the live state, or to a function (new {what}, new size, old size) -> old {what}")  # fmt: skip
     chosen = policy(own, now, saved)
     if type(chosen) is not int or not 0 <= chosen < saved:

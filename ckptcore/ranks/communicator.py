@@ -32,6 +32,9 @@ class Communicator(ABC):
     world_size: int
     nodes: list[list[int]]
 
+    def stay(self) -> None:  # noqa: B027
+        """Rank 0 has work of its own to do before the next `together`, and will come to it whatever that takes."""
+
     @abstractmethod
     def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
         """Run `local` on every rank, then `decide` on rank 0 with all results by rank; its result is everybody's.
@@ -157,6 +160,7 @@ class BoardCommunicator(Communicator):
         self._round = 0
         self._unread: list[str] = []
         self._pulses: dict[int, _Pulse] = {}
+        self._lost: set[int] = set()
         self._stop = threading.Event()
         self._silent = False
         self._lock = threading.Lock()
@@ -189,6 +193,10 @@ class BoardCommunicator(Communicator):
         self._heart.join(self.liveness_timeout)
         self.board.close()
 
+    def stay(self) -> None:
+        if self.rank == 0:
+            self.board.put("leader", b"%d" % (self._round + 1))
+
     def fall_silent(self) -> None:
         """End like a process that was killed: no word to anybody. For tests."""
         self._silent = True
@@ -197,12 +205,12 @@ class BoardCommunicator(Communicator):
     def _wait_for_readers(self) -> None:
         """The process of rank 0 often hosts the board: it stays until the others have read the last verdict."""
         deadline = time.monotonic() + min(10.0, self.liveness_timeout)
-        waiting = set(range(1, self.world_size)) if self._round and not self._unread else set()
+        waiting = set(range(1, self.world_size)) - self._lost if self._round else set()
         try:
             while waiting and time.monotonic() < deadline:
                 for rank in sorted(waiting):
                     done, alive = self.board.get(f"done/{rank}"), self.board.get(f"alive/{rank}")
-                    if int(done or b"0") >= self._round or alive == GONE:
+                    if int(done or b"0") >= self._round or alive in (GONE, None):
                         waiting.discard(rank)
                 self._stop.wait(0.01)
         except BoardLost:
@@ -266,16 +274,20 @@ class BoardCommunicator(Communicator):
         """All ranks' messages of a round, in order of rank; and the keys of the round before are removed."""
         deadline = time.monotonic() + (self.join_timeout if joining else self.work_timeout)
         keys = [f"{number}/in/{rank}" for rank in range(self.world_size)]
+        # A round whose messages have all come proves that the rounds before it were read by everybody.
+        self._unread += [f"{number - 1}/out"]
         found: list[dict[str, Any]] = []
         for rank, key in enumerate(keys):
             while (data := self.board.wait(key, self._patience(deadline))) is None:
                 missing = [r for r in range(rank, self.world_size) if self.board.get(keys[r]) is None]
                 self._check_alive(topic, missing)
                 if missing and time.monotonic() > deadline:
+                    self._lost.update(missing)
                     self._unread += keys
                     raise self._absent(topic, missing, joining)
             found.append(decode(data))
-        for old in [*keys, *self._unread, f"{number - 1}/out"]:
+        self._lost.clear()
+        for old in (*keys, *self._unread):
             self.board.delete(old)
         self._unread = []
         return found
@@ -288,7 +300,13 @@ class BoardCommunicator(Communicator):
             self._check_alive(topic, [0])
             late = time.monotonic() - started > self.join_timeout
             if late and joining and int(self.board.get("leader") or b"0") < number:
-                raise self._absent(topic, [0], joining)
+                # Rank 0 says that it is here before it reads what the others brought. So either it finds this message
+                # and fails too when it comes, or it has come by now and its verdict is waited for.
+                absent = self._absent(topic, [0], joining)
+                message = {"topic": topic, "node": self.node, "failure": _failure(absent)}
+                self.board.put(f"{number}/in/{self.rank}", encode(message))
+                if int(self.board.get("leader") or b"0") < number:
+                    raise absent
             if time.monotonic() > deadline + self.liveness_timeout:
                 raise self._absent(topic, [0], joining=False)
         verdict: dict[str, Any] = decode(data)
@@ -319,6 +337,7 @@ class BoardCommunicator(Communicator):
             elif beat is not None and now - pulse.since > self.liveness_timeout:
                 lost.append(rank)
         if lost or left:
+            self._lost.update(lost, left)
             what = f"the heartbeat of {_rank_names(lost)} stopped {self.liveness_timeout:g} s ago: dead, stopped or cut off"
             raise RankLost(f"{topic}: {what if lost else _rank_names(left) + ' left the job'}", ranks=lost or left)
 

@@ -46,7 +46,7 @@ def partitions(views: Sequence[Mapping[str, list[list[int]]]]) -> dict[str, list
                 f"process group {name!r} is not known on ranks {absent}; pass it on every rank", ranks=absent
             )
         groups = sorted({tuple(group) for view in views for group in view[name] if group})
-        count = [sum(rank in group for group in groups) for rank in world]
+        count = [sum(group.count(rank) for group in groups) for rank in world]
         outside = sorted({rank for group in groups for rank in group} - set(world))
         if outside:
             raise InvalidState(

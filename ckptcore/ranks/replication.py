@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,9 +109,11 @@ def _tensor_digest(
 ) -> bytes:
     if component.validated is ValidationLevel.QUICK:
         return _sample(tensor)
-    if tensor.alias_of is not None:
-        return known[component.key, tensor.alias_of]
-    return known.setdefault((component.key, number), chunk_digests(tensor))
+    # An alias has the bytes of its target, which may come later.
+    place = component.key, number if tensor.alias_of is None else tensor.alias_of
+    if place not in known:
+        known[place] = chunk_digests(tensor)
+    return known[place]
 
 
 def _leaf_digests(
@@ -139,6 +141,7 @@ def _explain(
         if not member or captured is None:
             return {}
         leaves = {name: ["value", digest] for name, digest in _value_digests(state)}
+        leaves[STRUCTURE] = ["structure", _structure(state, captured)]
         for number, tensor in enumerate(captured.tensors):
             what = f"{tensor.dtype} {list(tensor.shape)}"
             leaves[tensor.name] = [what, _tensor_digest(component, tensor, number, known)]
@@ -154,15 +157,36 @@ def _explain(
         return {name: wrong[name] for name in sorted(wrong)}
 
     wrong = comm.together(f"compare replicas of {component.key}", details, compare)
+    if not wrong:
+        return  # equal content: only the order of keys in dicts differs
     numbers: dict[str, Any] = {}
     if component.validated is ValidationLevel.FULL:
         mine = {t.name: t for t in captured.tensors} if captured is not None and member else {}
-        for name in list(wrong)[:FULL_TENSORS]:
+        tolerant = bool(component.atol or component.rtol)
+        for name in wrong if tolerant else list(wrong)[:FULL_TENSORS]:
             numbers[name] = _difference(comm, component, copy, name, mine.get(name))
         tolerated = [name for name, found in numbers.items() if found is not None and found["beyond tolerance"] == 0]
-        if (component.atol or component.rtol) and len(tolerated) == len(wrong):
+        if tolerant and len(tolerated) == len(wrong):
             return
-    raise _mismatch(component, copy, wrong or {"(structure)": list(copy.members[1:])}, numbers)
+    raise _mismatch(component, copy, wrong, numbers)
+
+
+STRUCTURE = "(structure)"
+
+
+def _structure(state: Any, captured: Captured) -> bytes:
+    """A digest of containers, keys and which tensors share memory; of neither values nor the order of keys."""
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            items = sorted((encode(key), shape(item)) for key, item in value.items())
+            return [type(value).__name__, *([key, item] for key, item in items)]
+        if isinstance(value, list | tuple):
+            return [type(value).__name__, *(shape(item) for item in value)]
+        return ["leaf"]
+
+    ties = {t.name: None if t.alias_of is None else captured.tensors[t.alias_of].name for t in captured.tensors}
+    return content_hash(encode([shape(state), ties]))
 
 
 def _mismatch(
@@ -264,12 +288,19 @@ def _count(
     a, b = (torch.frombuffer(bytearray(data), dtype=kind) for data in (theirs, mine))
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), torch.uint8)
     unequal = (a.view(words) != b.view(words)).reshape(a.numel(), -1).any(1)
-    wide: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.to(torch.complex128 if t.is_complex() else torch.float64)  # noqa: E731
-    distance = (wide(a) - wide(b)).abs()[unequal]
-    allowed = component.atol + component.rtol * wide(a).abs()[unequal]
+    distance = (_wide(a) - _wide(b)).abs()[unequal]
+    allowed = component.atol + component.rtol * _wide(a).abs()[unequal]
     counts["differing"] += int(unequal.sum())
     counts["beyond tolerance"] += int((~(distance <= allowed)).sum())
     if counts["first index"] is None:
         counts["first index"] = start // a.element_size() + int(unequal.nonzero()[0])
     finite = distance[distance.isfinite()]
     counts["largest difference"] = max(counts["largest difference"], float(finite.max()) if finite.numel() else 0.0)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """As numbers that can be subtracted; dtypes that torch cannot convert, as their bits."""
+    try:
+        return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    except (NotImplementedError, RuntimeError):
+        return tensor.view(torch.uint8).to(torch.float64)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,25 +18,56 @@ import torch.distributed as dist
 from ..errors import CoordinationError
 from .communicator import Board, BoardCommunicator, BoardLost, Communicator, SingleProcess
 
-__all__ = ["StoreCommunicator", "default_communicator"]
+__all__ = ["StoreCommunicator", "default_communicator", "shared_communicator"]
 
 T = TypeVar("T")
 _created = itertools.count()
 
 
+def _answer(calls: queue.SimpleQueue[Any], answers: queue.SimpleQueue[Any]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            answers.put((call(), None))
+        except RuntimeError as error:  # DistStoreError, DistNetworkError and their kin
+            answers.put((None, error))
+
+
 class StoreBoard(Board):
     """Keys under `prefix` in a store; `store` is a connection of our own, so waiting blocks nobody else."""
 
-    def __init__(self, store: Any, prefix: str, world_size: int) -> None:
-        self.store, self.prefix = store, prefix
+    def __init__(self, store: Any, prefix: str, world_size: int, patience: float) -> None:
+        self.store, self.prefix, self.patience = store, prefix, patience
+        self.lost = False
+        self.calls: queue.SimpleQueue[Any] | None = None
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # All ranks together ask at most some 20,000 times a second, which a store answers easily.
         self.poll = max(0.02, world_size / 20_000)
 
     def _do(self, call: Callable[[], T]) -> T:
+        """Make a call that may never come back (a host that is stopped, not dead) and wait for it no longer than
+        `patience`. The thread that is stuck then is a daemon, and this board is not used again."""
+        if self.lost:
+            raise BoardLost("it did not answer before")
+        if self.calls is None:
+            self.calls, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
+            threading.Thread(
+                target=_answer, args=(self.calls, self.answers), name="ckptcore-store", daemon=True
+            ).start()
+        self.calls.put(call)
         try:
-            return call()
-        except RuntimeError as error:  # DistStoreError, DistNetworkError and their kin
+            value, error = self.answers.get(timeout=self.patience)
+        except queue.Empty:
+            self.lost = True
+            raise BoardLost(f"no answer for {self.patience:g} s") from None
+        if error is not None:
+            self.lost = True
             raise BoardLost(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+        return value  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        if self.calls is not None:
+            self.calls.put(None)
+            self.calls = None
 
     def put(self, key: str, value: bytes) -> None:
         self._do(lambda: self.store.set(f"{self.prefix}/{key}", value))
@@ -58,7 +91,7 @@ class StoreBoard(Board):
         return value
 
     def second(self) -> Board:
-        board = StoreBoard(self.store.clone(), self.prefix, 1)
+        board = StoreBoard(self.store.clone(), self.prefix, 1, self.patience)
         board.poll = self.poll
         return board
 
@@ -91,11 +124,9 @@ class StoreCommunicator(BoardCommunicator):
             raise ValueError("StoreCommunicator(store) needs rank= and world_size= too")
         self._group: Any = None
         own = store.clone()
-        # A host that is stopped rather than dead answers nothing: its silence is noticed as that of a rank.
-        own.set_timeout(timedelta(seconds=liveness_timeout))
         prefix = f"ckptcore/{name if name is not None else next(_created)}"
         node = node or os.environ.get("CKPTCORE_NODE") or os.environ.get("GROUP_RANK") or socket.gethostname()
-        board = StoreBoard(own, prefix, world_size)
+        board = StoreBoard(own, prefix, world_size, liveness_timeout)
         super().__init__(
             board,
             rank,
@@ -117,7 +148,7 @@ class StoreCommunicator(BoardCommunicator):
 
 
 def default_communicator(join_timeout: float = 600.0, liveness_timeout: float = 60.0) -> Communicator:
-    """That of the running torch.distributed job; a single process without one.
+    """A new one for the running torch.distributed job; a single process without one.
 
     Raises CoordinationError when a launcher started several processes and no process group was made.
     """
@@ -130,3 +161,17 @@ def default_communicator(join_timeout: float = 600.0, liveness_timeout: float = 
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group: call "
             "torch.distributed.init_process_group before making a CheckpointManager, or pass comm=")  # fmt: skip
     return SingleProcess()
+
+
+_shared: tuple[Any, Communicator] | None = None
+
+
+def shared_communicator() -> Communicator:
+    """One for everybody who brings none, made at the first call and kept while the process group lives."""
+    global _shared
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if _shared is None or _shared[0] is not group:
+        if _shared is not None:
+            _shared[1].close()
+        _shared = (group, default_communicator())
+    return _shared[1]

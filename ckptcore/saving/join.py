@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidState, RanksDisagree
@@ -86,10 +86,8 @@ def join_save(
 
 
 def _call(name: str, request: SaveRequest, components: Sequence[StateComponent]) -> dict[str, Any]:
-    asked = asdict(request)
-    # Decided by rank 0: a new run has no name yet, and metrics may well be rank 0's alone.
-    for own in ("run_id", "metrics", "metadata", "training_args_hash"):
-        del asked[own]
+    # The rest of the request is rank 0's to say: a new run has no name yet, and metrics may well be known there alone.
+    asked: dict[str, Any] = {"step": request.step, "overwrite": request.overwrite}
     for c in components:
         asked[f"component {c.key!r}"] = [c.sharing_pattern.value, c.process_group_name, c.validated.value]
     return {"name": name, "components": [c.key for c in components], **asked}

@@ -115,7 +115,15 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
         paths.append(path)
         return TensorRef(len(tensors) - 1, array is not None)
 
-    tree = encode(state, leaf, component=key)
+    encode(state, leaf, component=key)
+    # Numbered by name, not by where a dict happens to have them: replicas that were built in another order agree.
+    order = sorted(range(len(tensors)), key=lambda n: (tensors[n].name, n))
+    place = {was: now for now, was in enumerate(order)}
+    arrays = iter(range(len(tensors)))
+    tree = encode(state, lambda _, value: _again(value, tensors, place, arrays), component=key)
+    tensors, paths = [tensors[n] for n in order], [paths[n] for n in order]
+    for captured in tensors:
+        captured.alias_of = None if captured.alias_of is None else place[captured.alias_of]
     if all(len(path) == 1 and isinstance(path[0], str) for path in paths):
         # A flat state dict: files have the very names that stock readers look for.
         for captured, path in zip(tensors, paths, strict=True):
@@ -132,6 +140,14 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
                 component=key, key=captured.name)  # fmt: skip
         names.add(captured.name)
     return Captured(key, tree, tensors)
+
+
+def _again(value: Any, tensors: list[CapturedTensor], place: dict[int, int], met: Iterator[int]) -> TensorRef | None:
+    """The reference of a leaf when the same state is walked a second time, in the same order."""
+    if isinstance(value, torch.Tensor | Shard) or (type(value) is np.ndarray and _array_as_tensor(value) is not None):
+        number = next(met)
+        return TensorRef(place[number], isinstance(tensors[number].live, np.ndarray))
+    return None
 
 
 def _array_as_tensor(value: Any) -> torch.Tensor | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -166,24 +168,33 @@ def words() -> Callable[[Any], np.ndarray]:
     return of
 
 
-def _processes() -> Any:
-    """The class of tests/distributed/conftest.py that forks real ranks."""
-    spec = importlib.util.spec_from_file_location("processes_of_distributed", HERE.parent / "distributed/conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.Processes
+class Gang:
+    """Runs the programs of programs.py on real ranks, forked from one process that has imported torch already."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(HERE / "zygote.py")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+    def run(self, program: str, world: int, *, deadline: float = 60, **arguments: Any) -> dict[int, Any]:
+        """What the program returned on every rank; {"error": text} where it raised or did not end in time."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        order = {"program": program, "world": world, "deadline": deadline, "arguments": arguments}
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+        ready, _, _ = select.select([self.process.stdout], [], [], deadline + 40)
+        assert ready, "the zygote does not answer"
+        return {int(rank): result for rank, result in json.loads(self.process.stdout.readline()).items()}
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(20)
 
 
 @pytest.fixture(scope="session")
-def gang() -> Iterator[Any]:
-    """gang.run(program, world_size, folder, ...): programs of tests/sharded/programs.py on real ranks over gloo."""
-    zygote = HERE.parent / "distributed/zygote.py"
-    code = f"import sys, runpy; sys.path.insert(0, {str(HERE)!r}); runpy.run_path({str(zygote)!r}, run_name='__main__')"
-    started = object.__new__(_processes())
-    started.process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"OMP_NUM_THREADS": "1"}
-    )
+def gang() -> Iterator[Gang]:
+    """gang.run(program, world_size, ...): programs of tests/sharded/programs.py on real ranks over gloo."""
+    started = Gang()
     yield started
     started.close()

@@ -111,7 +111,7 @@ def put_saved(case: Case, chance: random.Random, path: Path_, mesh_shard: Any) -
 def place_for(chance: random.Random, dtype: torch.dtype, size: list[int]) -> torch.Tensor:
     """Memory of some stride for a part to be read into."""
     kind = chance.choice(["dense", "dense", "transposed", "stepped", "padded"])
-    if kind == "transposed":
+    if kind == "transposed" and size:
         return torch.zeros(size[::-1], dtype=dtype).permute(*reversed(range(len(size))))
     if kind == "stepped" and size:
         return torch.zeros([*size[:-1], 2 * size[-1]], dtype=dtype)[..., ::2]
@@ -150,7 +150,7 @@ def make_case(chance: random.Random, mesh_shard: Any, most: int) -> Case:
         shape = tuple(chance.choice([1, 2, 3, 5, 8, 17, 0 if chance.random() < 0.2 else 4]) for _ in range(chance.randint(0, 3)))
         case.full[path] = filled(chance, chance.choice(DTYPES), shape)
         if chance.random() < 0.2:
-            case.ties[path] = ("ties", path[-1])
+            case.ties[path] = (f"tie of {path[-1]}",)
     for path in paths:
         put_saved(case, chance, path, mesh_shard)
     for path, tie in case.ties.items():
@@ -222,7 +222,7 @@ def check_case(case: Case, root: Path, counting: Any, words: Any, chunk: int) ->
 
     def load(comm: Any) -> tuple[Any, Any]:
         storage = counting(root)
-        with CheckpointManager(storage, comm=comm, io_threads=2) as ckpt:
+        with CheckpointManager(storage, comm=comm, io_threads=2, load_broadcast=comm.world_size % 2 == 0) as ckpt:
             report = ckpt.load(component(nested(case.wants[comm.rank], step=0)), transactional=comm.world_size % 3 == 2)
         return report, storage
 

@@ -5,6 +5,7 @@ Reads one JSON order per line, answers with the exit codes. What the ranks saw i
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -19,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from ckpt_trainers.arguments import TrainingArguments
+from ckpt_trainers.arguments import GPTArguments, TrainingArguments
 from ckpt_trainers.ddp import DDPTrainer
 from ckpt_trainers.main import main
 from ckpt_trainers.model import ByteGPT
 from torch import Tensor, nn
 
-from ckptcore import CheckpointError, StateComponent
+from ckptcore import StateComponent
 
 DIED = 9
 SECONDS = 60  # for a job; one takes two
@@ -61,24 +62,37 @@ def streams() -> dict[str, str]:
     }
 
 
-class Normed(nn.Module):
-    """Has running statistics, which differ between the ranks from one step to the next."""
+class Normed(ByteGPT):
+    """Has running statistics too: buffers that DDP lets differ between the ranks until the next step."""
 
-    def __init__(self, args: Any) -> None:
-        super().__init__()
-        self.gpt = ByteGPT(args)
-        self.norm = nn.BatchNorm1d(256)
+    def __init__(self, args: GPTArguments) -> None:
+        super().__init__(args)
+        self.input_norm = nn.BatchNorm1d(args.n_embd)
+        self.embedding.register_forward_hook(self.normed)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        self.norm(self.gpt(input_ids).logits[:, 0])
-        return self.gpt(input_ids, labels)
+    def normed(self, embedding: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+        result: Tensor = self.input_norm(embedded.flatten(0, 1)).view_as(embedded)
+        return result
+
+
+class Forgetful:
+    """Saves the state of an object and does not restore it."""
+
+    def __init__(self, whose: Any) -> None:
+        self.whose = whose
+
+    def state_dict(self) -> Any:
+        return self.whose.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
 
 
 class Watched(DDPTrainer):
     """Writes down what its rank does, and dies at the start of a step; its data draw random numbers of all kinds."""
 
     stop: int | None = None
-    forgotten: tuple[str, ...] = ()
+    forgotten: str | None = None
 
     def __init__(self, args: TrainingArguments, **what: Any) -> None:
         self.watching = False
@@ -87,7 +101,12 @@ class Watched(DDPTrainer):
         self.notes = Path(f"{args.output_dir}.rank{self.rank}.jsonl")
 
     def get_state_components(self) -> list[StateComponent]:
-        return [part for part in super().get_state_components() if part.key not in self.forgotten]
+        parts = super().get_state_components()
+        for part in parts:
+            if part.key == self.forgotten:
+                # The optimizer's tensors are read in place; a copy of it has its own.
+                part.stateful = Forgetful(copy.deepcopy(part.stateful))
+        return parts
 
     def note(self, **seen: Any) -> None:
         with self.notes.open("a") as file:
@@ -100,14 +119,14 @@ class Watched(DDPTrainer):
         seen: dict[str, Any] = {"streams": streams(), "epoch": self.loader.epoch}
         seen["samples"] = self.samples_of_step()
         loss, norm = super().training_step()
-        model, moments = self.model.module.state_dict(), list(self.optimizer.state.values())
+        model, moments = getattr(self.model, "module", self.model).state_dict(), list(self.optimizer.state.values())
         self.note(
             **seen,
             own_losses=self.own_losses,
             loss=loss.hex(),
             norm=norm,
             rate=self.scheduler.get_last_lr()[0].hex(),
-            weights=bits({name: value for name, value in model.items() if "running" not in name}),
+            weights=bits({name: value for name, value in model.items() if "input_norm.running" not in name}),
             moments=bits(moments),
         )
         return loss, norm
@@ -130,18 +149,11 @@ class Watched(DDPTrainer):
         return loss
 
 
-def train(arguments: dict[str, Any], stop: int | None, forgotten: list[str], model: str) -> int:
+def train(arguments: dict[str, Any], stop: int | None, forgotten: str | None) -> int:
     dist.init_process_group()
     args = TrainingArguments(**arguments)
-    Watched.stop, Watched.forgotten = stop, tuple(forgotten)
-    model_init = {"normed": lambda: Normed(args.model), "gpt": None}[model]
-    try:
-        Watched(args, model_init=model_init).train()
-    except CheckpointError as error:
-        path = Path(f"{args.output_dir}.rank{dist.get_rank()}.jsonl")
-        with path.open("a") as file:
-            file.write(json.dumps({"error": type(error).__name__, "message": str(error)}) + "\n")
-        return 1
+    Watched.stop, Watched.forgotten = stop, forgotten
+    Watched(args, model_init=lambda: Normed(args.model)).train()
     dist.destroy_process_group()
     return 0
 
@@ -200,6 +212,8 @@ def run(order: dict[str, Any]) -> list[int]:
 
 
 if __name__ == "__main__":
+    import torch._dynamo
+
     torch.set_num_threads(1)
     answers = os.dup(1)
     os.dup2(2, 1)

@@ -35,16 +35,7 @@ def one_line(result: Result) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, text: Path) -> list[str]:
-    return [
-        "--output-dir",
-        str(tmp_path / "run"),
-        "--data",
-        str(text),
-        "--max-steps",
-        "4",
-        "--save-steps",
-        "2",
-    ]
+    return ["--output-dir", str(tmp_path / "run"), "--data", str(text), "--max-steps", "4", "--save-steps", "2"]
 
 
 def test_help_shows_every_option_under_a_heading_with_its_default() -> None:
