@@ -20,11 +20,7 @@ ELEMENTS = 64  # float32 numbers in each tensor
 
 
 def run(
-    folder: Path,
-    *,
-    tensors: int = 10_000,
-    rounds: int = 7,
-    progress: Callable[[str], None] = lambda _: None,
+    folder: Path, *, tensors: int = 10_000, rounds: int = 7, progress: Callable[[str], None] = lambda _: None
 ) -> Report:
     """Time the command as a user starts it, count what it reads, take its peak memory."""
     progress(f"saving {tensors:,} tensors")

@@ -78,12 +78,7 @@ def _write_all(truth: State, folder: Path, progress: Callable[[str], None]) -> t
 
 
 def _contender(
-    loader: Loader,
-    truth: State,
-    live: State,
-    places: dict[str, Path],
-    problems: dict[str, str],
-    settle_seconds: float,
+    loader: Loader, truth: State, live: State, places: dict[str, Path], problems: dict[str, str], settle_seconds: float
 ) -> Contender:
     def prepare() -> None:
         for tensor in live.values():

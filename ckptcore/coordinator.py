@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from .errors import InvalidState, NoSpace
+from .attempts import Attempt
+from .errors import InvalidState, NoSpace, StorageError
 from .format.manifest import CheckpointManifest, Copy
 from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
@@ -22,7 +23,7 @@ from .ranks.communicator import Communicator
 from .ranks.replication import validate
 from .ranks.sharding import ShardedState, agree_layouts, validate_shards
 from .ranks.store import shared_communicator
-from .root import Attempt, CheckpointInfo, mark_attempt, remove_attempt, remove_checkpoint_folder, scan
+from .root import CheckpointInfo, mark_attempt, remove_attempt, remove_checkpoint_folder, scan
 from .saving.commit import Receipt, Share, check_place, discard, files_and_components, publish, write_share
 from .saving.join import JoinedSave, SaveRequest, join_save
 from .saving.plan import TensorSpec, plan_component
@@ -202,9 +203,13 @@ class CheckpointCoordinator:
             # Files go to their final keys here, so the old manifest has to be withdrawn first.
             remove_checkpoint_folder(storage, name)
             remove_attempt(storage, name)
-        storage.make_folder(folder)
-        if not storage.atomic_rename:
-            mark_attempt(storage, folder, attempt)
+        try:
+            storage.make_folder(folder)
+            if not storage.atomic_rename:
+                mark_attempt(storage, folder, attempt)
+        except StorageError:
+            discard(storage, folder)
+            raise
 
     def _manifest(
         self,

@@ -268,7 +268,8 @@ class CheckpointManager:
         ]
 
     def _find(self, step: int | str) -> CheckpointInfo:
-        found = [i for i in scan(self.storage) if i.status not in ("partial", "uncommitted")]
+        passed_over = ("partial", "uncommitted") if step == "latest" else ("partial",)
+        found = [i for i in scan(self.storage) if i.status not in passed_over]
         run = self._run_id or newest_run(found)
         infos = [i for i in found if run is None or i.run_id in (None, run)]
         # What is there and damaged, or cannot be read, is not passed over: opening it says what is wrong. A step that

@@ -102,11 +102,7 @@ def ls_command(root: str, options: dict[str, Any] | None) -> Report:
 @click.option("--verify", is_flag=True, help="Check every byte too.")
 @shared
 def inspect_command(
-    path: str | None,
-    tensors: str | None,
-    values: tuple[str, ...],
-    verify: bool,
-    options: dict[str, Any] | None,
+    path: str | None, tensors: str | None, values: tuple[str, ...], verify: bool, options: dict[str, Any] | None
 ) -> Report:
     """Show what the checkpoint PATH holds. When PATH is a root, its newest committed checkpoint.
 

@@ -166,10 +166,7 @@ def header(checkpoint: dict[str, Any], verified: bool) -> Facts:
 def _manifest_pairs(checkpoint: dict[str, Any]) -> list[tuple[str, Cell | str]]:
     nodes, created = checkpoint["nodes"], render.moment(checkpoint["created"])
     pairs: list[tuple[str, Cell | str]] = [
-        (
-            "created",
-            created._replace(terminal=f"{created.text} ({created.terminal})" if created.terminal else ""),
-        ),
+        ("created", created._replace(terminal=f"{created.text} ({created.terminal})" if created.terminal else "")),
         ("size", f"{size(checkpoint['size_bytes'])} in {count(checkpoint['files'], 'file')}"),
         ("world size", f"{checkpoint['world_size']}" + (f" on {len(nodes)} nodes" if len(nodes) > 1 else "")),
         ("format", checkpoint["format_version"]),

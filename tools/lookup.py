@@ -19,6 +19,10 @@ class Root(NamedTuple):
     entries: list[CheckpointInfo]
 
 
+# A manifest is there, so these were committed once: what is wrong with them now is a finding, not a leftover.
+PUBLISHED = ("committed", "damaged", "unsupported", "unreadable")
+
+
 def resolve(url: str, options: Options) -> Subject | Root:
     """What lies at `url`. Raises Failure when there is nothing, and what the storage raises."""
     from ckptcore import CheckpointNotFound
@@ -94,12 +98,12 @@ def subject_of(info: CheckpointInfo, options: Options) -> Subject:
     """The subject for an entry of a root, opened where that is possible."""
     from ckptcore import CheckpointNotFound
 
-    if info.status in ("committed", "damaged"):
+    if info.status in PUBLISHED:
         try:
             subject = Subject.open(info.url, info.name, options)
         except CheckpointNotFound:
             subject = Subject(info.url, info.name, options)
-        if info.status == "damaged" and subject.good:
+        if info.status != "committed" and subject.good:
             subject.status, subject.reason = info.status, info.reason
     else:
         subject = Subject(info.url, info.name, options)

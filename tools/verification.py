@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import facts
 from .failures import BAD, GOOD
-from .lookup import Root, fallback, newest, resolve, subject_of
+from .lookup import PUBLISHED, Root, fallback, newest, resolve, subject_of
 from .problems import problem_lines
 from .render import Block, Line, Report, count, size
 from .subject import Options, Subject
@@ -27,8 +27,8 @@ def verify(url: str, options: Options, everything: bool = False) -> Report:
     skipped: list[CheckpointInfo] = []
     if isinstance(found, Root):
         # What was committed and is damaged now is a finding; what was never committed is a leftover.
-        whole = [info for info in found.entries if info.status in ("committed", "damaged")]
-        chosen = newest(found.entries, "committed", "damaged")
+        whole = [info for info in found.entries if info.status in PUBLISHED]
+        chosen = newest(found.entries, *PUBLISHED)
         subjects = [subject_of(info, options) for info in whole if everything or info is chosen]
         skipped = [info for info in found.entries if info not in whole]
     else:
@@ -77,9 +77,6 @@ def describe(document: dict[str, Any]) -> list[Block]:
             blocks += problem_lines(each["problems"], each["fallback"], checkpoint)
     for entry in document["skipped"]:
         blocks.append(
-            Line(
-                f"{entry['name']}  {entry['status']}, not checked: {entry['reason'] or 'no manifest'}",
-                "yellow",
-            )
+            Line(f"{entry['name']}  {entry['status']}, not checked: {entry['reason'] or 'no manifest'}", "yellow")
         )
     return blocks

@@ -17,6 +17,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from .tensorfile import DTYPES
+
 __all__ = [
     "Box", "BoxLayout", "Layout", "LogicalTensor", "Mesh", "MeshLayout", "WholeLayout", "decode_layouts", "encode_layouts",
     "intersection", "volume"]  # fmt: skip
@@ -223,10 +225,14 @@ def decode_layouts(table: dict[str, Any], world_size: int) -> list[LogicalTensor
             raise TypeError("a tensor's name or dtype is not a text")
         size = tuple(_whole(n) for n in shape)
         made = None if alias is not None else _layout(layout, meshes, size, world_size)
+        if dtype not in DTYPES:
+            raise ValueError(f"tensor {name!r} has dtype {dtype!r}, which is not known")
         tensors.append(LogicalTensor(name, dtype, size, made, None if alias is None else _whole(alias)))
     for t in tensors:
-        if t.alias_of is not None and tensors[t.alias_of].alias_of is not None:
-            raise ValueError(f"tensor {t.name!r} is an alias of an alias")
+        if t.alias_of is not None:
+            first = tensors[t.alias_of]
+            if first.alias_of is not None or (first.dtype, first.shape) != (t.dtype, t.shape):
+                raise ValueError(f"tensor {t.name!r} is an alias of an alias, or of another kind of tensor")
     return tensors
 
 
@@ -237,7 +243,7 @@ def _whole(value: Any, below: int = 2**62) -> int:
 
 
 def _mesh(shape: Any, ranks: Any, world_size: int) -> Mesh:
-    mesh = Mesh(tuple(_whole(n, world_size + 1) for n in shape), tuple(_whole(r, world_size) for r in ranks))
+    mesh = Mesh(tuple(1 + _whole(n - 1, world_size) for n in shape), tuple(_whole(r, world_size) for r in ranks))
     if len(mesh.ranks) != prod(mesh.shape) or len(set(mesh.ranks)) != len(mesh.ranks):
         raise ValueError("a mesh's ranks do not fit its shape")
     return mesh
@@ -255,7 +261,14 @@ def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size:
             ):
                 raise ValueError(f"a box at {box[0]} of {box[1]} is not inside {shape}")
             boxes.append((_whole(writer, world_size), box))
-        return BoxLayout(tuple(boxes))
+        made_of = BoxLayout(tuple(boxes))
+        if sum(volume(box[1]) for _, box in boxes) != volume(shape) or any(
+            len(list(made_of.cuts(shape, box))) != 1 for _, box in boxes
+        ):
+            raise ValueError("the boxes overlap or leave a hole")
+        if len({writer for writer, _ in boxes}) != len(boxes):
+            raise ValueError("a writer has two boxes of one tensor")
+        return made_of
     number, placements, replica = layout
     mesh = meshes[_whole(number)]
     made = MeshLayout(mesh, tuple(placements.split()), _whole(replica))

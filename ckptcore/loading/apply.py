@@ -120,6 +120,8 @@ class Loading:
             unknown = set(on_no_rank.get(key, ()))
             found = [n for n in names if content_hash(n.encode("utf-8", "surrogatepass")) in unknown]
             self.report.unexpected += [f"{key}/{name}" for name in found]
+            if key in self.fits.nothing_here and len(found) == len(names):
+                self.fits.unmatched.append(key)  # no rank has any of the names
         self.fits.judge(self.strict, matched_any=any(c.key in self.view.manifest.components for c in self.components))
         self.view.check_small_files()
         self.view.check_files(read.entry.file for read in self.fits.reads if read.entry.file)
@@ -166,6 +168,7 @@ class _Fits:
         self.unmatched: list[str] = []
         self.regrouped: list[StateMismatch] = []
         self.elsewhere: dict[str, list[str]] = {}
+        self.nothing_here: set[str] = set()
         self.spans: dict[str, list[tuple[int, int]]] = {}
 
     def prepare(self, component: StateComponent, copy: int) -> Any:
@@ -173,14 +176,15 @@ class _Fits:
         stored = self.view.component(component.key, copy)
         state = component.stateful.state_dict()
         live = {t.name: t for t in capture(component.key, state, sharded=True).tensors}
-        sharded = self.view.manifest.components[component.key].pattern == "SHARDED"
+        sharded = component.sharded or self.view.manifest.components[component.key].pattern == "SHARDED"
         found = _Component(self, component, stored, live, skip=sharded)
         file = f"{self.view.url}: component {component.key!r}"
         compare = getattr(component.stateful, "differences", None)
         if compare is not None:
             # Names and values first, so that nothing is allocated for a state that does not fit.
             self._compare(component, compare, decode(stored.tree, file=file), sharded)
-        return _pruned(decode(stored.tree, found.leaf, file=file))
+        pruned = _pruned(decode(stored.tree, found.leaf, file=file))
+        return {} if pruned is _SKIP else pruned
 
     def _compare(self, component: StateComponent, compare: Any, saved: Any, sharded: bool) -> None:
         try:
@@ -193,6 +197,7 @@ class _Fits:
         self.mismatched |= {f"{component.key}/{name}": forms for name, forms in found.mismatched.items()}
         if sharded:
             self.elsewhere[component.key] = found.unexpected
+            self.nothing_here |= {component.key} if not found.matched and (found.missing or found.unexpected) else set()
             return
         self.report.unexpected += [f"{component.key}/{name}" for name in found.unexpected]
         if not found.matched and (found.missing or found.unexpected):
@@ -317,7 +322,7 @@ class _Component:
             raise CheckpointCorrupt(f"{self.fits.view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch lacks",
                                     tensor=name, kind="format")  # fmt: skip
         live = self.live.get(tensor.name)
-        if live is None or not (self.judged or self.fitting(live, tensor)):
+        if live is None or not (self.judged or self.skip or self.fitting(live, tensor)):
             leaf = self.fresh(tensor, dtype)
             if leaf is not _SKIP:
                 self.read_into(number, tensor, local_part(leaf))

@@ -39,14 +39,16 @@ def read_shared(
 
     What one rank raises, all raise: CheckpointCorrupt, StorageError.
     """
-    wanted = {_identity(read): read for read in reads}
+    wanted: dict[bytes, list[TensorRead]] = {}  # several where a rank puts the same bytes into several places
+    for read in reads:
+        wanted.setdefault(_identity(read), []).append(read)
 
     def common(found: list[list[bytes]]) -> list[bytes]:
         others = [set(names) for names in found[1:]]
         return [name for name in found[0] if all(name in other for other in others)]
 
     shared = comm.together("shared reads", lambda: list(wanted), common)
-    windows = list(_windows([wanted[name] for name in shared]))
+    windows = list(_windows([wanted[name][0] for name in shared]))
     for turn in range(0, len(windows), comm.world_size):
         mine = windows[turn + comm.rank] if turn + comm.rank < len(windows) else []
         staged = [replace(read, target=_host(read)) for read in mine]
@@ -57,7 +59,7 @@ def read_shared(
                     comm.share(buffer, owner)
                     _deliver(read, chunk, buffer)
     taken = set(shared)
-    return [read for name, read in wanted.items() if name not in taken]
+    return [read for name, same in wanted.items() for read in same[name in taken :]]
 
 
 def _identity(read: TensorRead) -> bytes:

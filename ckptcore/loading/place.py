@@ -64,7 +64,7 @@ def _resized(
 ) -> int | None:
     policy = component.on_resize
     if policy == "keep":
-        if place.rank == 0:  # once, not once per rank
+        if place.rank == 0 or names:  # once, not once per rank
             warnings.warn(f"component {component.key!r} was saved for {saved} {what}s{names}, there are {now} now: the live state "
                       "stays (on_resize='keep')", CheckpointWarning, stacklevel=2)  # fmt: skip
         return None

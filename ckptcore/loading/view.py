@@ -226,8 +226,8 @@ class CheckpointView:
                 if f"{key}/{tensor.name}" == name:
                     wanted = _box(box, tensor.shape)
                     array = np.empty(wanted[1], _numpy_dtype(tensor.dtype))
-                    words = array.view(f"u{array.itemsize}") if array.itemsize <= 8 else array.view("u8")
-                    words = words.reshape(*array.shape, -1) if array.itemsize > 8 else words
+                    # Items wider than a word get a last dimension of words.
+                    words = array[..., None].view("u8") if array.itemsize > 8 else array.view(f"u{array.itemsize}")
                     pieces = list(stored.pieces(number, wanted))
                     self.check_files(piece.file for piece in pieces if piece.file)
                     reads = [read_of(key, piece, wanted, numpy_words(words)) for piece in pieces]
@@ -251,6 +251,10 @@ class CheckpointView:
             if part.pieces:
                 tensors = self._sharded(key).tensors
                 for piece in part.pieces:
+                    if piece.number >= len(tensors):
+                        raise self._corrupt(
+                            index_file_name(index.writer), f"has a piece of tensor {piece.number} of {len(tensors)}"
+                        )
                     tensor = tensors[piece.number]
                     box = tensor.layout.box_of(tensor.shape, index.writer) if tensor.layout is not None else None
                     if box is None:
@@ -299,7 +303,9 @@ class CheckpointView:
             whole = {f for f, known in index.files.items()
                      if attempt(f, partial(check_header, self.storage, self.folder, f, known))
                      or problems[-1].kind == "header"}  # fmt: skip
-            reads += [read for read in self._all_reads(index) if read.entry.file in whole]
+            found: list[TensorRead] = []
+            attempt(name, lambda index=index, found=found: found.extend(self._all_reads(index)))  # type: ignore[misc]
+            reads += [read for read in found if read.entry.file in whole]
         for name in self.manifest.files.keys() - checked:
             attempt(name, partial(self._checked, name))
         for file in sorted({read.entry.file or "" for read in reads}):

@@ -16,7 +16,7 @@ from ..state.layout import TensorBytes, torch_dtype
 from ..state.tree import Captured, CapturedTensor
 from .communicator import Communicator
 
-__all__ = ["chunk_digests", "replica_digest", "validate"]
+__all__ = ["chunk_digests", "difference", "replica_digest", "validate"]
 
 SAMPLES = 16
 SAMPLE_BYTES = 512
@@ -164,10 +164,12 @@ def _explain(
         mine = {t.name: t for t in captured.tensors} if captured is not None and member else {}
         tolerant = bool(component.atol or component.rtol)
         for name in wrong if tolerant else list(wrong)[:FULL_TENSORS]:
-            numbers[name] = _difference(comm, component, copy, name, mine.get(name))
+            numbers[name] = difference(comm, component, copy, name, mine.get(name))
         tolerated = [name for name, found in numbers.items() if found is not None and found["beyond tolerance"] == 0]
         if tolerant and len(tolerated) == len(wrong):
             return
+    if len(wrong) > 1:
+        wrong.pop(STRUCTURE, None)  # the keys say it better
     raise _mismatch(component, copy, wrong, numbers)
 
 
@@ -228,7 +230,7 @@ def _value_digests(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str
         yield join_path(path) if path else "value", content_hash(type(state).__name__.encode() + data)
 
 
-def _difference(
+def difference(
     comm: Communicator, component: StateComponent, copy: Copy, name: str, tensor: CapturedTensor | None
 ) -> dict[str, Any] | None:
     """How a tensor differs from that of the lowest rank, element by element, a chunk at a time; None for values and

@@ -6,6 +6,7 @@ bytes, so only the distinct descriptions travel. From them every rank computes t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 from ..errors import InvalidState, ReplicationMismatch
 from ..format.digest import combined_digest, content_digest
 from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, Mesh, MeshLayout, WholeLayout, intersection, volume
+from ..format.manifest import Copy
 from ..format.tensorfile import tensor_nbytes
 from ..format.values import TensorRef, decode, encode, join_path
 from ..state.component import StateComponent, ValidationLevel
 from ..state.tree import Captured
 from .communicator import Communicator
-from .replication import replica_digest
+from .replication import FULL_TENSORS, difference, replica_digest
 
 __all__ = ["ShardedState", "agree_layouts", "merge_descriptions", "validate_shards"]
 
@@ -97,7 +99,7 @@ class _Claim:
 
     dtype: str
     shape: tuple[int, ...]
-    alias_of: str | None
+    tied: list[str]
     layout: Any
     ranks: list[int] = field(default_factory=list)
 
@@ -112,24 +114,29 @@ def merge_descriptions(
         raw = decode(text)
         meshes = [Mesh(tuple(shape), tuple(members)) for shape, members in raw["meshes"]]
         names = [row[0] for row in raw["tensors"]]
-        for name, dtype, shape, alias, layout in raw["tensors"]:
+        tied: dict[int, list[str]] = {}
+        for number, row in enumerate(raw["tensors"]):
+            tied.setdefault(number if row[3] is None else row[3], []).append(row[0])
+        for number, (name, dtype, shape, alias, layout) in enumerate(raw["tensors"]):
             if isinstance(layout, list):
                 layout = MeshLayout(meshes[layout[0]], tuple(layout[1]))
             elif layout is not None:
                 layout = (tuple(layout["box"][0]), tuple(layout["box"][1]))
-            claim = _Claim(dtype, tuple(shape), None if alias is None else names[alias], layout, ranks)
+            claim = _Claim(dtype, tuple(shape), tied[number if alias is None else alias], layout, ranks)
             claims.setdefault(name, []).append(claim)
         trees.append(decode(raw["tree"], lambda ref, names=names: _Named(names[ref.index], ref.numpy)))  # type: ignore[misc]
     numbers = {name: number for number, name in enumerate(claims)}
-    loads: dict[Any, int] = {}
+    loads: dict[Mesh | None, defaultdict[int, int]] = {}
     tensors: dict[int, LogicalTensor] = {}
     for name, found in sorted(claims.items(), key=lambda c: (-tensor_nbytes(c[1][0].dtype, c[1][0].shape), c[0])):
         first = found[0]
         if any((c.dtype, c.shape) != (first.dtype, first.shape) for c in found):
             said = "; ".join(f"{c.dtype} {list(c.shape)} on ranks {c.ranks[:8]}" for c in found)
-            raise InvalidState(f"component {key!r}, key {name!r} is not one tensor: {said}", component=key, key=name)
-        targets = {c.alias_of for c in found}
-        alias = first.alias_of if len(targets) == 1 else None
+            raise InvalidState(f"component {key!r}, key {name!r} is not one tensor: {said}", component=key, key=name,
+                               ranks=sorted(rank for c in found for rank in c.ranks))  # fmt: skip
+        # Which of the tied names comes first may differ between ranks.
+        targets = {min(c.tied, key=numbers.__getitem__) for c in found}
+        alias = targets.pop() if len(targets) == 1 and name not in targets else None
         layout = None if alias is not None else _layout(key, name, found, loads, spread)
         target = None if alias is None else numbers[alias]
         tensors[numbers[name]] = LogicalTensor(name, first.dtype, first.shape, layout, target)
@@ -157,7 +164,7 @@ def _merged(key: str, a: Any, b: Any, ranks: list[int], path: tuple[Any, ...]) -
     if type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
         return type(a)(_merged(key, x, y, ranks, (*path, i)) for i, (x, y) in enumerate(zip(a, b, strict=True)))
     as_names = lambda _, x: TensorRef(0) if isinstance(x, _Named) else None  # noqa: E731
-    if a is not b and a != b and encode(a, as_names) != encode(b, as_names):
+    if a is not b and encode(a, as_names) != encode(b, as_names):
         name = join_path(path) or "value"
         raise ReplicationMismatch(
             f"component {key!r} is declared SHARDED, and its plain value {name!r} on ranks {ranks[:8]} differs from that of "
@@ -166,31 +173,48 @@ def _merged(key: str, a: Any, b: Any, ranks: list[int], path: tuple[Any, ...]) -
     return a
 
 
-def _layout(key: str, name: str, claims: list[_Claim], loads: dict[Any, int], spread: bool) -> Layout:
+def _layout(
+    key: str, name: str, claims: list[_Claim], loads: dict[Mesh | None, defaultdict[int, int]], spread: bool
+) -> Layout:
     """The layout of a tensor with its writers: the replica with the least to write so far."""
     shape, dtype = claims[0].shape, claims[0].dtype
     nbytes = tensor_nbytes(dtype, shape)
     if any(isinstance(c.layout, tuple) for c in claims):
-        return _boxes(key, name, claims)
+        return _boxes(key, name, claims, loads if spread else None)
     grids = {_grid(c.layout) for c in claims}
     if len(grids) > 1:
         raise InvalidState(
             f"component {key!r}, key {name!r} is cut one way on ranks {claims[0].ranks[:8]} and another way on other ranks; "
             "its boxes overlap", component=key, key=name, ranks=claims[-1].ranks)  # fmt: skip
-    choices: list[tuple[Any, Layout]] = []
+    best: tuple[int, defaultdict[int, int], int, _Claim] | None = None
+    absent: set[int] = set()
     for claim in claims:
-        if claim.layout is None:
-            choices += [((rank,), WholeLayout(rank)) for rank in claim.ranks]
-        else:
-            layout = claim.layout
-            replicas = range(layout.replicas)
-            choices += [((layout.mesh.ranks, r), MeshLayout(layout.mesh, layout.placements, r)) for r in replicas]
-    if not spread:
-        return choices[0][1]
-    # Keys of equal meshes are hashed over and over; the loads of small dicts are cheap against their bytes.
-    place, layout = min(choices, key=lambda choice: loads.get(choice[0], 0))
-    loads[place] = loads.get(place, 0) + nbytes
-    return layout
+        places: Sequence[int] = claim.ranks
+        if claim.layout is not None:
+            places = range(claim.layout.replicas)
+            if lacking := _lacking(claim.layout.mesh, claims):
+                absent |= lacking
+                lost = {claim.layout.replica_at(at) for rank in lacking if (at := claim.layout.mesh.coordinates(rank))
+                        is not None and volume(claim.layout.box_at(shape, at)[1])}  # fmt: skip
+                places = [r for r in places if r not in lost]
+        if places:
+            # Bytes by rank, or by replica of one mesh: what each has to write so far.
+            load = loads.setdefault(None if claim.layout is None else claim.layout.mesh, defaultdict(int))
+            place = min(places, key=load.__getitem__) if spread else places[0]
+            if best is None or (spread and load[place] < best[0]):
+                best = load[place], load, place, claim
+    if best is None:
+        raise InvalidState(
+            f"component {key!r}, key {name!r}: ranks {sorted(absent)[:8]} should hold a part of it, and do not have the key",
+            component=key, key=name, ranks=sorted(absent))  # fmt: skip
+    _, load, place, claim = best
+    load[place] += nbytes
+    return WholeLayout(place) if claim.layout is None else MeshLayout(claim.layout.mesh, claim.layout.placements, place)
+
+
+def _lacking(mesh: Mesh, claims: Sequence[_Claim]) -> set[int]:
+    """The ranks of a mesh that do not have the key."""
+    return set(mesh.ranks).difference(*(c.ranks for c in claims))
 
 
 def _grid(layout: MeshLayout | None) -> tuple[tuple[int, ...], ...]:
@@ -202,18 +226,25 @@ def _grid(layout: MeshLayout | None) -> tuple[tuple[int, ...], ...]:
     return tuple(cut for cut in cuts if len(cut) > 1)
 
 
-def _boxes(key: str, name: str, claims: list[_Claim]) -> BoxLayout:
+def _boxes(
+    key: str, name: str, claims: list[_Claim], loads: dict[Mesh | None, defaultdict[int, int]] | None
+) -> BoxLayout:
     """Boxes that ranks named themselves: each distinct one once, together exactly the tensor."""
     shape = claims[0].shape
-    held: dict[Box, int] = {}
+    holders: dict[Box, list[int]] = {}
     for claim in claims:
         if not isinstance(claim.layout, tuple):
             raise InvalidState(
                 f"component {key!r}, key {name!r} is a Shard on some ranks and not on ranks {claim.ranks[:8]}",
                 component=key, key=name, ranks=claim.ranks)  # fmt: skip
         if volume(claim.layout[1]):
-            held.setdefault(claim.layout, claim.ranks[0])
-    boxes = sorted(held)
+            holders.setdefault(claim.layout, []).extend(claim.ranks)
+    boxes = sorted(holders)
+    load = defaultdict(int) if loads is None else loads.setdefault(None, defaultdict(int))
+    held: dict[Box, int] = {}
+    for box in boxes:  # the holder with the least to write so far
+        held[box] = rank = min(holders[box], key=lambda r: (load[r] if loads is not None else 0, r))
+        load[rank] += tensor_nbytes(claims[0].dtype, box[1])
     for number, box in enumerate(boxes):
         for other in boxes[number + 1 :]:
             if shape and other[0][0] >= box[0][0] + box[1][0]:
@@ -265,10 +296,10 @@ def validate_shards(
         digests = {}
         for component in checked:
             for holders, tensors in _replicas(comm.rank, captured[component.key], merged[component.key]).items():
-                tag = f"{component.key} {content_digest(repr(holders).encode())}"
+                tag = f"{content_digest(repr(holders).encode())} {component.key}"
                 mine[tag] = {t.name: [replica_digest(component, t), list(holders)] for t in tensors}
                 digests[tag] = combined_digest(
-                    part for name, found in mine[tag].items() for part in (name.encode(), found[0])
+                    part for name, found in sorted(mine[tag].items()) for part in (name.encode(), found[0])
                 )
         return digests
 
@@ -282,23 +313,34 @@ def validate_shards(
     if not differing:
         return
 
-    def explain(found: list[dict[str, dict[str, list[Any]]]]) -> None:
-        wrong: dict[str, list[int]] = {}
-        reference: dict[str, tuple[int, bytes]] = {}
+    def explain(found: list[dict[str, dict[str, list[Any]]]]) -> dict[str, list[Any]]:
+        """Of the first component that differs: name -> [holders, ranks that differ from the lowest of them]."""
+        wrong: dict[str, list[Any]] = {}
+        reference: dict[str, bytes] = {}
         for rank, tags in enumerate(found):
             for tag, tensors in tags.items():
-                for name, (digest, _) in tensors.items():
-                    full = f"{tag} {name}"
-                    if reference.setdefault(full, (rank, digest))[1] != digest:
-                        wrong.setdefault(name, []).append(rank)
-        key = differing[0].split(" ")[0]
-        ranks = sorted({rank for found_on in wrong.values() for rank in found_on})
-        shown = ", ".join(repr(name) for name in sorted(wrong)[:5])
-        raise ReplicationMismatch(
-            f"component {key!r} is SHARDED, and {shown} on ranks {ranks} is not equal to the same part on lower ranks; "
-            "replicas of a part must be equal; nothing was committed", component=key, keys=sorted(wrong)[:20], ranks=ranks)  # fmt: skip
+                for name, (digest, holders) in tensors.items() if tag.split(" ", 1)[1] == key else ():
+                    if reference.setdefault(f"{tag} {name}", digest) != digest:
+                        wrong.setdefault(f"{tag} {name}", [name, holders, []])[2].append(rank)
+        return wrong
 
-    comm.together("explain replicas", lambda: {tag: mine[tag] for tag in differing if tag in mine}, explain)
+    key = differing[0].split(" ", 1)[1]
+    component = next(c for c in checked if c.key == key)
+    wrong = comm.together("explain replicas", lambda: {tag: mine[tag] for tag in differing if tag in mine}, explain)
+    numbers: dict[str, Any] = {}
+    if component.validated is ValidationLevel.FULL:
+        held = {t.name: t for t in captured[key].tensors}
+        tolerant = bool(component.atol or component.rtol)
+        for name, holders, _ in list(wrong.values())[: None if tolerant else FULL_TENSORS]:
+            numbers[name] = difference(comm, component, Copy("", tuple(holders)), name, held.get(name))
+        if tolerant and all(numbers[name] and numbers[name]["beyond tolerance"] == 0 for name, _, _ in wrong.values()):
+            return
+    names = sorted({name for name, _, _ in wrong.values()})
+    ranks = sorted({rank for _, _, found_on in wrong.values() for rank in found_on})
+    raise ReplicationMismatch(
+        f"component {key!r} is SHARDED, and {', '.join(map(repr, names[:5]))} on ranks {ranks} is not equal to the same part "
+        "on lower ranks; replicas of a part must be equal; nothing was committed",
+        component=key, keys=names[:20], ranks=ranks, details=numbers or None)  # fmt: skip
 
 
 def _replicas(rank: int, captured: Captured, merged: ShardedState) -> dict[tuple[int, ...], list[Any]]:
@@ -307,8 +349,9 @@ def _replicas(rank: int, captured: Captured, merged: ShardedState) -> dict[tuple
     result: dict[tuple[int, ...], list[Any]] = {}
     for tensor in captured.tensors:
         part = tensor.part
-        if tensor.alias_of is None and part.box is not None and volume(part.box[1]):
-            holders = holders_of(merged.layouts[numbers[tensor.name]], part.shape, part.box, rank)
+        number = numbers[tensor.name]
+        if merged.tensors[number].alias_of is None and part.box is not None and volume(part.box[1]):
+            holders = holders_of(merged.layouts[number], part.shape, part.box, rank)
             if len(holders) > 1:
                 result.setdefault(holders, []).append(tensor)
     return result

@@ -193,7 +193,7 @@ class OptimizerState:
         names = self._parameter_names()
         by_name = {name: p for p, name in names.items()}
         state: defaultdict[Any, Any] = defaultdict(dict)
-        for name, values in state_dict["state"].items():
+        for name, values in state_dict.get("state", {}).items():  # absent where no parameter here has state
             if name in by_name:
                 state[by_name[name]] = dict(values)
         for parameter, values in self.optimizer.state.items():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import InvalidState
+from ..errors import InvalidState, StateMismatch
 from ..format.layout import Box, Mesh, MeshLayout, volume
 from ..format.tensorfile import DTYPES
 
@@ -202,9 +202,10 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Give every item of `target` the value of `source`, whatever its memory looks like.
 
-    Items that share memory (expanded tensors) are written once; where their values differ, the last one stays.
+    Raises StateMismatch where items share memory (expanded tensors) and their values differ.
     """
-    target = target.detach()
+    target = whole = target.detach()
+    values = source
     if overlaps_itself(target):
         once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
         target, source = target[once], source[once]
@@ -215,6 +216,10 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target, source = words(target), words(source)
     if not overlaps_itself(target):
         target.copy_(source)
+    if overlaps_itself(whole) and not torch.equal(words(whole), words(values.to(whole.dtype))):
+        raise StateMismatch(
+            f"items of a live tensor of shape {list(whole.shape)} share memory, and the saved ones differ"
+        )
 
 
 class TensorBytes:
@@ -224,7 +229,9 @@ class TensorBytes:
         self._words = words(tensor)
         self._memory: memoryview | None = None
         if self._words.device.type == "cpu" and self._words.is_contiguous() and self._words.numel():
-            self._memory = memoryview(self._words.reshape(-1).view(torch.uint8).numpy().data)
+            # Strides of dimensions of one item may be anything.
+            flat = self._words.as_strided((self._words.numel(),), (1,))
+            self._memory = memoryview(flat.view(torch.uint8).numpy().data)
 
     def view(self, start: int, stop: int) -> memoryview | None:
         """Bytes `start` to `stop` in place; None when they are not contiguous host memory."""

@@ -178,23 +178,14 @@ def test_files_that_may_not_be_read_are_4(
         assert refused.code == 4 and "Permission denied" in one_line(refused.err)
     everything = ckpt("verify", "locked://runs", "--all", "--json")
     assert everything.code == 4
-    assert [c["checkpoint"]["status"] for c in everything.document["checkpoints"]] == [
-        "committed",
-        "unreadable",
-    ]
+    assert [c["checkpoint"]["status"] for c in everything.document["checkpoints"]] == ["committed", "unreadable"]
 
 
 def test_storage_options_arrive_decoded(ckpt: Ckpt, locked: None) -> None:
     options = ["token=a=b", "retries=3", 'client={"url": "http://x"}', "flag=true", "empty="]
     done = ckpt("ls", "locked://bucket/none", *(part for o in options for part in ("--storage-option", o)))
     assert done.code == 3
-    assert Locked.seen == {
-        "token": "a=b",
-        "retries": 3,
-        "client": {"url": "http://x"},
-        "flag": True,
-        "empty": "",
-    }
+    assert Locked.seen == {"token": "a=b", "retries": 3, "client": {"url": "http://x"}, "flag": True, "empty": ""}
 
 
 @pytest.mark.parametrize("tail", ["", "/", "//"])

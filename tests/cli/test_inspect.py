@@ -26,15 +26,7 @@ def test_header_components_and_files(ckpt: Ckpt, root: Path) -> None:
     assert header["name"] == "checkpoint-20" and header["url"] == str(folder)
     assert header["status"] == "committed" and header["reason"] is None
     assert header["step"] == 20 and header["run_id"] == "run-a" and header["world_size"] == 1
-    for name in (
-        "sequence",
-        "created",
-        "checkpoint_id",
-        "attempt_id",
-        "versions",
-        "digest",
-        "format_version",
-    ):
+    for name in ("sequence", "created", "checkpoint_id", "attempt_id", "versions", "digest", "format_version"):
         assert header[name] == manifest[name], name
     assert header["metrics"] == {"loss": 1 / 20, "accuracy": "NaN"} and header["metrics_step"] == 20
     assert header["metadata"] == {"note": "step 20 é"}

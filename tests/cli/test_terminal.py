@@ -97,14 +97,7 @@ def test_colours_and_no_color(root: Path) -> None:
 
 
 def test_units() -> None:
-    sizes = {
-        0: "0 B",
-        1023: "1023 B",
-        1536: "1.5 KiB",
-        5 << 20: "5.0 MiB",
-        3 << 30: "3.0 GiB",
-        2 << 40: "2.00 TiB",
-    }
+    sizes = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 20: "5.0 MiB", 3 << 30: "3.0 GiB", 2 << 40: "2.00 TiB"}
     assert {nbytes: render.size(nbytes) for nbytes in sizes} == sizes
     assert render.size(None) == "-"
     assert render.ranks([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and render.ranks([]) == "-"

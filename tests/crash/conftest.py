@@ -107,7 +107,7 @@ class Ground:
 @pytest.fixture
 def ground(quick_folder, monkeypatch):
     # Files of few KiB each, so that a small model is split over several.
-    monkeypatch.setitem(plan_component.__kwdefaults__, "max_file_bytes", 10_000)
+    monkeypatch.setitem(plan_component.__kwdefaults__, "max_file_bytes", 9_500)
     training = Training()
     ground = Ground(quick_folder / "run", training, {})
     manager = ground.manager()

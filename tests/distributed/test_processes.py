@@ -67,7 +67,7 @@ def test_rank_2_of_4_never_calls(tmp_path, processes):
 def test_rank_2_of_4_calls_with_another_step(tmp_path, processes):
     results = processes.run("fault", ALL, tmp_path, victim=2, how="other step", where="")
     assert [(results[rank]["error"], results[rank]["ranks"]) for rank in range(ALL)] == [("RanksDisagree", [2])] * ALL
-    assert "step is 2 on rank 0 and 7 on rank 2" in results[0]["message"]
+    assert "rank 0 calls for a save of step 2, rank 2 for a save of step 7" in results[0]["message"]
     assert max(results[rank]["seconds"] for rank in range(ALL)) < BOUND
     check_going_on(results, [0, 1, 2, 3], 1)
 
@@ -171,6 +171,6 @@ def test_b35_only_rank_0_saves(tmp_path, processes):
         assert only["seconds"] < 1.5 + 5
         assert results[rank]["entries"] == []
         assert (other["error"], other["ranks"]) == ("RanksDisagree", [1])
-        assert "step is 1 on rank 0 and 2 on rank 1" in other["message"]
+        assert "rank 0 calls for a save of step 1, rank 1 for a save of step 2" in other["message"]
         assert results[rank]["last"]["error"] is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-3"]

@@ -110,7 +110,7 @@ def test_group_keys_find_their_group_when_the_numbering_changed(tmp_path, files)
 def test_unknown_group_key_raises_on_every_rank(tmp_path, on_all):
     save(tmp_path, 2, "PER_GROUP", lambda rank: rank, [[0], [1]], ["a", "b"])
     error = on_all([r for r, _ in load(tmp_path, 2, "PER_GROUP", [[0], [1]], ["a", "new"])], StateMismatch)
-    assert "['a', 'b']" in str(error) and "'new'" in str(error) and set(error.causes) == {1}
+    assert "(a, b;" in str(error) and "this rank's is new" in str(error) and set(error.causes) == {1}
 
 
 def test_unknown_group_key_follows_on_resize(tmp_path):

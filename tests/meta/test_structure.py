@@ -21,6 +21,7 @@ ORDER = [
     "errors",
     "format",
     "storage",
+    "attempts",
     "root",
     "state",
     "ranks",

@@ -53,7 +53,9 @@ def plain_layouts(shape: tuple[int, ...], rank: int, chance: random.Random) -> l
         full = torch.arange(prod(size)).reshape(size)
         tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
         local, offset = compute_local_shape_and_global_offset(torch.Size(size), mesh, tensor.placements)
-        rows.append({**told(tensor), "torch": [list(offset), list(local)], "holds": holds_its_box(full, tensor), "rank": rank})
+        rows.append(
+            {**told(tensor), "torch": [list(offset), list(local)], "holds": holds_its_box(full, tensor), "rank": rank}
+        )
     return rows
 
 

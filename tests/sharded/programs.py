@@ -100,7 +100,7 @@ def build(kind: str, rank: int, world: int, number: float | None) -> nn.Module:
 
 
 def build_pipe(kind: str, rank: int, world: int, number: float | None) -> nn.Module:
-    """"pipe" (as many stages as ranks), "pipe of 2" (virtual stages a rank), "pipe x fsdp" (2 stages)."""
+    """ "pipe" (as many stages as ranks), "pipe of 2" (virtual stages a rank), "pipe x fsdp" (2 stages)."""
     if kind == "pipe x fsdp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
         stage = mesh["pp"].get_local_rank()
@@ -181,7 +181,9 @@ def save(rank: int, world: int, kind: str, root: str, real: bool = False) -> dic
         key: component.size_bytes for key, component in info.manifest.components.items()}}  # fmt: skip
 
 
-def load(rank: int, world: int, kind: str, root: str, how: dict[str, Any] | None = None, again: str | None = None) -> dict[str, Any]:
+def load(
+    rank: int, world: int, kind: str, root: str, how: dict[str, Any] | None = None, again: str | None = None
+) -> dict[str, Any]:
     """Into fresh objects of other values: the state then, and after one step more. again: root to save to."""
     model = build(kind, rank, world, -3.0)
     optimizer = torch.optim.AdamW(model.parameters(), 0.9, amsgrad=True)

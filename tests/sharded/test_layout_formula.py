@@ -196,7 +196,25 @@ def test_tables_round_trip(tensors: list[LogicalTensor]) -> None:
 
 def mutated(value: Any, chance: random.Random) -> Any:
     """One thing in it is another."""
-    odd = [None, -1, 0, 1, 2**62, 2**64 - 1, 0.5, "", "S0", "s9", "R R R", b"", [], {}, True, [[]], {"boxes": [[0, [0], [9]]]}]
+    odd = [
+        None,
+        -1,
+        0,
+        1,
+        2**62,
+        2**64 - 1,
+        0.5,
+        "",
+        "S0",
+        "s9",
+        "R R R",
+        b"",
+        [],
+        {},
+        True,
+        [[]],
+        {"boxes": [[0, [0], [9]]]},
+    ]
     if isinstance(value, list | dict) and value and chance.random() < 0.85:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         at = chance.choice(keys)
@@ -239,14 +257,8 @@ BAD_TABLES = {
         "meshes": [],
         "tensors": [["a", "F32", [4], None, {"boxes": [[0, [0], [3]], [1, [2], [2]]]}]],
     },
-    "an alias of another shape": {
-        "meshes": [],
-        "tensors": [["a", "F32", [4], None, 0], ["b", "F32", [5], 0, None]],
-    },
-    "an alias of another dtype": {
-        "meshes": [],
-        "tensors": [["a", "F32", [4], None, 0], ["b", "F64", [4], 0, None]],
-    },
+    "an alias of another shape": {"meshes": [], "tensors": [["a", "F32", [4], None, 0], ["b", "F32", [5], 0, None]]},
+    "an alias of another dtype": {"meshes": [], "tensors": [["a", "F32", [4], None, 0], ["b", "F64", [4], 0, None]]},
     "a dtype that is not one": {"meshes": [], "tensors": [["a", "F33", [4], None, 0]]},
     "a rank twice": {"meshes": [[[2], [1, 1]]], "tensors": [["a", "F32", [4], None, [0, "S0", 0]]]},
     "a rank outside the world": {"meshes": [[[2], [1, 31]]], "tensors": [["a", "F32", [4], None, [0, "S0", 0]]]},

@@ -25,7 +25,14 @@ DTYPES = [
     torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn, torch.int64, torch.uint16,
     torch.float64, torch.complex64, torch.float8_e5m2, torch.int8,
 ]  # fmt: skip
-NAMES = [("w",), ("model", "layers.0.weight"), ("model", "a/b~c"), ("opt", "state", "p", "exp_avg"), ("", "é"), ("x", "y")]
+NAMES = [
+    ("w",),
+    ("model", "layers.0.weight"),
+    ("model", "a/b~c"),
+    ("opt", "state", "p", "exp_avg"),
+    ("", "é"),
+    ("x", "y"),
+]
 covered = {"examples": 0, "tensors": 0, "leaves": 0, "empty leaves": 0, "mesh leaves": 0, "bytes": 0, "ranks": 0}
 
 Path_ = tuple[str, ...]
@@ -147,7 +154,9 @@ def make_case(chance: random.Random, mesh_shard: Any, most: int) -> Case:
     case.wants, case.expected = [{} for _ in range(after)], [{} for _ in range(after)]
     paths = chance.sample(NAMES, chance.randint(1, len(NAMES)))
     for path in paths:
-        shape = tuple(chance.choice([1, 2, 3, 5, 8, 17, 0 if chance.random() < 0.2 else 4]) for _ in range(chance.randint(0, 3)))
+        shape = tuple(
+            chance.choice([1, 2, 3, 5, 8, 17, 0 if chance.random() < 0.2 else 4]) for _ in range(chance.randint(0, 3))
+        )
         case.full[path] = filled(chance, chance.choice(DTYPES), shape)
         if chance.random() < 0.2:
             case.ties[path] = (f"tie of {path[-1]}",)
@@ -209,7 +218,11 @@ def chunk_bytes_needed(folder: Path, expected: dict[Path_, Slices], chunk: int) 
         for piece in stored.pieces(numbers[named(path)], box):
             wanted = np.zeros(piece.shape, bool)
             wanted[part] = True
-            items = wanted[slices(piece.offset, piece.local_shape)].reshape(-1).repeat(piece.nbytes // prod(piece.local_shape))
+            items = (
+                wanted[slices(piece.offset, piece.local_shape)]
+                .reshape(-1)
+                .repeat(piece.nbytes // prod(piece.local_shape))
+            )
             starts = range(0, len(items), chunk)
             needed += sum(len(items[s : s + chunk]) for s in starts if items[s : s + chunk].any())
     return needed

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ckptcore import CheckpointManager, Shard, SharingPattern, StateComponent, open_checkpoint
 from ckptcore.format.layout import Mesh, MeshLayout, WholeLayout, volume
 from ckptcore.format.tensorfile import tensor_nbytes
 from ckptcore.ranks.sharding import ShardedState, _describe, merge_descriptions
 from ckptcore.state.layout import LocalPart
 from ckptcore.state.tree import Captured, CapturedTensor, capture
+from ckptcore.testing.ranks import run_ranks
 
 RANKS = 4096
 EMPTY = torch.empty(0)
@@ -100,6 +103,22 @@ def test_the_order_of_descriptions_changes_no_byte_count() -> None:
     first = written(merge_descriptions("m", texts, [list(range(15)), [15]]), 16)
     second = written(merge_descriptions("m", texts[::-1], [[15], list(range(15))]), 16)
     assert sum(first.values()) == sum(second.values()) == 8 * 64 + 12
+
+
+@pytest.mark.parametrize("writers", ["split", "lowest"])
+def test_replicas_of_boxes_share_the_writing(tmp_path: Path, writers: str) -> None:
+    """Four ranks, two halves: each half of eight tensors is on two ranks."""
+
+    def program(comm: Any) -> None:
+        at = comm.rank % 2 * 8
+        state = {f"w{n}": Shard(torch.arange(16.0)[at : at + 8].clone(), (16,), (at,)) for n in range(8)}
+        with CheckpointManager(tmp_path, comm=comm, writers=writers) as ckpt:
+            ckpt.save(1, [StateComponent("s", state, SharingPattern.SHARDED)])
+
+    run_ranks(4, program)
+    with open_checkpoint(tmp_path / "checkpoint-1") as view:
+        assert view.manifest.components["s"].writers == ([0, 1, 2, 3] if writers == "split" else [0, 1])
+        assert all(view.read(f"s/w{n}").tolist() == list(range(16)) for n in range(8))
 
 
 @pytest.mark.stress

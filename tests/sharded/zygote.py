@@ -55,7 +55,7 @@ def run(order: dict[str, Any]) -> dict[int, Any]:
         os.close(write)
         pipes[read] = rank
     listener.close()
-    texts = {rank: b"" for rank in pipes.values()}
+    texts = dict.fromkeys(pipes.values(), b"")
     end = time.monotonic() + order["deadline"]
     waiting = set(pipes)
     while waiting and (left := end - time.monotonic()) > 0:
