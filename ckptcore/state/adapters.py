@@ -59,37 +59,62 @@ class _Names:
         return self.prefixes.get(prefix, prefix) + key[len(prefix) :]
 
 
+Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module | Iterable[nn.Module]]
+
+
+def _prefixed(models: Models) -> list[tuple[str, nn.Module]]:
+    """Modules with the prefix of their names: none, or the key of the dict that they came in."""
+    if isinstance(models, nn.Module):
+        return [("", models)]
+    if isinstance(models, Mapping):
+        return [(f"{key}.", module) for key, held in models.items() for _, module in _prefixed(held)]
+    return [("", module) for module in models]
+
+
 class ModelState:
-    """A module's state under canonical keys: those of the bare module, however it is compiled or wrapped."""
+    """A module's state under canonical keys: those of the bare module, however it is compiled or wrapped.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    models: a module, several with distinct names (the stages of one rank of a pipeline), or a dict of them, whose keys
+    become prefixes. Raises InvalidState when two tensors have one name.
+    """
 
-    def _raw(self) -> tuple[dict[str, Any], dict[str, str]]:
-        names = _Names(self.module)
-        # keep_vars: the parameters themselves, so that what was read into them in place need not be copied again.
-        raw = self.module.state_dict(keep_vars=True)
-        to_raw: dict[str, str] = {}
-        for key in raw:
-            name = names.canonical(key)
-            if name in to_raw:
-                raise InvalidState(
-                    f"{to_raw[name]!r} and {key!r} of a model are both {name!r} without wrappers", key=name
-                )
-            to_raw[name] = key
-        return raw, to_raw
+    def __init__(self, models: Models) -> None:
+        self._models = _prefixed(models)
+        self._raw()
+
+    def _raw(self) -> dict[str, tuple[nn.Module, str, Any]]:
+        """Canonical name -> (module, key as it is, value)."""
+        found: dict[str, tuple[nn.Module, str, Any]] = {}
+        for prefix, module in self._models:
+            names = _Names(module)
+            # keep_vars: the parameters themselves, so that what was read into them in place need not be copied again.
+            for key, value in module.state_dict(keep_vars=True).items():
+                name = prefix + names.canonical(key)
+                if name in found:
+                    raise InvalidState(
+                        f"{found[name][1]!r} and {key!r} are both {name!r} without wrappers; pass several models as a dict, "
+                        "whose keys become prefixes", key=name)  # fmt: skip
+                found[name] = module, key, value
+        return found
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers, without asking for a state_dict."""
+        for _, module in self._models:
+            yield from module.parameters()
+            yield from module.buffers()
 
     def state_dict(self) -> dict[str, Any]:
-        raw, to_raw = self._raw()
-        return {name: raw[key] for name, key in to_raw.items()}
+        return {name: value for name, (_, _, value) in self._raw().items()}
 
     def differences(self, saved: Any) -> Differences:
         return differences(saved, self.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        _, to_raw = self._raw()
-        # Not strict: missing and unexpected keys were judged before anything was read.
-        self.module.load_state_dict({to_raw[n]: v for n, v in state_dict.items() if n in to_raw}, strict=False)
+        raw = self._raw()
+        for _, module in self._models:
+            mine = {raw[n][1]: v for n, v in state_dict.items() if n in raw and raw[n][0] is module}
+            # Not strict: missing and unexpected keys were judged before anything was read.
+            module.load_state_dict(mine, strict=False)
 
 
 class OptimizerState:
@@ -100,14 +125,9 @@ class OptimizerState:
     Raises InvalidState when a parameter of the optimizer is in none of them, or two share a name.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, models: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, models: Models) -> None:
         self.optimizer = optimizer
-        if isinstance(models, nn.Module):
-            models = [models]
-        parts = models.items() if isinstance(models, Mapping) else [("", module) for module in models]
-        self._models = [(f"{prefix}." if prefix else "", module) for prefix, module in parts]
+        self._models = _prefixed(models)
         self._by_name: dict[str, torch.Tensor] | None = None
         self._parameter_names()
 
@@ -306,7 +326,7 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     keys = [component.key for component in declared]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise InvalidState(f"two components have the key {twice[0]!r}", component=twice[0])
-    modules = {c.key: c.stateful for c in declared if isinstance(c.stateful, nn.Module)}
+    modules = {c.key: c.stateful for c in declared if _is_model(c.stateful)}
     return [_adapted(component, modules) for component in declared]
 
 
@@ -331,7 +351,7 @@ def _tensors_of(value: Any) -> Iterator[Any]:
     elif isinstance(value, OptimizerState):
         yield from _tensors_of(value.optimizer)
     elif isinstance(value, ModelState):
-        yield from _tensors_of(value.module)
+        yield from value.tensors()
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors_of(item)
@@ -342,9 +362,15 @@ def _tensors_of(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _adapted(component: StateComponent, modules: dict[str, nn.Module]) -> StateComponent:
+def _is_model(value: Any) -> bool:
+    """A module, or a list of them: the stages of a pipeline."""
+    several = isinstance(value, list | tuple) and value and all(isinstance(item, nn.Module) for item in value)
+    return isinstance(value, nn.Module) or bool(several)
+
+
+def _adapted(component: StateComponent, modules: dict[str, Any]) -> StateComponent:
     stateful = component.stateful
-    if isinstance(stateful, nn.Module):
+    if _is_model(stateful):
         adapter: Any = ModelState(stateful)
     elif isinstance(stateful, torch.optim.Optimizer):
         adapter = _optimizer_state(stateful, modules)
@@ -357,7 +383,9 @@ def _adapted(component: StateComponent, modules: dict[str, nn.Module]) -> StateC
     return adapted
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, modules: dict[str, nn.Module]) -> OptimizerState:
+def _optimizer_state(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> OptimizerState:
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    holders = {k: m for k, m in modules.items() if any(id(p) in mine for p in m.parameters())}
-    return OptimizerState(optimizer, holders if len(holders) > 1 else list(holders.values()))
+    holders = {k: held for k, held in modules.items()
+               if any(id(p) in mine for _, m in _prefixed(held) for p in m.parameters())}  # fmt: skip
+    only: Any = next(iter(holders.values()), [])
+    return OptimizerState(optimizer, holders if len(holders) > 1 else only)
