@@ -208,20 +208,23 @@ def committed(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[Check
     return [i for i in infos if i.status == "committed" and run_id in (None, i.run_id)]
 
 
+def _mark(attempt: str) -> str:
+    return f"attempt.{attempt}.partial"
+
+
 def mark_attempt(storage: Storage, folder: str, attempt: str) -> None:
     """Say that what is in `folder` is an attempt, until `unmark_attempt`."""
-    storage.write(join(folder, f"attempt.{attempt}.partial"), b"")
+    storage.write(join(folder, _mark(attempt)), b"")
 
 
 def unmark_attempt(storage: Storage, folder: str) -> None:
     """Remove the marks of attempts."""
-    for entry in storage.list(folder):
-        if _MARKER.fullmatch(entry.name):
-            storage.remove(join(folder, entry.name))
+    while (attempt := _attempt_of(storage, folder)) is not None:
+        storage.remove(join(folder, _mark(attempt)))
 
 
 def _attempt_of(storage: Storage, folder: str) -> str | None:
-    """Whose attempt is in a folder, by its mark."""
+    """Whose attempt is in a folder, by its mark; None for a folder without one, or that is gone."""
     try:
         marks = [_MARKER.fullmatch(entry.name) for entry in storage.list(folder)]
     except StorageError:

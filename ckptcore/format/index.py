@@ -2,11 +2,9 @@
 
 An index is msgpack: {"format", "version", "writer", "files": {name: [size, header size, header digest]},
 "components": {key: {"tree": bytes or nil, "tensors": [row, ...]}}}. A row is
-[number, name, dtype, shape, offset, local shape, file, name in file, start, chunk digests, alias]: `number` is what
-the tree calls the tensor; the logical tensor `name` has the global `shape`; this writer's piece is the box at `offset`
-of `local shape` (both nil: all of it), its bytes are C order in `file` from byte `start` on, with 8 bytes of digest
-per 4 MiB. `alias` (else nil) is the number of the tensor that holds the bytes; then file, start and digests are nil.
-A component that several ranks wrote together has its tree, and its aliases, in the index of the lowest of them.
+[number, name, dtype, shape, file, name in file, start, chunk digests, alias]: `number` is what the tree calls the
+tensor; its bytes are C order in `file` from byte `start` on, with 8 bytes of digest per 4 MiB. `alias` (else nil) is
+the number of the tensor that holds the bytes; then file, start and digests are nil. A component that several ranks wrote together has its tree, and its aliases, in the index of the lowest of them.
 
 A sharded component has {"tree", "layouts", "pieces"} instead: the table of layout.py beside the tree, and for each box
 that this writer wrote [number, file, start, chunk digests]; the rest follows from the table.
@@ -36,7 +34,7 @@ def index_file_name(writer: int) -> str:
 
 @dataclass(slots=True)
 class TensorEntry:
-    """One tensor, or one writer's piece of it. Shapes in items, `start` and `nbytes` in bytes."""
+    """One tensor, or the piece of a sharded one at `offset` (else None). Shapes in items, `start`, `nbytes` in bytes."""
 
     number: int
     name: str
@@ -126,15 +124,12 @@ class Index:
         for key, component in self.components.items():
             rows = []
             for e in component.tensors:
-                whole = e.offset is None
                 place = (
                     [None, None, None, None]
                     if e.file is None
                     else [e.file, None if e.stored_name == e.name else e.stored_name, e.start, e.digests]
                 )
-                rows.append(
-                    [e.number, e.name, e.dtype, e.shape, e.offset, None if whole else e.local_shape, *place, e.alias_of]
-                )
+                rows.append([e.number, e.name, e.dtype, e.shape, *place, e.alias_of])
             if component.pieces is None:
                 components[key] = {"tree": component.tree, "tensors": rows}
             else:
@@ -208,26 +203,20 @@ def _piece(row: list[Any], files: dict[str, FileEntry]) -> Piece:
 
 
 def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
-    number, name, dtype, shape, offset, local, file, stored_name, start, digests, alias = row
+    number, name, dtype, shape, file, stored_name, start, digests, alias = row
     if not isinstance(name, str) or dtype not in DTYPES:
         raise ValueError(f"tensor {name!r} has an unknown dtype {dtype!r}")
     shape = _shape(shape)
-    box = None if offset is None else _shape(offset)
-    local = shape if box is None else _shape(local)
-    if box is not None and not (
-        len(box) == len(shape) == len(local) and all(o + n <= s for o, n, s in zip(box, local, shape, strict=True))
-    ):
-        raise ValueError(f"tensor {name!r}: box at {box} of {local} is not inside {shape}")
     if alias is not None:
         if _whole(alias) == number or file is not None:
             raise ValueError(f"tensor {name!r}: alias of number {alias} is not valid")
-        return TensorEntry(_whole(number), name, dtype, shape, box, local, None, None, 0, b"", alias)
-    nbytes = tensor_nbytes(dtype, local)
+        return TensorEntry(_whole(number), name, dtype, shape, None, shape, None, None, 0, b"", alias)
+    nbytes = tensor_nbytes(dtype, shape)
     known = files[file]
     if not known.header_size <= _whole(start) <= start + nbytes <= known.size:
         raise ValueError(f"tensor {name!r}: bytes {start} to {start + nbytes} are not inside {file}")
     if len(digests) != DIGEST_BYTES * chunk_count(nbytes):
         raise ValueError(f"tensor {name!r}: {len(digests)} digest bytes for {nbytes} bytes of data")
     return TensorEntry(
-        _whole(number), name, dtype, shape, box, local, file, stored_name or name, start, bytes(digests), None
+        _whole(number), name, dtype, shape, None, shape, file, stored_name or name, start, bytes(digests), None
     )

@@ -200,6 +200,8 @@ class _Encoder:
         if kind is int:
             if value in _INT64:
                 return value
+            if depth > MAX_DEPTH:
+                raise self.refuse(path, value, f"nested deeper than {MAX_DEPTH} levels")
             size = value.bit_length() // 8 + 1
             return msgpack.ExtType(BIG_INT, value.to_bytes(size, "big", signed=True))
         if depth > MAX_DEPTH:

@@ -144,10 +144,7 @@ class CheckpointView:
         tree = next((part.tree for part in parts if part.tree is not None), None)
         found = sorted((entry for part in parts for entry in part.tensors), key=lambda entry: entry.number)
         numbers = [entry.number for entry in found]
-        broken = numbers != list(range(len(found))) or any(
-            e.alias_of is not None and (e.alias_of >= len(found) or found[e.alias_of].alias_of is not None)
-            for e in found
-        )
+        broken = numbers != list(range(len(found))) or any(not _sound_alias(e, found) for e in found)
         if tree is None or broken:
             name = index_file_name(members[0])
             raise self._corrupt(name, f"and those of ranks {writers} do not make up a whole of component {key!r}")
@@ -319,6 +316,14 @@ def _problem(error: CheckpointCorrupt | StorageError, file: str) -> Problem:
     if isinstance(error, StorageError):
         return Problem(file, "storage", str(error))
     return Problem(error.file or file, error.kind or "format", str(error), error.tensor, error.expected, error.actual)
+
+
+def _sound_alias(entry: TensorEntry, found: Sequence[TensorEntry]) -> bool:
+    """Whether an alias is one of a tensor of the same kind that has bytes of its own."""
+    if entry.alias_of is None:
+        return True
+    target = found[entry.alias_of] if entry.alias_of < len(found) else entry
+    return target.alias_of is None and (target.dtype, target.shape) == (entry.dtype, entry.shape)
 
 
 def _infos(component: str, stored: StoredComponent) -> list[TensorInfo]:

@@ -186,8 +186,6 @@ CHANGES = {
     "no tree": lambda index: setattr(index.components["m"], "tree", None),
     "tensor that is not there": lambda index: index.components["m"].tensors.pop(),
     "component that is not there": lambda index: index.components.pop("m"),
-    "partial box": lambda index: (
-        setattr(entry(index, "b"), "shape", (8,)), setattr(entry(index, "b"), "offset", (0,))),
 }  # fmt: skip
 
 

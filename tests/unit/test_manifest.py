@@ -258,7 +258,11 @@ def test_metrics_that_json_lacks() -> None:
     assert (found["b"], found["c"], math.copysign(1, found["d"])) == (math.inf, -math.inf, -1)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, b"a", math.nan, "\ud800", {(1, 2): 3}], ids=["object", "set", "bytes", "nan", "surrogate", "tuple key"])
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, b"a", math.nan, "\ud800", {(1, 2): 3}],
+    ids=["object", "set", "bytes", "nan", "surrogate", "tuple key"],
+)
 def test_metadata_that_json_lacks(value) -> None:
     with pytest.raises(InvalidState, match="JSON"):
         plain(metadata={"m": value}).encode()

@@ -127,9 +127,9 @@ def test_names_of_nested_state_are_paths(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, {"c": state})
     tensors = open_checkpoint(tmp_path / "checkpoint-1").tensors()
-    assert [t.name for t in tensors] == ["a/b~1c", "l/0", "l/1/0", "3"]
-    assert tensors[0].path == ("a", "b/c")
-    assert tensors[0].full_name == "c/a/b~1c"
+    assert [t.name for t in tensors] == ["3", "a/b~1c", "l/0", "l/1/0"]
+    assert tensors[1].path == ("a", "b/c")
+    assert tensors[1].full_name == "c/a/b~1c"
     assert set(safetensors.torch.load_file(tmp_path / "checkpoint-1" / "c.safetensors")) == {t.name for t in tensors}
 
 
