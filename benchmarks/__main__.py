@@ -94,7 +94,31 @@ def run_inspect(folder: Path, given: dict[str, Any]) -> Report:
     return inspect.run(folder, tensors=given["tensors"], rounds=given["rounds"] or 7, progress=progress)
 
 
-ALL: list[Measure] = [run_save, run_load, run_inspect]
+def run_reshard(folder: Path, given: dict[str, Any]) -> Report:
+    from . import reshard
+
+    return reshard.run(folder, size=given["size"], rounds=given["rounds"] or 5, progress=progress)
+
+
+def run_plan(folder: Path, given: dict[str, Any]) -> Report:
+    from . import plan
+
+    return plan.run(rounds=given["rounds"] or 5, progress=progress)
+
+
+def run_validate(folder: Path, given: dict[str, Any]) -> Report:
+    from . import validate
+
+    return validate.run(
+        folder,
+        size=min(given["size"], GIB // 4),
+        rounds=given["rounds"] or 7,
+        settle_seconds=given["settle"],
+        progress=progress,
+    )
+
+
+ALL: list[Measure] = [run_save, run_load, run_reshard, run_plan, run_validate, run_inspect]
 
 
 def carry_out(measures: list[Measure], given: dict[str, Any]) -> None:
@@ -147,6 +171,30 @@ def load_command(**given: Any) -> None:
 def inspect_command(**given: Any) -> None:
     """`ckpt inspect` on many small tensors: time, bytes read, memory."""
     carry_out([run_inspect], given)
+
+
+@main.command("reshard")
+@common
+@size_option
+def reshard_command(**given: Any) -> None:
+    """Loads onto another layout with real processes, against dcp.load."""
+    carry_out([run_reshard], given)
+
+
+@main.command("plan")
+@common
+def plan_command(**given: Any) -> None:
+    """Planning and metadata at 8, 256 and 4,096 ranks, simulated."""
+    carry_out([run_plan], given)
+
+
+@main.command("validate")
+@common
+@size_option
+@settle_option
+def validate_command(**given: Any) -> None:
+    """What comparing replicas adds to a save (256 MiB at most), by level."""
+    carry_out([run_validate], given)
 
 
 @main.command("all")

@@ -176,7 +176,7 @@ def test_all_from_end_to_end(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "r.json").read_text())["benchmarks"]
-    assert [report["name"] for report in found] == ["save", "load", "inspect"]
+    assert [report["name"] for report in found] == ["save", "load", "reshard", "plan", "validate", "inspect"]
     for report in found:
         ours = [row for row in report["rows"] if row["kind"] == "ours"]
         assert ours and all(row["median"] > 0 and row["problem"] is None for row in ours)
