@@ -34,8 +34,8 @@ def run(
                 manager.save(1, [part])
 
         return Contender(
-            f"save, {level.value}", lambda: run_ranks(2, save) and None, "limit" if level is ValidationLevel.NONE else "ours",
-            prepare=lambda: settle(folder, settle_seconds), finish=lambda: shutil.rmtree(root))  # fmt: skip
+            f"save, {level.value}", lambda: _save_on_two(save), "limit" if level is ValidationLevel.NONE else "ours",
+            prepare=lambda: settle(settle_seconds), finish=lambda: shutil.rmtree(root))  # fmt: skip
 
     samples = measure([contender(level) for level in ValidationLevel], rounds, progress=progress)
     rows = rows_of(samples)
@@ -48,3 +48,7 @@ def run(
         {"size": size, "rounds": rounds},
         [f"{rounds} interleaved rounds after one that is not counted; equal replicas, so FULL has nothing to compare closely."],
     )  # fmt: skip
+
+
+def _save_on_two(save: Callable[[Communicator], None]) -> None:
+    run_ranks(2, save)
