@@ -22,6 +22,7 @@ stress: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m stress -s
 
 bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks all
 
 lint: $(STAMP)
