@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from .attempts import Attempt
-from .errors import InvalidState, NoSpace, StorageError
+from .errors import CheckpointWarning, InvalidState, NoSpace, StorageError
 from .format.manifest import CheckpointManifest, Copy
 from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
@@ -107,7 +108,7 @@ class CheckpointCoordinator:
         validate_shards(comm, self.components, captured, sharded)
         folder = f"{name}.partial-{joined.attempt}" if storage.atomic_rename else name
         shares: list[Share] = []
-        published = False
+        leftovers: list[str] | None = None
         with Attempt.parse(joined.attempt).in_flight():
 
             def plan() -> list[str]:
@@ -129,18 +130,21 @@ class CheckpointCoordinator:
 
             def commit(receipts: list[dict[str, Any]]) -> bytes:
                 manifest = self._manifest(request, joined, [Receipt.of(r) for r in receipts], sharded, clock)
+                nonlocal leftovers
                 with _needing(needed):
-                    publish(storage, joined.attempt, folder, name, manifest, request.overwrite)
-                nonlocal published
-                published = True
+                    leftovers = publish(storage, joined.attempt, folder, name, manifest, request.overwrite)
                 return manifest.encode()
 
             try:
                 encoded = comm.together("write", write, commit)
             except BaseException:
-                if comm.rank == 0 and not published:  # the others have finished writing, or are lost
+                if (
+                    comm.rank == 0 and leftovers is None
+                ):  # nothing was committed; the others have finished writing, or are lost
                     discard(storage, folder)
                 raise
+        for text in leftovers or ():
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
         manifest = CheckpointManifest.decode(encoded, storage.at(name))
         return CheckpointInfo(name, storage.at(name), "committed", manifest.step, None, manifest)
 

@@ -20,6 +20,7 @@ import msgpack
 from ..errors import CheckpointCorrupt
 from .digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest
 from .manifest import check_file_name
+from .strict import unique, whole
 from .tensorfile import DTYPES, tensor_nbytes
 
 __all__ = ["ComponentIndex", "FileEntry", "Index", "Piece", "TensorEntry", "index_file_name"]
@@ -143,15 +144,15 @@ class Index:
     def decode(cls, data: bytes, file: str = "index") -> Index:
         """Raises CheckpointCorrupt when `data` is not an index whose parts fit together."""
         try:
-            raw = msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass", object_pairs_hook=_unique)
+            raw = msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass", object_pairs_hook=unique)
             if raw["format"] != FORMAT or raw["version"] != VERSION:
                 raise ValueError(f"format {raw['format']!r} version {raw['version']!r} is not known")
-            index = cls(_whole(raw["writer"]))
+            index = cls(whole(raw["writer"]))
             for name, (size, header_size, header_digest) in raw["files"].items():
                 check_file_name(name)
                 if len(header_digest) != 16:
                     raise ValueError("a header digest is not 16 bytes")
-                index.files[name] = FileEntry(_whole(size), _whole(header_size), bytes(header_digest))
+                index.files[name] = FileEntry(whole(size), whole(header_size), bytes(header_digest))
             for key, component in raw["components"].items():
                 tree = component["tree"]
                 if not isinstance(key, str) or not (tree is None or isinstance(tree, bytes)):
@@ -178,28 +179,15 @@ _DECODE_ERRORS = (
 )  # fmt: skip
 
 
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name appears twice")
-    return result
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is not a whole number")
-    return value
-
-
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple([_whole(n) for n in value])
+    return tuple([whole(n) for n in value])
 
 
 def _piece(row: list[Any], files: dict[str, FileEntry]) -> Piece:
     number, file, start, digests = row
-    if not files[file].header_size <= _whole(start) <= files[file].size or not isinstance(digests, bytes):
+    if not files[file].header_size <= whole(start) <= files[file].size or not isinstance(digests, bytes):
         raise ValueError(f"a piece of tensor {number} is not inside {file}")
-    return Piece(_whole(number), file, start, digests)
+    return Piece(whole(number), file, start, digests)
 
 
 def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
@@ -208,15 +196,15 @@ def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
         raise ValueError(f"tensor {name!r} has an unknown dtype {dtype!r}")
     shape = _shape(shape)
     if alias is not None:
-        if _whole(alias) == number or file is not None:
+        if whole(alias) == number or file is not None:
             raise ValueError(f"tensor {name!r}: alias of number {alias} is not valid")
-        return TensorEntry(_whole(number), name, dtype, shape, None, shape, None, None, 0, b"", alias)
+        return TensorEntry(whole(number), name, dtype, shape, None, shape, None, None, 0, b"", alias)
     nbytes = tensor_nbytes(dtype, shape)
     known = files[file]
-    if not known.header_size <= _whole(start) <= start + nbytes <= known.size:
+    if not known.header_size <= whole(start) <= start + nbytes <= known.size:
         raise ValueError(f"tensor {name!r}: bytes {start} to {start + nbytes} are not inside {file}")
     if len(digests) != DIGEST_BYTES * chunk_count(nbytes):
         raise ValueError(f"tensor {name!r}: {len(digests)} digest bytes for {nbytes} bytes of data")
     return TensorEntry(
-        _whole(number), name, dtype, shape, None, shape, file, stored_name or name, start, bytes(digests), None
+        whole(number), name, dtype, shape, None, shape, file, stored_name or name, start, bytes(digests), None
     )

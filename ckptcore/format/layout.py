@@ -17,6 +17,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from .strict import whole
 from .tensorfile import DTYPES
 
 __all__ = [
@@ -223,11 +224,11 @@ def decode_layouts(table: dict[str, Any], world_size: int) -> list[LogicalTensor
     for name, dtype, shape, alias, layout in table["tensors"]:
         if not isinstance(name, str) or not isinstance(dtype, str):
             raise TypeError("a tensor's name or dtype is not a text")
-        size = tuple(_whole(n) for n in shape)
+        size = tuple(whole(n) for n in shape)
         made = None if alias is not None else _layout(layout, meshes, size, world_size)
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name!r} has dtype {dtype!r}, which is not known")
-        tensors.append(LogicalTensor(name, dtype, size, made, None if alias is None else _whole(alias)))
+        tensors.append(LogicalTensor(name, dtype, size, made, None if alias is None else whole(alias)))
     for t in tensors:
         if t.alias_of is not None:
             first = tensors[t.alias_of]
@@ -236,14 +237,8 @@ def decode_layouts(table: dict[str, Any], world_size: int) -> list[LogicalTensor
     return tensors
 
 
-def _whole(value: Any, below: int = 2**62) -> int:
-    if type(value) is not int or not 0 <= value < below:
-        raise ValueError(f"{value!r} is not a whole number below {below}")
-    return value
-
-
 def _mesh(shape: Any, ranks: Any, world_size: int) -> Mesh:
-    mesh = Mesh(tuple(1 + _whole(n - 1, world_size) for n in shape), tuple(_whole(r, world_size) for r in ranks))
+    mesh = Mesh(tuple(1 + whole(n - 1, world_size) for n in shape), tuple(whole(r, world_size) for r in ranks))
     if len(mesh.ranks) != prod(mesh.shape) or len(set(mesh.ranks)) != len(mesh.ranks):
         raise ValueError("a mesh's ranks do not fit its shape")
     return mesh
@@ -251,16 +246,16 @@ def _mesh(shape: Any, ranks: Any, world_size: int) -> Mesh:
 
 def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size: int) -> Layout:
     if type(layout) is int:
-        return WholeLayout(_whole(layout, world_size))
+        return WholeLayout(whole(layout, world_size))
     if isinstance(layout, dict):
         boxes = []
         for writer, offset, size in layout["boxes"]:
-            box = tuple(_whole(n) for n in offset), tuple(_whole(n) for n in size)
+            box = tuple(whole(n) for n in offset), tuple(whole(n) for n in size)
             if not (len(box[0]) == len(box[1]) == len(shape)) or any(
                 o + n > s for o, n, s in zip(*box, shape, strict=True)
             ):
                 raise ValueError(f"a box at {box[0]} of {box[1]} is not inside {shape}")
-            boxes.append((_whole(writer, world_size), box))
+            boxes.append((whole(writer, world_size), box))
         made_of = BoxLayout(tuple(boxes))
         if sum(volume(box[1]) for _, box in boxes) != volume(shape) or any(
             len(list(made_of.cuts(shape, box))) != 1 for _, box in boxes
@@ -270,8 +265,8 @@ def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size:
             raise ValueError("a writer has two boxes of one tensor")
         return made_of
     number, placements, replica = layout
-    mesh = meshes[_whole(number)]
-    made = MeshLayout(mesh, tuple(placements.split()), _whole(replica))
+    mesh = meshes[whole(number)]
+    made = MeshLayout(mesh, tuple(placements.split()), whole(replica))
     known = {"R", *(f"{kind}{dim}" for kind in "Ss" for dim in range(len(shape)))}
     if len(made.placements) != len(mesh.shape) or not known.issuperset(made.placements) or replica >= made.replicas:
         raise ValueError(f"placements {placements!r}, replica {replica} do not fit the mesh or the tensor")

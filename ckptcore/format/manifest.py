@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import CheckpointCorrupt, InvalidState, UnsafePath, UnsupportedVersion
 from .digest import content_digest
+from .strict import unique
 
 __all__ = [
     "MANIFEST_NAME",
@@ -176,7 +177,7 @@ class CheckpointManifest:
         if actual != expected:
             raise bad(f"digest is {actual}, the manifest says {expected}", "digest", expected=expected, actual=actual)
         try:
-            document = json.loads(body + b"\n}", object_pairs_hook=_unique, parse_constant=_no_constant)
+            document = json.loads(body + b"\n}", object_pairs_hook=unique, parse_constant=_no_constant)
             if document.pop("format") != FORMAT:
                 raise ValueError(f"format is not {FORMAT!r}")
             version = document["format_version"]
@@ -211,13 +212,6 @@ _DECODE_ERRORS = (
     OverflowError,
     InvalidState,
 )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name appears twice")
-    return result
 
 
 def _no_constant(name: str) -> Any:

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from ..errors import CheckpointCorrupt
+from .strict import unique
 
 __all__ = ["DTYPES", "HEADER_LIMIT", "DType", "StoredTensor", "lay_out", "parse_header", "tensor_nbytes"]
 
@@ -113,7 +114,7 @@ def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTens
     if length > HEADER_LIMIT or 8 + length > min(len(head), file_size):
         raise bad(f"header length {length} does not fit the file of {file_size} bytes")
     try:
-        header = json.loads(head[8 : 8 + length], object_pairs_hook=_unique)
+        header = json.loads(head[8 : 8 + length], object_pairs_hook=unique)
         header.pop("__metadata__", None)
         found = [
             StoredTensor(str(name), e["dtype"], tuple(e["shape"]), 8 + length + e["data_offsets"][0],
@@ -135,10 +136,3 @@ def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTens
     if at != file_size:
         raise bad(f"data end at byte {at}, the file at {file_size}")
     return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name appears twice")
-    return result

@@ -26,6 +26,7 @@ from uuid import UUID
 import msgpack
 
 from ..errors import CheckpointCorrupt, UnsupportedValue
+from .strict import unique
 
 __all__ = ["MAX_DEPTH", "Numbered", "Opaque", "TensorRef", "decode", "encode", "join_path", "register_codec"]
 
@@ -294,13 +295,7 @@ class _Decoder:
     def value_of(self, data: bytes) -> Any:
         # Lengths are bounded by the size of the data itself (msgpack's own rule for complete buffers).
         return msgpack.unpackb(data, raw=False, strict_map_key=True, unicode_errors="surrogatepass",
-                               ext_hook=self.ext, object_pairs_hook=self.mapping)  # fmt: skip
-
-    def mapping(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a key appears twice")
-        return result
+                               ext_hook=self.ext, object_pairs_hook=unique)  # fmt: skip
 
     def ext(self, code: int, data: bytes) -> Any:
         self.depth += 1
@@ -317,7 +312,7 @@ class _Decoder:
         if code == TUPLE:
             return tuple(_kind(self.value_of(data), list))
         if code == DICT:
-            return self.mapping([(key, item) for key, item in _kind(self.value_of(data), list)])
+            return unique([(key, item) for key, item in _kind(self.value_of(data), list)])
         if code in (SET, FROZENSET):
             items = [self.value_of(item) for item in _items(self.value_of(data), bytes)]
             return set(items) if code == SET else frozenset(items)

@@ -204,7 +204,10 @@ def _mismatch(
             f"{component.process_group_name!r} is ranks {list(copy.members)}: did you name another dimension of the mesh?"
         )
     elif component.sharing_pattern.value == "REPLICATED":
-        hint = "; state that is each rank's own (random streams, data loaders) is PER_RANK"
+        hint = (
+            "; state that is each rank's own (random streams, data loaders) is PER_RANK, and state of which rank 0's is the "
+            "truth (BatchNorm statistics under DDP) is GLOBAL"
+        )
     first = numbers.get(keys[0])
     how = f"; {keys[0]!r}: {first}" if first else ""
     return ReplicationMismatch(

@@ -233,8 +233,10 @@ def check_place(storage: Storage, name: str, step: int | None, overwrite: bool) 
 
 def publish(
     storage: Storage, attempt: str, folder: str, name: str, manifest: CheckpointManifest, overwrite: bool
-) -> None:
+) -> list[str]:
     """Make the files in `folder` the checkpoint `name`. On return it exists and survives a crash.
+
+    Returns what could not be cleaned up after that, to be warned of.
 
     With atomic rename: manifest into the attempt, then the attempt takes the name; what had it is put aside first and
     removed after, so at every instant the old or the new one counts. Elsewhere the manifest's put is the commit.
@@ -244,8 +246,8 @@ def publish(
         try:
             unmark_attempt(storage, folder)
         except StorageError as error:
-            warnings.warn(f"{storage.at(folder)}: the mark of the attempt was left: {error}", CheckpointWarning)
-        return
+            return [f"{storage.at(folder)}: the mark of the attempt was left: {error}"]
+        return []
     storage.sync_folder(folder)
     aside = f"{name}.replaced-{attempt}"
     gives_way = check_place(storage, name, manifest.step, overwrite)
@@ -271,7 +273,8 @@ def publish(
         try:
             remove_checkpoint_folder(storage, aside)
         except (StorageError, CheckpointCorrupt) as error:
-            warnings.warn(f"{storage.at(aside)}, which was replaced, could not be removed: {error}", CheckpointWarning)
+            return [f"{storage.at(aside)}, which was replaced, could not be removed: {error}"]
+    return []
 
 
 def discard(storage: Storage, folder: str) -> None:
