@@ -107,7 +107,7 @@ class _PartTarget:
     ) -> None:
         self.region, self.shape, self.offset, self.words = region, shape, offset, words
         # Where the box is one run of the piece and of the memory, bytes go straight in.
-        split = next((d for d in range(len(shape)) if size[d] != shape[d]), 0)
+        split = next((d for d in reversed(range(len(shape))) if size[d] != shape[d]), 0)
         run = all(size[d] == 1 for d in range(split)) and size[split + 1 :] == shape[split + 1 :]
         self.memory = words.memory(region) if run else None
         self.first = _flat(shape, offset) * words.itemsize

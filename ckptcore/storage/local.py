@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
 import stat
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import StorageError, UnsafePath
 from .base import Entry, FileReader, FileWriter, Storage, translated
@@ -15,6 +19,13 @@ from .base import Entry, FileReader, FileWriter, Storage, translated
 __all__ = ["LocalStorage"]
 
 IOV_MAX = 1024  # buffers that one preadv or pwritev takes (Linux and macOS)
+STREAM_BYTES = 128 << 20
+
+# Linux only; flags from linux/fs.h.
+WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4
+_sync_range: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+if _sync_range is not None:
+    _sync_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 class LocalStorage(Storage):
@@ -34,7 +45,7 @@ class LocalStorage(Storage):
         with translated(self, path, "creating the file"):
             # Mode 0666 less the umask, as any ordinary program creates files.
             fd = os.open(self._full(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        return _Writer(self, path, fd)
+        return _Writer(self, path, fd, _Stream(fd) if size >= STREAM_BYTES and _sync_range is not None else None)
 
     def open(self, path: str) -> FileReader:
         # Not through links, which could lead out of the checkpoint; and without waiting for the other end of a pipe.
@@ -119,13 +130,49 @@ class LocalStorage(Storage):
         return None
 
 
+class _Stream:
+    """Large files stream to the disk while they are written, through at most STREAM_BYTES of page cache.
+
+    Otherwise a save first fills the page cache, evicting what the training reads, and then waits for the disk alone.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.lock = threading.Lock()
+        self.pending: deque[tuple[int, int]] = deque()
+        self.nbytes = 0
+
+    def wrote(self, offset: int, length: int) -> None:
+        """Start writing a range back; wait for the oldest ones, and drop them, when too much is pending."""
+        self._sync(offset, length, WRITE)
+        with self.lock:
+            self.pending.append((offset, length))
+            self.nbytes += length
+            done = []
+            while self.nbytes > STREAM_BYTES:
+                done.append(self.pending.popleft())
+                self.nbytes -= done[-1][1]
+        for old in done:
+            # This call reports a failed write-back once, and fsync may not repeat it: so it must raise here.
+            self._sync(*old, WAIT_BEFORE | WRITE | WAIT_AFTER)
+            os.posix_fadvise(self.fd, *old, os.POSIX_FADV_DONTNEED)
+
+    def _sync(self, offset: int, length: int, flags: int) -> None:
+        if _sync_range is not None and _sync_range(self.fd, offset, length, flags):
+            number = ctypes.get_errno()
+            if number not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # a filesystem without it has fsync
+                raise OSError(number, os.strerror(number))
+
+
 class _Writer(FileWriter):
-    def __init__(self, storage: LocalStorage, path: str, fd: int) -> None:
-        self.storage, self.path, self.fd = storage, path, fd
+    def __init__(self, storage: LocalStorage, path: str, fd: int, stream: _Stream | None) -> None:
+        self.storage, self.path, self.fd, self.stream = storage, path, fd, stream
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         with translated(self.storage, self.path, "writing"):
             _transfer(os.pwritev, self.fd, offset, buffers)
+            if self.stream is not None:
+                self.stream.wrote(offset, sum(len(buffer) for buffer in buffers))
 
     def close(self) -> None:
         with translated(self.storage, self.path, "syncing"):
