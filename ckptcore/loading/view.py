@@ -88,6 +88,7 @@ class CheckpointView:
         self.manifest: CheckpointManifest = read_manifest(storage, folder)
         self._indexes: dict[int, Index] = {}
         self._pieces: dict[tuple[str, int], dict[int, Piece]] = {}
+        self._tables: dict[str, StoredComponent] = {}
 
     def __enter__(self) -> CheckpointView:
         return self
@@ -152,6 +153,11 @@ class CheckpointView:
         return StoredComponent(tree, tensors, lambda number, box: iter([found[number]] if volume(box[1]) else []))
 
     def _sharded(self, key: str) -> StoredComponent:
+        if key not in self._tables:
+            self._tables[key] = self._sharded_table(key)
+        return self._tables[key]
+
+    def _sharded_table(self, key: str) -> StoredComponent:
         first = self.index(0).components.get(key)
         name = index_file_name(0)
         if first is None or first.tree is None or first.layouts is None:
