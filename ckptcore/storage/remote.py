@@ -9,7 +9,7 @@ from typing import Any
 
 import fsspec
 
-from ..errors import StorageError
+from ..errors import CheckpointError, StorageError
 from .base import Entry, FileReader, FileWriter, Storage, translated
 
 __all__ = ["FsspecStorage"]
@@ -144,9 +144,12 @@ class _Reader(FileReader):
 
 @contextmanager
 def _translated(storage: FsspecStorage, path: str, doing: str) -> Iterator[None]:
-    # Filesystems raise OSErrors for most things and ValueErrors for some (a closed client, a bad bucket).
+    # Filesystems raise OSErrors for most things; what their clients raise beside that (a dead endpoint, a bad bucket,
+    # wrong credentials) has no common base.
     with translated(storage, path, doing):
         try:
             yield
-        except ValueError as error:
+        except (OSError, CheckpointError):
+            raise
+        except Exception as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
