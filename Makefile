@@ -19,7 +19,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m 'not stress'
 
 stress: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m stress -s
+	$(BIN)/python -m pytest -n 2 -m stress -rP
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -108,17 +108,6 @@ def fsync_tree(folder: Path) -> None:
                 os.close(fd)
 
 
-def drop_cached(folder: Path) -> None:
-    """Ask the system to forget the cached pages of all files below `folder`."""
-    for place, _, names in os.walk(folder):
-        for name in names:
-            fd = os.open(os.path.join(place, name), os.O_RDONLY)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
-
-
 def read_tree(folder: Path) -> int:
     """Read all files below `folder`, so that they are in the page cache; returns the bytes read."""
     buffer, total = bytearray(4 * MIB), 0
