@@ -1,4 +1,4 @@
-"""The walls between the rooms of the code (DESIGN.md section 7)."""
+"""The walls between the rooms of the code."""
 
 from __future__ import annotations
 
