@@ -105,7 +105,7 @@ class CheckpointCoordinator:
         known = validate(comm, self.components, captured, states, joined.copies)
         slices = {c.key: captured[c.key] for c in self.components if c.sharded}
         sharded = agree_layouts(comm, slices, spread=self.writers == "split")
-        validate_shards(comm, self.components, captured, sharded)
+        known |= validate_shards(comm, self.components, captured, sharded)
         folder = f"{name}.partial-{joined.attempt}" if storage.atomic_rename else name
         shares: list[Share] = []
         leftovers: list[str] | None = None

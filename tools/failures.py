@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 from typing import Any
 
 import click
@@ -20,23 +19,11 @@ import click
 GOOD, BAD, USAGE, NOT_FOUND, STORAGE = 0, 1, 2, 3, 4
 
 
-# Clients of storages whose errors are no OSErrors, so that they can come through as they are.
-CLIENT_ERRORS = {
-    "botocore.exceptions": ["BotoCoreError", "ClientError"],
-    "aiohttp.client_exceptions": ["ClientError"],
-    "google.auth.exceptions": ["GoogleAuthError"],
-    "azure.core.exceptions": ["AzureError"],
-}
-
-
 def expected_errors() -> tuple[type[Exception], ...]:
-    """What `failure_of` explains to a user; anything else is a bug. Call it when something was raised: only then
-    are the clients loaded that it can be from."""
+    """What `failure_of` explains to a user; anything else is a bug."""
     from ckptcore import CheckpointError
 
-    loaded = [(sys.modules[home], names) for home, names in CLIENT_ERRORS.items() if home in sys.modules]
-    clients = [getattr(home, name) for home, names in loaded for name in names]
-    return (Failure, CheckpointError, click.ClickException, OSError, ImportError, *clients)
+    return (Failure, CheckpointError, click.ClickException, OSError, ImportError)
 
 
 class Failure(Exception):

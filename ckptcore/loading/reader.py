@@ -19,7 +19,7 @@ from ..storage.base import FileReader, Storage
 
 __all__ = ["Target", "TensorRead", "check_header", "open_member", "read_tensors"]
 
-STEP_BYTES = 512 << 10  # read and hashed at a time, so that the hash finds the bytes in the processor's cache
+STEP_BYTES = 1 << 20  # read and hashed at a time, so that the hash finds the bytes in the processor's cache
 BATCH_PARTS = 512
 
 

@@ -285,19 +285,26 @@ def validate_shards(
     components: Sequence[StateComponent],
     captured: Mapping[str, Captured],
     merged: Mapping[str, ShardedState],
-) -> None:
-    """Compare the replicas inside sharded components. Raises ReplicationMismatch on all ranks, with keys and ranks."""
+) -> dict[tuple[str, int], bytes]:
+    """Compare the replicas inside sharded components. Raises ReplicationMismatch on all ranks, with keys and ranks.
+
+    Returns the chunk digests that were computed on the way, by component and tensor number.
+    """
+    known: dict[tuple[str, int], bytes] = {}
     checked = [c for c in components if c.key in merged and c.validated is not ValidationLevel.NONE]
     if not checked or comm.world_size == 1:
-        return
+        return known
     mine: dict[str, dict[str, list[Any]]] = {}
 
     def summary() -> dict[str, str]:
         digests = {}
         for component in checked:
+            numbers = {t.name: number for number, t in enumerate(merged[component.key].tensors)}
             for holders, tensors in _replicas(comm.rank, captured[component.key], merged[component.key]).items():
                 tag = f"{content_digest(repr(holders).encode())} {component.key}"
-                mine[tag] = {t.name: [replica_digest(component, t), list(holders)] for t in tensors}
+                mine[tag] = {
+                    t.name: [replica_digest(component, t, numbers[t.name], known), list(holders)] for t in tensors
+                }
                 digests[tag] = combined_digest(
                     part for name, found in sorted(mine[tag].items()) for part in (name.encode(), found[0])
                 )
@@ -311,7 +318,7 @@ def validate_shards(
 
     differing = comm.together("compare replicas", summary, compare)
     if not differing:
-        return
+        return known
 
     def explain(found: list[dict[str, dict[str, list[Any]]]]) -> dict[str, list[Any]]:
         """Of the first component that differs: name -> [holders, ranks that differ from the lowest of them]."""
@@ -334,7 +341,7 @@ def validate_shards(
         for name, holders, _ in list(wrong.values())[: None if tolerant else FULL_TENSORS]:
             numbers[name] = difference(comm, component, Copy("", tuple(holders)), name, held.get(name))
         if tolerant and all(numbers[name] and numbers[name]["beyond tolerance"] == 0 for name, _, _ in wrong.values()):
-            return
+            return known
     names = sorted({name for name, _, _ in wrong.values()})
     ranks = sorted({rank for _, _, found_on in wrong.values() for rank in found_on})
     raise ReplicationMismatch(
