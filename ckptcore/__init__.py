@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .ranks.communicator import Communicator as Communicator
     from .ranks.communicator import SingleProcess as SingleProcess
     from .ranks.store import StoreCommunicator as StoreCommunicator
+    from .retention import KeepBest as KeepBest
+    from .retention import KeepEvery as KeepEvery
     from .retention import KeepLast as KeepLast
     from .retention import RetentionPolicy as RetentionPolicy
     from .root import CheckpointInfo as CheckpointInfo
@@ -54,7 +56,7 @@ _HOMES = {
     "manager": ["CheckpointManager"],
     "ranks.communicator": ["Communicator", "SingleProcess"],
     "ranks.store": ["StoreCommunicator"],
-    "retention": ["KeepLast", "RetentionPolicy"],
+    "retention": ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy"],
     "root": ["CheckpointInfo", "scan_root"],
     "state.adapters": ["ModelState", "OptimizerState", "RNGState"],
     "state.component": ["SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"],

@@ -27,8 +27,18 @@ from .loading.apply import LoadReport
 from .loading.view import CheckpointView, Problem
 from .ranks.communicator import Communicator
 from .ranks.store import default_communicator
-from .retention import RetentionPolicy
-from .root import CheckpointInfo, checkpoint_name, committed, delete_checkpoint, newest_run, scan, sweep
+from .retention import RetentionPolicy, best_rule
+from .root import (
+    CheckpointInfo,
+    checkpoint_name,
+    committed,
+    delete_checkpoint,
+    newest_run,
+    pin_checkpoint,
+    scan,
+    sweep,
+    unpin_checkpoint,
+)
 from .saving.join import SaveRequest
 from .storage.base import Storage, open_storage
 
@@ -66,6 +76,8 @@ class CheckpointManager:
     ) -> None:
         self.storage_options = storage_options
         self.storage = open_storage(root, storage_options)
+        if keep is not None and not isinstance(keep, RetentionPolicy):
+            raise InvalidState(f"keep must be a RetentionPolicy such as KeepLast(3), not {keep!r}")
         self.keep = keep
         self._own_comm = comm is None
         self.comm = comm or default_communicator(join_timeout, liveness_timeout)
@@ -143,13 +155,13 @@ class CheckpointManager:
         cast: bool = False,
         transactional: bool = False,
     ) -> LoadReport:
-        """Restore `state` from one checkpoint: "latest", a step of this root, or a path or URL of a checkpoint.
+        """Restore `state` from one checkpoint: "latest", "best", a step of this root, or a path or URL of a checkpoint.
 
         Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch, StorageError.
         """
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         how["broadcast"] = self.load_broadcast
-        elsewhere = isinstance(step, str | os.PathLike) and step != "latest"
+        elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best")
         coordinator, name = self._call(
             state,
             lambda: f"load of {step}",
@@ -221,13 +233,32 @@ class CheckpointManager:
         """The newest committed checkpoint of this run, by (step, commit sequence)."""
         return next(reversed(self.list()), None)
 
+    def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> CheckpointInfo | None:
+        """The committed checkpoint with the best value of `metric`, by default that of the first KeepBest in `keep`.
+
+        None when no checkpoint has the metric. Raises InvalidState when it is not known what to go by.
+        """
+        rule = best_rule(self.keep, metric, mode)
+        return next(iter(rule.ranked(self.list())), None)
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of `step`, whatever the policy says, until `unpin`. Raises CheckpointNotFound."""
+        pin_checkpoint(self.storage, self._find(step).name)
+
+    def unpin(self, step: int) -> None:
+        """Let retention have the checkpoint of `step` again. Raises CheckpointNotFound."""
+        unpin_checkpoint(self.storage, self._find(step).name)
+
     def verify(self, step: int | str = "latest") -> Sequence[Problem]:
         """Read and check every byte of a checkpoint. Empty when all is well. Raises CheckpointNotFound."""
         return CheckpointView(self.storage, self._find(step).name).verify(self.io_threads)
 
     def delete(self, step: int) -> None:
-        """Remove the checkpoint of `step`. Raises CheckpointNotFound, StorageError."""
-        delete_checkpoint(self.storage, self._find(step).name)
+        """Remove the checkpoint of `step`. Raises CheckpointNotFound, InvalidState for a pinned one, StorageError."""
+        info = self._find(step)
+        if info.pinned:
+            raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
+        delete_checkpoint(self.storage, info.name)
 
     def _call(
         self, state: Any, what: Callable[[], str], decide: Callable[[], Any]
@@ -268,6 +299,11 @@ class CheckpointManager:
         ]
 
     def _find(self, step: int | str) -> CheckpointInfo:
+        if step == "best":
+            if (best := self.best()) is None:
+                metric = best_rule(self.keep, None, None).metric
+                raise CheckpointNotFound(f"{self.root} has no checkpoint with a metric {metric!r}", path=self.root)
+            return best
         passed_over = ("partial", "uncommitted") if step == "latest" else ("partial",)
         found = [i for i in scan(self.storage) if i.status not in passed_over]
         run = self._run_id or newest_run(found)
@@ -301,12 +337,12 @@ class CheckpointManager:
                 mine = committed(infos, self.run_id)
                 keep = self.keep.keep(mine) | {saved.name} | {info.name for info in mine[-1:]}
                 for info in mine:
-                    if info.name not in keep:
+                    if info.name not in keep and not info.pinned:
                         self._delete_or_warn(info)
             sweep(self.storage, infos, self.run_id)
-        except StorageError as error:
+        except Exception as error:  # a policy of the user's own may raise anything
             warnings.warn(
-                f"{self.root}: cleaning up after step {saved.step} failed: {error}", CheckpointWarning, stacklevel=3
+                f"{self.root}: cleaning up after step {saved.step} failed: {error!r}", CheckpointWarning, stacklevel=3
             )
 
     def _delete_or_warn(self, info: CheckpointInfo) -> None:

@@ -1,31 +1,150 @@
-"""Which committed checkpoints of a run stay. A policy sees manifests only, and can be wrong about nothing else: the
-newest and the one just committed always stay, whatever it says."""
+"""Which committed checkpoints of a run stay.
+
+A policy sees manifests only, and can be wrong about nothing else: the newest, the one just committed and pinned ones
+always stay, whatever it says. Policies are combined with `|`: what any of them keeps, stays. So
+`KeepLast(3) | KeepBest("eval_loss")` keeps at most four.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import UTC, datetime
+from typing import Literal
 
+from .errors import InvalidState
 from .root import CheckpointInfo
 
-__all__ = ["KeepLast", "RetentionPolicy"]
+__all__ = ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy", "best_rule"]
 
 
-class RetentionPolicy(Protocol):
+class RetentionPolicy(ABC):
+    """Says which checkpoints stay; subclass it for rules of your own."""
+
+    @abstractmethod
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
         """Names to keep, of the run's committed checkpoints ordered by (step, commit sequence)."""
 
+    def __or__(self, other: RetentionPolicy) -> RetentionPolicy:
+        if not isinstance(other, RetentionPolicy):
+            return NotImplemented
+        return _Either(self, other)
+
 
 @dataclass(frozen=True, slots=True)
-class KeepLast:
-    """The newest `count` checkpoints, by step. Raises ValueError for a count below one."""
+class _Either(RetentionPolicy):
+    first: RetentionPolicy
+    second: RetentionPolicy
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        return self.first.keep(checkpoints) | self.second.keep(checkpoints)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast(RetentionPolicy):
+    """The newest `count` checkpoints, by step. Raises InvalidState for a count below one."""
 
     count: int
 
     def __post_init__(self) -> None:
-        if type(self.count) is not int or self.count < 1:
-            raise ValueError(f"KeepLast({self.count!r}): the number of checkpoints to keep must be a whole number >= 1")
+        _check_count(self, self.count)
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
         return {info.name for info in checkpoints[-self.count :]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(RetentionPolicy):
+    """The `count` checkpoints with the lowest ("min") or highest ("max") value of `metric` in their manifests.
+
+    One without the metric, or where it is not a number, is never among them. Of equal values the earlier is better.
+    Raises InvalidState for another mode or a count below one.
+    """
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _check_count(self, self.count)
+        if self.mode not in ("min", "max") or not isinstance(self.metric, str):
+            raise InvalidState(f"{self}: metric must be a name and mode 'min' or 'max'")
+
+    def ranked(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        """Those that have the metric, best first."""
+        sign = -1.0 if self.mode == "max" else 1.0
+        measured = [info for info in checkpoints if not math.isnan(info.metrics.get(self.metric, math.nan))]
+        return sorted(measured, key=lambda info: (sign * info.metrics[self.metric], info.order))
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        return {info.name for info in self.ranked(checkpoints)[: self.count]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery(RetentionPolicy):
+    """One checkpoint for every so many steps, or seconds, of the run.
+
+    steps: the first checkpoint at or after each multiple of it (the first one being `steps` itself). seconds: by the
+    time of the commit, the first checkpoint, then each one that is at least so much later than the one kept before it.
+    Raises InvalidState unless exactly one of the two is given, and positive.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.steps, self.seconds) if value is not None]
+        if len(given) != 1 or isinstance(given[0], bool) or not given[0] > 0:
+            raise InvalidState(f"{self}: give either steps or seconds, more than zero")
+        if self.steps is not None and type(self.steps) is not int:
+            raise InvalidState(f"{self}: steps must be a whole number")
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        if self.steps is not None:
+            firsts: dict[int, str] = {}
+            for info in checkpoints:
+                firsts.setdefault((info.step or 0) // self.steps, info.name)
+            firsts.pop(0, None)
+            return set(firsts.values())
+        names: set[str] = set()
+        last: datetime | None = None
+        for created, info in sorted(((_created(i), i) for i in checkpoints), key=lambda pair: (pair[0], pair[1].order)):
+            if last is None or (created - last).total_seconds() >= (self.seconds or 0):
+                names.add(info.name)
+                last = created
+        return names
+
+
+def best_rule(policy: RetentionPolicy | None, metric: str | None, mode: str | None) -> KeepBest:
+    """What "best" means: the metric that is asked for, else that of the first KeepBest in `policy`.
+
+    Raises InvalidState when neither says.
+    """
+    rules = list(_best_rules(policy)) if policy is not None else []
+    if metric is None and not rules:
+        raise InvalidState("which checkpoint is best? Give keep=... | KeepBest(metric, mode), or best(metric, mode)")
+    known = next((rule for rule in rules if metric in (None, rule.metric)), None)
+    return KeepBest(metric or rules[0].metric, mode or (known.mode if known else "min"))  # type: ignore[arg-type]
+
+
+def _best_rules(policy: RetentionPolicy) -> Iterator[KeepBest]:
+    if isinstance(policy, KeepBest):
+        yield policy
+    elif isinstance(policy, _Either):
+        yield from _best_rules(policy.first)
+        yield from _best_rules(policy.second)
+
+
+def _created(info: CheckpointInfo) -> datetime:
+    try:
+        created = datetime.fromisoformat(info.created or "")
+    except ValueError:  # a manifest that somebody else wrote
+        created = datetime.min
+    return created if created.tzinfo else created.replace(tzinfo=UTC)
+
+
+def _check_count(policy: RetentionPolicy, count: int) -> None:
+    if type(count) is not int or count < 1:
+        raise InvalidState(f"{policy}: the number of checkpoints to keep must be a whole number >= 1")

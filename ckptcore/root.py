@@ -29,6 +29,8 @@ __all__ = [
 ]  # fmt: skip
 
 WITHDRAWN_NAME = "checkpoint_manifest.withdrawn.json"
+# In a checkpoint's folder, so that a copy of it is pinned too.
+PIN_NAME = "checkpoint.pinned"
 # Where folders cannot be renamed, an attempt is built in its final place; this object says whose it is until it is one.
 _MARKER = re.compile(r"attempt\.([A-Za-z0-9_.-]+)\.partial")
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
@@ -37,6 +39,8 @@ _OURS = re.compile(
     + re.escape(MANIFEST_NAME)
     + "|"
     + re.escape(WITHDRAWN_NAME)
+    + "|"
+    + re.escape(PIN_NAME)
     + "|"
     + _MARKER.pattern
 )
@@ -56,6 +60,8 @@ class CheckpointInfo:
     manifest: CheckpointManifest | None = None
     # The commit went through and the mark of the attempt is still there.
     marked: bool = False
+    # Somebody asked for it to stay; retention and `delete` leave it alone.
+    pinned: bool = False
 
     @property
     def sequence(self) -> int | None:
@@ -169,7 +175,7 @@ def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
             return CheckpointInfo(name, url, "damaged", step, str(error))
         if any(_MARKER.fullmatch(found) for found in names):
             return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
-        if WITHDRAWN_NAME in names or not names:
+        if WITHDRAWN_NAME in names or names <= {PIN_NAME}:
             return CheckpointInfo(name, url, "partial", step, "a deletion that was not finished")
         return CheckpointInfo(name, url, "uncommitted", step, f"no {MANIFEST_NAME}: it was never committed, or damaged")
     except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
@@ -182,7 +188,7 @@ def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
             status = "unreadable"
         return CheckpointInfo(name, url, status, manifest.step if manifest else step, str(error), manifest)
     marked = any(_MARKER.fullmatch(found) for found in names)
-    return CheckpointInfo(name, url, "committed", manifest.step, None, manifest, marked)
+    return CheckpointInfo(name, url, "committed", manifest.step, None, manifest, marked, PIN_NAME in names)
 
 
 def scan_root(url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> list[CheckpointInfo]:
@@ -230,6 +236,27 @@ def _attempt_of(storage: Storage, folder: str) -> str | None:
     except StorageError:
         return None
     return next((mark.group(1) for mark in marks if mark), None)
+
+
+def pin_checkpoint(storage: Storage, folder: str) -> None:
+    """Mark a checkpoint as one that stays. Raises CheckpointNotFound when it was deleted meanwhile, StorageError."""
+    try:
+        storage.write(join(folder, PIN_NAME), b"")
+        storage.sync_folder(folder)
+    except StorageError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOENT):
+            raise
+    try:
+        read_manifest(storage, folder)
+    except CheckpointNotFound:
+        storage.remove(join(folder, PIN_NAME))
+        _remove_if_empty(storage, folder)
+        raise
+
+
+def unpin_checkpoint(storage: Storage, folder: str) -> None:
+    storage.remove(join(folder, PIN_NAME))
+    storage.sync_folder(folder)
 
 
 def delete_checkpoint(storage: Storage, folder: str) -> None:

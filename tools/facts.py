@@ -34,6 +34,7 @@ def entry(info: CheckpointInfo, latest: bool) -> dict[str, Any]:
         "status": info.status,
         "reason": info.reason,
         "latest": latest,
+        "pinned": info.pinned,
         "size_bytes": info.size_bytes,
         "created": info.created,
         "run_id": info.run_id,

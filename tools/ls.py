@@ -51,7 +51,7 @@ def describe(document: dict[str, Any]) -> list[Block]:
             [
                 "-" if entry["step"] is None else str(entry["step"]),
                 entry["name"],
-                status_cell(entry["status"], " (latest)" if entry["latest"] else ""),
+                status_cell(entry["status"], "".join(f" ({mark})" for mark in ("latest", "pinned") if entry[mark])),
                 size(entry["size_bytes"]),
                 moment(entry["created"]),
                 entry["run_id"] or "-",

@@ -149,7 +149,7 @@ class Subject:
         known = self.document()
         names = ("name", "url", "step", "status", "reason", "size_bytes", "created", "run_id", "sequence")
         found = {name: known.get(name) for name in names}
-        return found | {"latest": False, "metrics": known.get("metrics", {})}
+        return found | {"latest": False, "pinned": False, "metrics": known.get("metrics", {})}
 
 
 def problem_of_error(error: Any, manifest: CheckpointManifest | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..format.layout import Box, LogicalTensor, decode_layouts, volume
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest
 from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
-from ..root import join, read_manifest
+from ..root import PIN_NAME, join, read_manifest
 from ..storage.base import Storage, open_storage
 from .plan import numpy_words, read_of
 from .reader import TensorRead, check_header, open_member, read_tensors
@@ -274,7 +274,7 @@ class CheckpointView:
 
     def foreign_files(self) -> list[str]:
         """Names in the folder that the manifest does not list. Loading ignores them."""
-        listed = {*self.manifest.files, MANIFEST_NAME}
+        listed = {*self.manifest.files, MANIFEST_NAME, PIN_NAME}
         return [e.name + ("/" if e.is_folder else "") for e in self.storage.list(self.folder) if e.name not in listed]
 
     def verify(self, io_threads: int = 2) -> list[Problem]:

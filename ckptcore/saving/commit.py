@@ -23,7 +23,16 @@ from ..format.layout import LogicalTensor, encode_layouts
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest, ComponentManifest, FileRecord
 from ..format.tensorfile import tensor_nbytes
 from ..ranks.sharding import ShardedState
-from ..root import check_files, is_ours, join, read_manifest, remove_attempt, remove_checkpoint_folder, unmark_attempt
+from ..root import (
+    PIN_NAME,
+    check_files,
+    is_ours,
+    join,
+    read_manifest,
+    remove_attempt,
+    remove_checkpoint_folder,
+    unmark_attempt,
+)
 from ..state.component import StateComponent
 from ..state.layout import TensorBytes
 from ..state.tree import CapturedTensor
@@ -212,7 +221,7 @@ def check_place(storage: Storage, name: str, step: int | None, overwrite: bool) 
             return False
         raise
     try:
-        check_files(storage, name, read_manifest(storage, name))
+        names = check_files(storage, name, read_manifest(storage, name))
     except CheckpointNotFound:
         foreign = [entry.name for entry in entries if entry.is_folder or not is_ours(entry.name)]
         if foreign:
@@ -228,6 +237,8 @@ def check_place(storage: Storage, name: str, step: int | None, overwrite: bool) 
         raise CheckpointExists(
             f"{where} is a committed checkpoint; pass overwrite=True to replace it", path=where, step=step
         )
+    if PIN_NAME in names:
+        raise CheckpointExists(f"{where} is pinned; unpin it before it is replaced", path=where, step=step)
     return True
 
 

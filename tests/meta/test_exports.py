@@ -16,7 +16,7 @@ EXPORTS = [
     "AsyncSaveError", "CheckpointCoordinator", "CheckpointCorrupt", "CheckpointError", "CheckpointExists",
     "CheckpointInfo", "CheckpointManager", "CheckpointManifest", "CheckpointNotFound", "CheckpointView",
     "CheckpointWarning", "Communicator", "ComponentManifest", "CoordinationError", "InvalidState", "JoinTimeout",
-    "KeepLast", "LoadReport", "ModelState", "NoSpace", "NoUsableCheckpoint", "Opaque", "OptimizerState", "Problem",
+    "KeepBest", "KeepEvery", "KeepLast", "LoadReport", "ModelState", "NoSpace", "NoUsableCheckpoint", "Opaque", "OptimizerState", "Problem",
     "RNGState", "RankFailed", "RankLost", "RanksDisagree", "ReplicationMismatch", "RetentionPolicy", "Shard", "SharingPattern",
     "SingleProcess", "StateComponent", "StateMismatch", "Stateful", "StatefulProvider", "Storage", "StorageError", "StoreCommunicator",
     "TensorInfo", "UnsafePath", "UnsupportedValue", "UnsupportedVersion", "ValidationLevel", "__version__",
