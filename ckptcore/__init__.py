@@ -14,6 +14,8 @@ from .errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from .coordinator import CheckpointCoordinator as CheckpointCoordinator
+    from .events import SaveEvent as SaveEvent
+    from .events import TensorBoardEvents as TensorBoardEvents
     from .format.manifest import CheckpointManifest as CheckpointManifest
     from .format.manifest import ComponentManifest as ComponentManifest
     from .format.values import Opaque as Opaque
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from .retention import RetentionPolicy as RetentionPolicy
     from .root import CheckpointInfo as CheckpointInfo
     from .root import scan_root as scan_root
+    from .saving.background import SaveHandle as SaveHandle
     from .state.adapters import ModelState as ModelState
     from .state.adapters import OptimizerState as OptimizerState
     from .state.adapters import RNGState as RNGState
@@ -49,6 +52,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "coordinator": ["CheckpointCoordinator"],
+    "events": ["SaveEvent", "TensorBoardEvents"],
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
     "format.values": ["Opaque", "register_codec"],
     "loading.apply": ["LoadReport"],
@@ -58,6 +62,7 @@ _HOMES = {
     "ranks.store": ["StoreCommunicator"],
     "retention": ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy"],
     "root": ["CheckpointInfo", "scan_root"],
+    "saving.background": ["SaveHandle"],
     "state.adapters": ["ModelState", "OptimizerState", "RNGState"],
     "state.component": ["SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"],
     "state.layout": ["Shard"],

@@ -1,10 +1,8 @@
-"""The run: names, the newest checkpoint, restoring past damaged ones, retention."""
+"""The run: names, the newest checkpoint, restoring past damaged ones, retention, saves in the background."""
 
 from __future__ import annotations
 
-import errno
 import logging
-import operator
 import os
 import secrets
 import warnings
@@ -12,22 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from .choice import best_of, candidates, find, newest_that_loads
 from .coordinator import CheckpointCoordinator, default_io_threads
 from .errors import (
-    CheckpointCorrupt,
+    AsyncSaveError,
     CheckpointNotFound,
     CheckpointWarning,
     InvalidState,
     NoUsableCheckpoint,
     RanksDisagree,
-    StorageError,
-    UnsupportedVersion,
 )
+from .events import OnEvent, SaveEvent
 from .loading.apply import LoadReport
 from .loading.view import CheckpointView, Problem
 from .ranks.communicator import Communicator
 from .ranks.store import default_communicator
-from .retention import RetentionPolicy, best_rule
+from .retention import RetentionPolicy, best_rule, clean_up
 from .root import (
     CheckpointInfo,
     checkpoint_name,
@@ -36,10 +34,13 @@ from .root import (
     newest_run,
     pin_checkpoint,
     scan,
-    sweep,
     unpin_checkpoint,
 )
-from .saving.join import SaveRequest
+from .saves import Saves
+from .saving.background import SaveHandle
+from .saving.flow import Saving
+from .saving.join import SaveRequest, checked_numbers, checked_step
+from .saving.staging import Staging
 from .storage.base import Storage, open_storage
 
 __all__ = ["CheckpointManager"]
@@ -55,6 +56,12 @@ class CheckpointManager:
     root: a local path, an fsspec URL, or a Storage; run_id: name of the run, by default that of the checkpoint restored, or a new
     one. keep: which checkpoints stay after a save (default: all). process_groups, writers: see CheckpointCoordinator.
     load_broadcast: read what all ranks need once, and pass it on.
+
+    Of `save_async`: when_busy: what a call does while the save before is still being written. on_error: whether its
+    failure raises at the next call, at `result`, `close` and the end of the program, or is a CheckpointWarning there.
+    staging: how state leaves an accelerator (see docs/guide.md). drain_timeout: seconds that closing, or the end of the
+    program, waits for it. on_event: called with a SaveEvent whenever something happens to a save.
+
     join_timeout: seconds that a rank may come later than the others; liveness_timeout: seconds of silence after which
     it counts as lost. On several ranks make it at the same point of the program, and save and load on every rank.
     """
@@ -71,22 +78,33 @@ class CheckpointManager:
         run_id: str | None = None,
         writers: Literal["split", "lowest"] = "split",
         load_broadcast: bool = False,
+        when_busy: Literal["wait", "skip", "raise"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
+        staging: Staging = "auto",
+        drain_timeout: float = 1800.0,
+        on_event: OnEvent | None = None,
         join_timeout: float = 600.0,
         liveness_timeout: float = 60.0,
     ) -> None:
-        self.storage_options = storage_options
-        self.storage = open_storage(root, storage_options)
         if keep is not None and not isinstance(keep, RetentionPolicy):
             raise InvalidState(f"keep must be a RetentionPolicy such as KeepLast(3), not {keep!r}")
+        for name, value, allowed in (
+            ("when_busy", when_busy, ("wait", "skip", "raise")),
+            ("on_error", on_error, ("raise", "warn")),
+            ("staging", staging, ("auto", "copy", "overlap")),
+        ):
+            if value not in allowed:
+                raise InvalidState(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+        self.storage_options = storage_options
+        self.storage = open_storage(root, storage_options)
         self.keep = keep
         self._own_comm = comm is None
         self.comm = comm or default_communicator(join_timeout, liveness_timeout)
-        self.process_groups = process_groups
-        self.writers = writers
-        self.load_broadcast = load_broadcast
-        self.io_threads = io_threads or default_io_threads()
+        self.process_groups, self.writers, self.load_broadcast = process_groups, writers, load_broadcast
+        self.io_threads, self.when_busy = io_threads or default_io_threads(), when_busy
         self._run_id = run_id
         self._found_damaged: set[str] = set()
+        self._saves = Saves(self.comm, self.io_threads, staging, on_error, drain_timeout, on_event, self._after_commit)
 
     @property
     def root(self) -> str:
@@ -102,13 +120,25 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        try:  # what is in flight already stays the error that counts
+            self.close()
+        except Exception as also:
+            error.add_note(f"and also: {type(also).__name__}: {also}")
 
     def close(self) -> None:
-        """Leave the job's blackboard. Nothing else is pending after a synchronous save."""
-        if self._own_comm:
-            self.comm.close()
+        """Wait for a save in the background, and leave the job's blackboard.
+
+        Raises AsyncSaveError when that save failed and nobody was told, or has not ended after `drain_timeout` seconds.
+        """
+        try:
+            self._saves.close()
+        finally:
+            if self._own_comm:
+                self.comm.close()
 
     def save(
         self,
@@ -125,26 +155,50 @@ class CheckpointManager:
         metrics: numbers measured at this step (0-d tensors are fine). metadata: anything that JSON holds.
         Raises CheckpointExists, UnsupportedValue, InvalidState, StorageError, NoSpace; earlier checkpoints stay.
         """
-        requests: list[SaveRequest] = []
+        self._saves.settle()
+        saving, _ = self._saving(step, state, metrics, metadata, overwrite, training_args_hash, when_busy="wait")
+        return self._saves.now(saving)
 
-        def request() -> str:
-            number = _checked_step(step)
-            replaces = overwrite or checkpoint_name(number) in self._found_damaged
-            requests.append(
-                SaveRequest(
-                    number, self.run_id, _numbers(metrics or {}), dict(metadata or {}), training_args_hash, replaces
-                )
-            )
-            return f"save of step {number}"
+    def save_async(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        training_args_hash: str | None = None,
+    ) -> SaveHandle:
+        """Copy the state out of the way of training, and write the checkpoint of `step` in the background.
 
-        coordinator, _ = self._call(state, request, lambda: None)
-        info = coordinator.save(self.storage, checkpoint_name(requests[0].step), requests[0])
-        self._found_damaged.discard(info.name)
-        self._run_id = info.run_id
-        if self.comm.rank == 0:
-            self.comm.stay()
-            self._clean_up(info)
-        return info
+        When this returns the state may be changed: on the CPU everything was copied; of what lies on an accelerator,
+        `staging` says how it is kept from changing. Arguments are those of `save`. What can be told before anything is
+        written is raised here (CheckpointExists, UnsupportedValue, InvalidState), and so is the failure of the save
+        before (AsyncSaveError); see SaveHandle for the rest.
+        """
+        if self.when_busy == "wait":
+            self._saves.settle()
+        saving, skip = self._saving(
+            step, state, metrics, metadata, overwrite, training_args_hash, when_busy=self.when_busy
+        )
+        if skip:
+            self._saves.emit("skipped", saving)
+            return SaveHandle(saving.request.step)
+        return self._saves.later(saving)
+
+    def prewarm(self, state: Any) -> None:
+        """Allocate and touch what the first `save_async` of such a state needs, and start its threads. On every rank."""
+        self._saves.settle()
+        self._saves.rehearse(self._saving(0, state, when_busy="wait")[0])
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return when no save is being written; False when one still is after `timeout` seconds. Raises AsyncSaveError."""
+        return self._saves.wait(timeout)
+
+    @property
+    def failed_steps(self) -> tuple[int, ...]:
+        """Steps whose save in the background failed."""
+        return tuple(self._saves.failed_steps)
 
     def load(
         self,
@@ -159,13 +213,14 @@ class CheckpointManager:
 
         Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch, StorageError.
         """
+        self._saves.settle()
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         how["broadcast"] = self.load_broadcast
         elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best")
         coordinator, name = self._call(
             state,
             lambda: f"load of {step}",
-            lambda: "" if elsewhere else self._find(step).name,  # type: ignore[arg-type]
+            lambda _: "" if elsewhere else self._find(step).name,  # type: ignore[arg-type]
         )
         if elsewhere:
             return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
@@ -192,29 +247,20 @@ class CheckpointManager:
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         if which != "auto":
             return self.load(state, which, **how)
+        self._saves.settle()
         how["broadcast"] = self.load_broadcast
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
         # of what was read by then, live state is touched only after everything was verified.
         how["transactional"] = transactional or fresh_ok or not strict
-        coordinator, candidates = self._call(state, lambda: "restore", self._candidates)
-        skipped: dict[str, str] = {}
-        for name, status, reason in candidates:
-            if status == "committed":
-                try:
-                    report = coordinator.load(self.storage, name, **how)
-                except (CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion, StorageError) as error:
-                    if isinstance(error, StorageError) and error.errno != errno.EIO:
-                        raise
-                    reason = str(error)
-                else:
-                    report.skipped = skipped
-                    self._adopt(report)
-                    self._warn_skipped(skipped, f"restored {name} (step {report.step})")
-                    return report
-            elif status == "unreadable":
-                raise StorageError(f"{name} might be the newest checkpoint and cannot be read: {reason}", path=name)
-            skipped[name] = reason
-            self._found_damaged.add(name)
+        coordinator, found = self._call(state, lambda: "restore", lambda _: candidates(self.storage, self._run_id))
+        report, skipped = newest_that_loads(
+            self.storage, found, lambda name: coordinator.load(self.storage, name, **how)
+        )
+        self._found_damaged.update(skipped)
+        if report is not None:
+            self._adopt(report)
+            self._warn_skipped(skipped, f"restored {(report.path or '').rpartition('/')[2]} (step {report.step})")
+            return report
         if skipped and not fresh_ok:
             listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
             raise NoUsableCheckpoint(
@@ -238,8 +284,7 @@ class CheckpointManager:
 
         None when no checkpoint has the metric. Raises InvalidState when it is not known what to go by.
         """
-        rule = best_rule(self.keep, metric, mode)
-        return next(iter(rule.ranked(self.list())), None)
+        return best_of(self.storage, self._run_id, best_rule(self.keep, metric, mode))
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of `step`, whatever the policy says, until `unpin`. Raises CheckpointNotFound."""
@@ -260,65 +305,90 @@ class CheckpointManager:
             raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
         delete_checkpoint(self.storage, info.name)
 
+    def _saving(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        training_args_hash: str | None = None,
+        *,
+        when_busy: str,
+    ) -> tuple[Saving, bool]:
+        """A save that has not begun, and whether it is not to: another one is being written on some rank."""
+        requests: list[SaveRequest] = []
+
+        def request() -> str:
+            number = checked_step(step)
+            replaces = overwrite or checkpoint_name(number) in self._found_damaged
+            measured = checked_numbers(metrics or {})
+            requests.append(
+                SaveRequest(number, self.run_id, measured, dict(metadata or {}), training_args_hash, replaces)
+            )
+            self._saves.raise_failure()
+            return f"save of step {number}"
+
+        def busy_at_all(busy: Sequence[bool]) -> bool:
+            if any(busy) and when_busy == "raise":
+                raise AsyncSaveError(f"a save is still being written; step {step} is not saved", step=step)
+            return any(busy)
+
+        coordinator, skip = self._call(state, request, busy_at_all)
+        return coordinator.saving(self.storage, checkpoint_name(requests[0].step), requests[0]), skip
+
+    def _after_commit(self, saving: Saving, info: CheckpointInfo) -> None:
+        """On the thread that committed. Nothing here can undo it."""
+        self._found_damaged.discard(info.name)
+        self._run_id = info.run_id
+        if self.comm.rank == 0:
+            self.comm.stay()
+            clean_up(self.storage, self.keep, self.run_id, info, saving.told.append, self._deleted)
+
+    def _deleted(self, info: CheckpointInfo) -> None:
+        self._saves.tell(SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=info.size_bytes or 0))
+
     def _call(
-        self, state: Any, what: Callable[[], str], decide: Callable[[], Any]
+        self, state: Any, what: Callable[[], str], decide: Callable[[Sequence[bool]], Any]
     ) -> tuple[CheckpointCoordinator, Any]:
-        """Meet the other ranks, which must make the same call; rank 0 decides what they need to know first.
+        """Meet the other ranks, which must make the same call; rank 0 decides what they need to know first, told on
+        which of them a save is in the background.
 
         A state or an argument that one rank cannot make sense of fails here, on all ranks.
         """
         made: list[CheckpointCoordinator] = []
 
-        def local() -> str:
+        def local() -> Sequence[Any]:
             made.append(
                 CheckpointCoordinator(
-                    state, self.process_groups, comm=self.comm, io_threads=self.io_threads, writers=self.writers
+                    state,
+                    self.process_groups,
+                    comm=self.comm,
+                    io_threads=self.io_threads,
+                    writers=self.writers,
+                    workers=self._saves.workers,
                 )
             )
-            return what()
+            return [what(), self._saves.busy]
 
-        def agree(calls: list[str]) -> Any:
-            wrong = [rank for rank, call in enumerate(calls) if call != calls[0]]
+        def agree(calls: Sequence[Sequence[Any]]) -> Any:
+            wrong = [rank for rank, call in enumerate(calls) if call[0] != calls[0][0]]
             if wrong:
                 raise RanksDisagree(
-                    f"rank 0 calls for a {calls[0]}, rank {wrong[0]} for a {calls[wrong[0]]}", ranks=wrong
+                    f"rank 0 calls for a {calls[0][0]}, rank {wrong[0]} for a {calls[wrong[0]][0]}", ranks=wrong
                 )
-            return decide()
+            return decide([busy for _, busy in calls])
 
         decided = self.comm.together("checkpoint", local, agree, joining=True)
         return made[0], decided
 
-    def _candidates(self) -> Sequence[Sequence[str]]:
-        """[name, status, reason] of what a run might be restored from, newest first."""
-        infos = scan(self.storage)
-        run = self._run_id or newest_run(infos)
-        return [
-            [info.name, info.status, info.reason or info.status]
-            for info in reversed(infos)
-            if info.status != "partial" and (run is None or info.run_id in (None, run))
-        ]
-
     def _find(self, step: int | str) -> CheckpointInfo:
-        if step == "best":
-            if (best := self.best()) is None:
-                metric = best_rule(self.keep, None, None).metric
-                raise CheckpointNotFound(f"{self.root} has no checkpoint with a metric {metric!r}", path=self.root)
-            return best
-        passed_over = ("partial", "uncommitted") if step == "latest" else ("partial",)
-        found = [i for i in scan(self.storage) if i.status not in passed_over]
-        run = self._run_id or newest_run(found)
-        infos = [i for i in found if run is None or i.run_id in (None, run)]
-        # What is there and damaged, or cannot be read, is not passed over: opening it says what is wrong. A step that
-        # only another run of this root has is good enough when it is asked for.
-        matching = infos[-1:] if step == "latest" else [i for i in infos if i.step == step] or [
-            i for i in found if i.step == step]  # fmt: skip
-        if not matching:
-            steps = [i.step for i in infos if i.step is not None]
-            what = "no checkpoint yet" if step == "latest" else f"no checkpoint of step {step}"
-            raise CheckpointNotFound(
-                f"{self.root} has {what}; steps there: {', '.join(map(str, steps)) or 'none'}",
-                path=self.root, step=step if isinstance(step, int) else None, available=steps)  # fmt: skip
-        return matching[-1]
+        if step != "best":
+            return find(self.storage, self._run_id, step)
+        if (best := self.best()) is None:
+            metric = best_rule(self.keep, None, None).metric
+            raise CheckpointNotFound(f"{self.root} has no checkpoint with a metric {metric!r}", path=self.root)
+        return best
 
     def _adopt(self, report: LoadReport) -> None:
         if self._run_id is None and report.manifest is not None:
@@ -328,45 +398,3 @@ class CheckpointManager:
         if skipped and self.comm.rank == 0:
             listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
             warnings.warn(f"{self.root}: {outcome}; skipped {listed}", CheckpointWarning, stacklevel=3)
-
-    def _clean_up(self, saved: CheckpointInfo) -> None:
-        """Retention and sweeping, after a commit only. What fails is a warning: the checkpoint is safe."""
-        try:
-            infos = scan(self.storage)
-            if self.keep is not None:
-                mine = committed(infos, self.run_id)
-                keep = self.keep.keep(mine) | {saved.name} | {info.name for info in mine[-1:]}
-                for info in mine:
-                    if info.name not in keep and not info.pinned:
-                        self._delete_or_warn(info)
-            sweep(self.storage, infos, self.run_id)
-        except Exception as error:  # a policy of the user's own may raise anything
-            warnings.warn(
-                f"{self.root}: cleaning up after step {saved.step} failed: {error!r}", CheckpointWarning, stacklevel=3
-            )
-
-    def _delete_or_warn(self, info: CheckpointInfo) -> None:
-        try:
-            delete_checkpoint(self.storage, info.name)
-        except (StorageError, CheckpointCorrupt) as error:
-            warnings.warn(f"{info.url} could not be deleted: {error}", CheckpointWarning, stacklevel=4)
-
-
-def _checked_step(step: Any) -> int:
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
-    except (TypeError, ValueError, RuntimeError):
-        number = -1
-    if number < 0:
-        raise InvalidState(f"step must be a whole number >= 0, not {step!r}")
-    return number
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise InvalidState(f"metric {name!r} is not a number: {error}", key=str(name)) from None
-    return numbers

@@ -1,4 +1,4 @@
-"""Which committed checkpoints of a run stay.
+"""Which committed checkpoints of a run stay, and removing the others.
 
 A policy sees manifests only, and can be wrong about nothing else: the newest, the one just committed and pinned ones
 always stay, whatever it says. Policies are combined with `|`: what any of them keeps, stays. So
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from .errors import InvalidState
-from .root import CheckpointInfo
+from .errors import CheckpointCorrupt, InvalidState, StorageError
+from .root import CheckpointInfo, committed, delete_checkpoint, scan, sweep
+from .storage.base import Storage
 
-__all__ = ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy", "best_rule"]
+__all__ = ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy", "best_rule", "clean_up"]
 
 
 class RetentionPolicy(ABC):
@@ -115,6 +116,32 @@ class KeepEvery(RetentionPolicy):
                 names.add(info.name)
                 last = created
         return names
+
+
+def clean_up(
+    storage: Storage,
+    policy: RetentionPolicy | None,
+    run_id: str,
+    saved: CheckpointInfo,
+    tell: Callable[[str], None],
+    deleted: Callable[[CheckpointInfo], None],
+) -> None:
+    """Retention and sweeping, after the commit of `saved`. What fails is told, and no error: the checkpoint is safe."""
+    try:
+        infos = scan(storage)
+        if policy is not None:
+            mine = committed(infos, run_id)
+            keep = policy.keep(mine) | {saved.name} | {info.name for info in mine[-1:]}
+            for info in mine:
+                if info.name not in keep and not info.pinned:
+                    try:
+                        delete_checkpoint(storage, info.name)
+                        deleted(info)
+                    except (StorageError, CheckpointCorrupt) as error:
+                        tell(f"{info.url} could not be deleted: {error}")
+        sweep(storage, infos, run_id, tell)
+    except Exception as error:  # a policy of the user's own may raise anything
+        tell(f"{storage.url}: cleaning up after step {saved.step} failed: {error!r}")
 
 
 def best_rule(policy: RetentionPolicy | None, metric: str | None, mode: str | None) -> KeepBest:

@@ -13,13 +13,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .attempts import Attempt
-from .errors import CheckpointCorrupt, CheckpointNotFound, CheckpointWarning, StorageError, UnsupportedVersion
+from .errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnsupportedVersion
 from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from .storage.base import Storage, open_storage
 
@@ -321,10 +320,10 @@ def _remove_if_empty(storage: Storage, folder: str) -> None:
             raise
 
 
-def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str) -> list[str]:
+def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: Callable[[str], None]) -> list[str]:
     """Finish deletions and overwrites that were interrupted, and remove attempts that are provably abandoned.
 
-    Returns the names removed. What cannot be removed is a CheckpointWarning, never an error.
+    Returns the names removed. What cannot be removed is told, and no error.
     """
     swept = []
     for info in infos:
@@ -352,5 +351,5 @@ def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str) -> lis
                 remove_checkpoint_folder(storage, info.name)
             swept.append(info.name)
         except (StorageError, CheckpointCorrupt) as error:
-            warnings.warn(f"could not remove leftovers {info.url}: {error}", CheckpointWarning, stacklevel=2)
+            tell(f"could not remove leftovers {info.url}: {error}")
     return swept

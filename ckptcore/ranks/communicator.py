@@ -17,8 +17,9 @@ from typing import Any
 from .. import errors
 from ..errors import CheckpointError, CoordinationError, JoinTimeout, RankFailed, RankLost, RanksDisagree
 from ..format.values import decode, encode
+from .board import Board, BoardLost, MemoryBoard, PartOfBoard
 
-__all__ = ["Board", "BoardCommunicator", "Communicator", "Local", "MemoryBoard", "SingleProcess"]
+__all__ = ["Board", "BoardCommunicator", "BoardLost", "Communicator", "Local", "MemoryBoard", "SingleProcess"]
 
 Local = Callable[[], Any]
 Decide = Callable[[list[Any]], Any]
@@ -52,6 +53,10 @@ class Communicator(ABC):
             )
             buffer[:] = data
 
+    def branch(self, name: str) -> Communicator:
+        """The same ranks in a conversation of their own, for another thread; every rank makes one of that `name`."""
+        return self
+
     def close(self) -> None:  # noqa: B027
         """Leave. Ranks that still wait for this one are told so."""
 
@@ -67,64 +72,6 @@ class SingleProcess(Communicator):
 
     def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
         return decide([local()])
-
-
-class Board(ABC):
-    """A key-value blackboard that all ranks see. Failures of the board itself are BoardLost."""
-
-    @abstractmethod
-    def put(self, key: str, value: bytes) -> None: ...
-
-    @abstractmethod
-    def get(self, key: str) -> bytes | None:
-        """The value, or None when there is none (yet)."""
-
-    @abstractmethod
-    def delete(self, key: str) -> None: ...
-
-    @abstractmethod
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        """The value as soon as there is one; None after `seconds`."""
-
-    @abstractmethod
-    def second(self) -> Board:
-        """The same board on another connection, for another thread."""
-
-    def close(self) -> None:  # noqa: B027
-        """Give up this connection."""
-
-
-class BoardLost(ConnectionError):
-    """The blackboard does not answer any more."""
-
-
-class MemoryBoard(Board):
-    """A blackboard for ranks that are threads of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.changed = threading.Condition()
-
-    def put(self, key: str, value: bytes) -> None:
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def get(self, key: str) -> bytes | None:
-        with self.changed:
-            return self.values.get(key)
-
-    def delete(self, key: str) -> None:
-        with self.changed:
-            self.values.pop(key, None)
-
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        with self.changed:
-            self.changed.wait_for(lambda: key in self.values, seconds)
-            return self.values.get(key)
-
-    def second(self) -> Board:
-        return self
 
 
 GONE = b"gone"
@@ -160,6 +107,7 @@ class BoardCommunicator(Communicator):
         self._round = 0
         self._unread: list[str] = []
         self._pulses: dict[int, _Pulse] = {}
+        self._branches: list[BoardCommunicator] = []
         self._lost: set[int] = set()
         self._stop = threading.Event()
         self._silent = False
@@ -185,6 +133,8 @@ class BoardCommunicator(Communicator):
             board.close()
 
     def close(self) -> None:
+        for branch in self._branches:
+            branch.close()
         if self._stop.is_set():
             return
         if self.rank == 0:
@@ -197,10 +147,19 @@ class BoardCommunicator(Communicator):
         if self.rank == 0:
             self.board.put("leader", b"%d" % (self._round + 1))
 
+    def branch(self, name: str) -> BoardCommunicator:
+        made = BoardCommunicator(
+            PartOfBoard(self.board.second(), name), self.rank, self.world_size, node=self.node,
+            join_timeout=self.join_timeout, liveness_timeout=self.liveness_timeout, work_timeout=self.work_timeout)  # fmt: skip
+        made.nodes = self.nodes
+        self._branches.append(made)
+        return made
+
     def fall_silent(self) -> None:
         """End like a process that was killed: no word to anybody. For tests."""
-        self._silent = True
-        self._stop.set()
+        for communicator in (*self._branches, self):
+            communicator._silent = True
+            communicator._stop.set()
 
     def _wait_for_readers(self) -> None:
         """The process of rank 0 often hosts the board: it stays until the others have read the last verdict."""

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, ReplicationMismatch
+from ..errors import ReplicationMismatch
 from ..format.digest import CHUNK_BYTES, chunk_count, chunk_digest, combined_digest, content_hash
 from ..format.manifest import Copy
-from ..format.values import encode, join_path
+from ..format.values import TensorRef, decode, encode, join_path
 from ..state.component import StateComponent, ValidationLevel
 from ..state.layout import TensorBytes, torch_dtype
 from ..state.tree import Captured, CapturedTensor
 from .communicator import Communicator
 
-__all__ = ["chunk_digests", "difference", "replica_digest", "validate"]
+__all__ = ["chunk_digests", "compared_digest", "difference", "replica_digest", "validate"]
 
 SAMPLES = 16
 SAMPLE_BYTES = 512
@@ -28,12 +28,11 @@ def validate(
     comm: Communicator,
     components: Sequence[StateComponent],
     captured: Mapping[str, Captured],
-    states: Mapping[str, Any],
     copies: Mapping[str, list[Copy]],
 ) -> dict[tuple[str, int], bytes]:
     """Compare the members of every copy. Raises ReplicationMismatch on all ranks, with component, keys and ranks.
 
-    captured, states: this rank's, of the components that are compared on it. Returns the chunk digests that were
+    captured: this rank's, of the components that are compared on it. Returns the chunk digests that were
     computed on the way, by component and tensor number, so that no byte is hashed twice.
     """
     checked = [
@@ -59,7 +58,7 @@ def validate(
     differing = comm.together("compare replicas", summary, compare)
     by_key = {c.key: c for c in checked}
     for key, number in differing:
-        _explain(comm, by_key[key], copies[key][number], captured.get(key), states.get(key), known)
+        _explain(comm, by_key[key], copies[key][number], captured.get(key), known)
     return known
 
 
@@ -99,6 +98,11 @@ def _sample(tensor: CapturedTensor) -> bytes:
     return content_hash(b"".join(parts))
 
 
+def compared_digest(component: StateComponent, tensor: CapturedTensor) -> bytes:
+    """What a tensor's replicas are compared by: a sample for QUICK, else the digests of its chunks."""
+    return _sample(tensor) if component.validated is ValidationLevel.QUICK else chunk_digests(tensor)
+
+
 def replica_digest(
     component: StateComponent, tensor: CapturedTensor, number: int, known: dict[tuple[str, int], bytes]
 ) -> bytes:
@@ -106,21 +110,25 @@ def replica_digest(
 
     Chunk digests that this takes go into `known`, by component and tensor number.
     """
-    if component.validated is ValidationLevel.QUICK:
-        return _sample(tensor)
-    known[component.key, number] = chunk_digests(tensor)
-    return content_hash(known[component.key, number])
+    if tensor.digest is not None:
+        return content_hash(tensor.digest)
+    digest = compared_digest(component, tensor)
+    if component.validated is not ValidationLevel.QUICK:
+        known[component.key, number] = digest
+    return content_hash(digest)
 
 
 def _tensor_digest(
     component: StateComponent, tensor: CapturedTensor, number: int, known: dict[tuple[str, int], bytes]
 ) -> bytes:
+    if tensor.digest is not None:
+        return tensor.digest
     if component.validated is ValidationLevel.QUICK:
-        return _sample(tensor)
+        return compared_digest(component, tensor)
     # An alias has the bytes of its target, which may come later.
     place = component.key, number if tensor.alias_of is None else tensor.alias_of
     if place not in known:
-        known[place] = chunk_digests(tensor)
+        known[place] = compared_digest(component, tensor)
     return known[place]
 
 
@@ -139,7 +147,6 @@ def _explain(
     component: StateComponent,
     copy: Copy,
     captured: Captured | None,
-    state: Any,
     known: dict[tuple[str, int], bytes],
 ) -> None:
     """Find out which keys differ, on which ranks, and for FULL by how much; raise unless that is within tolerance."""
@@ -148,6 +155,7 @@ def _explain(
     def details() -> dict[str, list[Any]]:
         if not member or captured is None:
             return {}
+        state = decode(captured.tree, lambda ref: ref)
         leaves = {name: ["value", digest] for name, digest in _value_digests(state)}
         leaves[STRUCTURE] = ["structure", _structure(state, captured)]
         for number, tensor in enumerate(captured.tensors):
@@ -233,12 +241,8 @@ def _value_digests(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str
     elif isinstance(state, list | tuple):
         for number, item in enumerate(state):
             yield from _value_digests(item, (*path, number))
-    elif not isinstance(state, torch.Tensor):
-        try:
-            data = encode(state)
-        except CheckpointError:
-            data = b""  # holds tensors, which have digests of their own
-        yield join_path(path) if path else "value", content_hash(type(state).__name__.encode() + data)
+    elif not isinstance(state, TensorRef):
+        yield join_path(path) if path else "value", content_hash(type(state).__name__.encode() + encode(state))
 
 
 def difference(

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CoordinationError
-from .communicator import Board, BoardCommunicator, BoardLost, Communicator, SingleProcess
+from .board import Board, BoardLost
+from .communicator import BoardCommunicator, Communicator, SingleProcess
 
 __all__ = ["StoreCommunicator", "default_communicator", "shared_communicator"]
 

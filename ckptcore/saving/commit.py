@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from ..errors import (
     CheckpointCorrupt,
     CheckpointExists,
     CheckpointNotFound,
-    CheckpointWarning,
     CoordinationError,
     StorageError,
     UnsupportedVersion,
@@ -39,6 +37,7 @@ from ..state.tree import CapturedTensor
 from ..storage.base import Storage
 from .join import JoinedSave
 from .plan import FilePlan, hugging_face_index
+from .workers import Workers
 from .writer import WrittenFile, write_files
 
 __all__ = ["Receipt", "Share", "check_place", "discard", "files_and_components", "publish", "write_share"]
@@ -92,14 +91,15 @@ def write_share(
     folder: str,
     rank: int,
     shares: Sequence[Share],
-    io_threads: int,
+    workers: Workers,
     known: Mapping[tuple[str, int], bytes],
+    progress: Callable[[int], None],
 ) -> Receipt:
     """Write this rank's tensor files, its index, and the Hugging Face indexes of components split over files."""
     mine = [plan for share in shares for plan in share.files if plan.writer == rank]
     wanted = {(plan.component, number) for plan in mine for number, _ in plan.places}
     sources = {s.key: {n: TensorBytes(t.tensor) for n, t in s.tensors.items() if (s.key, n) in wanted} for s in shares}
-    written = write_files(storage, folder, mine, sources, io_threads, known)
+    written = write_files(storage, folder, mine, sources, workers, known, progress)
     index, receipt, small = Index(rank), Receipt(rank), {}
     for file in written:
         index.files[file.plan.name] = FileEntry(file.plan.size, len(file.plan.header), file.header_digest)
@@ -243,11 +243,17 @@ def check_place(storage: Storage, name: str, step: int | None, overwrite: bool) 
 
 
 def publish(
-    storage: Storage, attempt: str, folder: str, name: str, manifest: CheckpointManifest, overwrite: bool
-) -> list[str]:
+    storage: Storage,
+    attempt: str,
+    folder: str,
+    name: str,
+    manifest: CheckpointManifest,
+    overwrite: bool,
+    tell: Callable[[str], None],
+) -> None:
     """Make the files in `folder` the checkpoint `name`. On return it exists and survives a crash.
 
-    Returns what could not be cleaned up after that, to be warned of.
+    What cannot be cleaned up after that is no error; it is told.
 
     With atomic rename: manifest into the attempt, then the attempt takes the name; what had it is put aside first and
     removed after, so at every instant the old or the new one counts. Elsewhere the manifest's put is the commit.
@@ -257,8 +263,8 @@ def publish(
         try:
             unmark_attempt(storage, folder)
         except StorageError as error:
-            return [f"{storage.at(folder)}: the mark of the attempt was left: {error}"]
-        return []
+            tell(f"{storage.at(folder)}: the mark of the attempt was left: {error}")
+        return
     storage.sync_folder(folder)
     aside = f"{name}.replaced-{attempt}"
     gives_way = check_place(storage, name, manifest.step, overwrite)
@@ -284,14 +290,12 @@ def publish(
         try:
             remove_checkpoint_folder(storage, aside)
         except (StorageError, CheckpointCorrupt) as error:
-            return [f"{storage.at(aside)}, which was replaced, could not be removed: {error}"]
-    return []
+            tell(f"{storage.at(aside)}, which was replaced, could not be removed: {error}")
 
 
-def discard(storage: Storage, folder: str) -> None:
+def discard(storage: Storage, folder: str, tell: Callable[[str], None]) -> None:
     """Remove what a failed attempt wrote. Never raises: the failure is what counts, and leftovers are swept later."""
     try:
         remove_attempt(storage, folder)
     except StorageError as error:
-        what = f"{storage.at(folder)}: leftovers of a failed save could not be removed: {error}"
-        warnings.warn(what, CheckpointWarning)
+        tell(f"{storage.at(folder)}: leftovers of a failed save could not be removed: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from ..ranks.communicator import Communicator
 from ..ranks.groups import group_index, own_view, partitions
 from ..state.component import StateComponent
 
-__all__ = ["JoinedSave", "SaveRequest", "join_save"]
+__all__ = ["JoinedSave", "SaveRequest", "checked_numbers", "checked_step", "join_save"]
 
 
 @dataclass(slots=True)
@@ -121,3 +122,25 @@ def _group_keys(
             f"component {component.key!r}: group_key must be given on every rank, be the same within a group and differ "
             f"between groups; the groups {partition} have {names}", component=component.key, ranks=wrong or None)  # fmt: skip
     return given
+
+
+def checked_step(step: Any) -> int:
+    """Raises InvalidState for what is no whole number >= 0."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1
+    if number < 0:
+        raise InvalidState(f"step must be a whole number >= 0, not {step!r}")
+    return number
+
+
+def checked_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as floats; 0-d tensors are fine. Raises InvalidState."""
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise InvalidState(f"metric {name!r} is not a number: {error}", key=str(name)) from None
+    return numbers

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
 from ..root import join
 from ..storage.base import FileWriter, Storage
 from .plan import FilePlan
+from .workers import Workers
 
 __all__ = ["Source", "WrittenFile", "write_files"]
 
@@ -65,50 +66,43 @@ def write_files(
     folder: str,
     plans: Sequence[FilePlan],
     sources: Mapping[str, Mapping[int, Source]],
-    io_threads: int,
+    workers: Workers,
     known: Mapping[tuple[str, int], bytes] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> list[WrittenFile]:
     """Write `plans` into `folder`; `sources` has, by component, the tensors by number. Durable on return.
 
-    known: chunk digests that were computed before, by component and tensor number.
+    known: chunk digests that were computed before, by component and tensor number. progress: told, from the writing
+    threads, how many bytes each batch had.
 
-    Memory beyond the sources is at most `io_threads` x 8 MiB. On any failure what was written is removed again,
+    Memory beyond the sources is at most 8 MiB for each of `workers`. On any failure what was written is removed again,
     and the first error is raised (StorageError, NoSpace).
     """
     written = [_prepared(plan, known or {}) for plan in plans]
     opened: list[_OpenFile] = []
-    stop = threading.Event()
     scratch = threading.local()
 
     def run(file: _OpenFile, result: WrittenFile, batches: Sequence[list[_Part]], head: bytes) -> None:
         for batch in batches:
-            if stop.is_set():
-                return
-            _write_batch(file.writer, result, batch, sources[result.plan.component], scratch, head)
+            progress(_write_batch(file.writer, result, batch, sources[result.plan.component], scratch, head))
             head = b""
             file.batch_done()
 
-    pool = ThreadPoolExecutor(io_threads, "ckptcore-write")
-    done = False
     try:
-        futures = []
+        jobs = []
         for result in written:
             batches = list(_batches(result.plan)) or [[]]
             file = _OpenFile(storage.create(join(folder, result.plan.name), result.plan.size), len(batches))
             opened.append(file)
             # Files are filled in order where the storage cannot take their parts out of order.
             groups = [[batch] for batch in batches] if storage.positional_writes else [batches]
-            for number, group in enumerate(groups):
-                futures.append(pool.submit(run, file, result, group, b"" if number else result.plan.header))
-        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-            future.result()
-        done = True
-    finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-        if not done:
-            for file in opened:
-                file.writer.abort()
+            jobs += [partial(run, file, result, group, b"" if number else result.plan.header)
+                     for number, group in enumerate(groups)]  # fmt: skip
+        workers.run(jobs)
+    except BaseException:
+        for file in opened:
+            file.writer.abort()
+        raise
     return written
 
 
@@ -146,7 +140,8 @@ def _write_batch(
     sources: Mapping[int, Source],
     scratch: threading.local,
     head: bytes,
-) -> None:
+) -> int:
+    """Hash and write one batch; how many bytes that were."""
     buffers = [memoryview(head)] if head else []
     used = 0
     for part in parts:
@@ -164,3 +159,4 @@ def _write_batch(
         buffers.append(buffer)
     if buffers:
         writer.write_at(0 if head else parts[0].start, buffers)
+    return sum(len(buffer) for buffer in buffers)

@@ -41,7 +41,8 @@ def _dtype_of(name: str) -> torch.dtype:
 @dataclass(slots=True)
 class CapturedTensor:
     """A tensor leaf. `live` is the leaf itself, `part` what this rank holds of it; alias_of: number of the leaf that is
-    the same view of the same memory; stored_name: what the tensor file calls it."""
+    the same view of the same memory; stored_name: what the tensor file calls it; digest: what replicas are compared by,
+    where it was taken before the memory may change."""
 
     name: str
     stored_name: str
@@ -49,6 +50,7 @@ class CapturedTensor:
     dtype: str
     alias_of: int | None
     live: Any
+    digest: bytes | None = None
 
     @property
     def tensor(self) -> torch.Tensor:

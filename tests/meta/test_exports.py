@@ -17,9 +17,9 @@ EXPORTS = [
     "CheckpointInfo", "CheckpointManager", "CheckpointManifest", "CheckpointNotFound", "CheckpointView",
     "CheckpointWarning", "Communicator", "ComponentManifest", "CoordinationError", "InvalidState", "JoinTimeout",
     "KeepBest", "KeepEvery", "KeepLast", "LoadReport", "ModelState", "NoSpace", "NoUsableCheckpoint", "Opaque", "OptimizerState", "Problem",
-    "RNGState", "RankFailed", "RankLost", "RanksDisagree", "ReplicationMismatch", "RetentionPolicy", "Shard", "SharingPattern",
-    "SingleProcess", "StateComponent", "StateMismatch", "Stateful", "StatefulProvider", "Storage", "StorageError", "StoreCommunicator",
-    "TensorInfo", "UnsafePath", "UnsupportedValue", "UnsupportedVersion", "ValidationLevel", "__version__",
+    "RNGState", "RankFailed", "RankLost", "RanksDisagree", "ReplicationMismatch", "RetentionPolicy", "SaveEvent", "SaveHandle",
+    "Shard", "SharingPattern", "SingleProcess", "StateComponent", "StateMismatch", "Stateful", "StatefulProvider", "Storage", "StorageError",
+    "StoreCommunicator", "TensorBoardEvents", "TensorInfo", "UnsafePath", "UnsupportedValue", "UnsupportedVersion", "ValidationLevel", "__version__",
     "open_checkpoint", "open_storage", "register_codec", "scan_root",
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import ckptcore.coordinator
+import ckptcore.saving.flow
 from ckptcore import CheckpointManager, OptimizerState, RNGState, StateMismatch, open_checkpoint
 from ckptcore.saving.plan import plan_component
 
@@ -82,7 +82,7 @@ def test_changed_state_changes_the_digest_of_its_component_alone(tmp_path: Path)
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     small = partial(plan_component, max_file_bytes=200)
-    monkeypatch.setattr(ckptcore.coordinator, "plan_component", small)
+    monkeypatch.setattr(ckptcore.saving.flow, "plan_component", small)
 
 
 @pytest.mark.usefixtures("small_files")
@@ -124,7 +124,7 @@ def test_split_model_opens_with_stock_transformers_rules(tmp_path: Path) -> None
 
 
 def test_header_is_split_before_stock_readers_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ckptcore.coordinator, "plan_component", partial(plan_component, header_limit=12_000))
+    monkeypatch.setattr(ckptcore.saving.flow, "plan_component", partial(plan_component, header_limit=12_000))
     saved = {f"{'n' * 100}{i}": torch.tensor([float(i)]) for i in range(60)}
     live = {name: torch.zeros(1) for name in saved}
     with CheckpointManager(tmp_path) as ckpt:
@@ -139,7 +139,7 @@ def test_header_is_split_before_stock_readers_refuse_it(tmp_path: Path, monkeypa
 def test_names_listed_twice_over_components_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptcore import InvalidState
 
-    monkeypatch.setattr(ckptcore.coordinator, "plan_component", partial(plan_component, max_file_bytes=4))
+    monkeypatch.setattr(ckptcore.saving.flow, "plan_component", partial(plan_component, max_file_bytes=4))
     state = {"m": {"a": torch.ones(1), "b": torch.ones(1)}, "m-00001-of-00002": {"a": torch.ones(1)}}
     with CheckpointManager(tmp_path) as ckpt, pytest.raises(InvalidState, match="m-00001-of-00002"):
         ckpt.save(1, state)

@@ -1,0 +1,69 @@
+"""What happens to saves, for those who watch: monitoring, logging, TensorBoard.
+
+    CheckpointManager(root, on_event=print)
+    CheckpointManager(root, on_event=TensorBoardEvents("runs/a/tensorboard"))
+
+"queued" and "staged" come from the thread that calls `save_async`, the others from the one that writes, at the time when
+it happens: "committed" means that the checkpoint exists. A watcher that raises is warned of and otherwise ignored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["OnEvent", "SaveEvent", "TensorBoardEvents"]
+
+Kind = Literal["queued", "staged", "committed", "failed", "skipped", "deleted"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvent:
+    """One event of one save, or one deletion, as this rank sees it ("deleted" is seen by rank 0 alone).
+
+    seconds: since the save was called for. nbytes: staged, or committed on all ranks, or deleted. timings: seconds by
+    phase on this rank. error: what a failed save failed with. time: seconds since the epoch.
+    """
+
+    kind: Kind
+    step: int
+    rank: int = 0
+    name: str | None = None
+    seconds: float = 0.0
+    nbytes: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+    error: BaseException | None = None
+    time: float = field(default_factory=time.time)
+
+
+OnEvent = Callable[[SaveEvent], Any]
+
+
+class TensorBoardEvents:
+    """Writes events as scalars: checkpoint/<kind> (1 at the step), /seconds, /megabytes and /seconds_<phase>.
+
+    writer: a SummaryWriter, or the folder for a new one.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        if not hasattr(writer, "add_scalar"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(writer))
+        self.writer = writer
+
+    def __call__(self, event: SaveEvent) -> None:
+        def put(name: str, value: float) -> None:
+            self.writer.add_scalar(f"checkpoint/{name}", value, event.step, walltime=event.time)
+
+        put(event.kind, 1.0)
+        if event.kind in ("committed", "failed"):
+            put("seconds", event.seconds)
+            for phase, seconds in event.timings.items():
+                put(f"seconds_{phase}", seconds)
+        if event.kind == "committed":
+            put("megabytes", event.nbytes / 1e6)
+        if event.kind != "staged":  # what is in the file is what survives the process
+            self.writer.flush()

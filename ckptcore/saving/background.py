@@ -1,0 +1,176 @@
+"""Saves that go on while training does: one thread that finishes them, and what the caller holds of each."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ..errors import AsyncSaveError, CheckpointWarning
+from ..root import CheckpointInfo
+from .flow import Saving
+
+__all__ = ["Background", "SaveHandle"]
+
+
+class SaveHandle:
+    """A save that was begun in the background.
+
+    skipped: it was not, because another one was still being written and `when_busy` is "skip".
+    """
+
+    def __init__(
+        self,
+        step: int,
+        saving: Saving | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+        drain_timeout: float = 0.0,
+    ) -> None:
+        self.step = step
+        self.skipped = saving is None
+        self.error: BaseException | None = None
+        self.on_error, self.drain_timeout = on_error, drain_timeout
+        self._told = [] if saving is None else saving.told
+        self._saving = saving
+        self._info: CheckpointInfo | None = None
+        self._pid = os.getpid()
+        self._ended = threading.Event()
+        self._written = 0, 0
+        if saving is None:
+            self._ended.set()
+        else:
+            _untold.add(self)
+
+    def staged(self) -> bool:
+        """Whether the host has a private copy of everything."""
+        saving = self._saving
+        return saving is None or saving.staged is None or saving.staged.complete()
+
+    def done(self) -> bool:
+        """Whether it is committed, or has failed. Never in a forked child, which does not have the thread that writes."""
+        return self._ended.is_set()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes of tensor files that this rank has written, and has to write."""
+        saving = self._saving
+        return self._written if saving is None else (saving.progress.written, saving.progress.total)
+
+    def result(self, timeout: float | None = None) -> CheckpointInfo | None:
+        """The committed checkpoint, when it is; None for one that was skipped.
+
+        Raises AsyncSaveError, from what the save failed with, and TimeoutError when it has not ended after `timeout`
+        seconds (it goes on).
+        """
+        if self._pid != os.getpid():
+            raise AsyncSaveError(f"the save of step {self.step} is the parent process's; ask there", step=self.step)
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the save of step {self.step} is still going on after {timeout:g} s")
+        self._warn()
+        if self.error is not None:
+            self.give_up()
+            raise self.failure()
+        return self._info
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether it has ended, after at most `timeout` seconds. Raises nothing."""
+        return self._pid != os.getpid() or self._ended.wait(timeout)
+
+    def collect(self) -> None:
+        """Raise, or warn of, its failure, unless somebody was told before."""
+        self._warn()
+        if self.error is not None and self in _untold:
+            self.give_up()
+            if self.on_error == "raise":
+                raise self.failure()
+            warnings.warn(str(self.failure()), CheckpointWarning, stacklevel=5)
+
+    def give_up(self) -> None:
+        """Nothing more is to be said of it at the end of the program."""
+        _untold.discard(self)
+
+    def failure(self) -> AsyncSaveError:
+        """What there is to raise for a failed save."""
+        what = f"the save of step {self.step} in the background failed: {self.error}"
+        made = AsyncSaveError(what, step=self.step, causes=getattr(self.error, "causes", None))
+        made.__cause__ = self.error
+        return made
+
+    def end(self, info: CheckpointInfo | None, error: BaseException | None) -> None:
+        """For the thread that finishes it."""
+        saving = self._saving
+        if saving is not None:
+            self._written = saving.progress.written, saving.progress.total
+        self._info, self.error, self._saving = info, error, None  # lets go of the staged copy
+        if error is None:
+            self.give_up()
+        self._ended.set()
+
+    def _warn(self) -> None:
+        told, self._told = self._told, []
+        for text in told:
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
+
+
+# Saves of this process that have not ended, or have failed and nobody was told.
+_untold: set[SaveHandle] = set()
+
+
+@atexit.register
+def _drain() -> None:
+    """At the end of the program: wait for saves, bounded in time, and let the program fail when one has failed.
+
+    An exit code can only be changed by leaving at once, so this comes after everything that registered later.
+    """
+    failed = False
+    for handle in [h for h in _untold if h._pid == os.getpid()]:
+        if handle.wait(handle.drain_timeout):
+            error: Exception | None = handle.failure() if handle.error is not None else None
+        else:
+            error = TimeoutError(f"the save of step {handle.step} has not ended after {handle.drain_timeout:g} s")
+        if error is not None:
+            print(f"ckptcore: {error}", file=sys.stderr)
+            failed |= handle.on_error == "raise"
+    _untold.clear()
+    # After an exception that nobody caught the exit code is not 0, and that exception remains the last word.
+    if failed and getattr(sys, "last_value", None) is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class Background:
+    """One daemon thread, from `start` or the first save on, that finishes one save after another."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._started = False
+
+    def start(self) -> None:
+        if not self._started:
+            self._started = True
+            threading.Thread(target=_work, args=(self._jobs,), name="ckptcore-save", daemon=True).start()
+
+    def submit(self, job: Callable[[], Any]) -> None:
+        self.start()
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Let the thread end when it is done."""
+        if self._started:
+            self._jobs.put(None)
+            self._started = False
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        job = None

@@ -1,0 +1,279 @@
+"""One save on one rank, in the steps between which the ranks agree.
+
+`begin` is what a save needs the live state for: when it returns the state is captured, and after `stage` it is private.
+`finish` does the rest: compare, write, commit. It may run in another thread, over a conversation of its own.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import torch
+
+from ..attempts import Attempt
+from ..errors import InvalidState, NoSpace, StorageError
+from ..format.manifest import CheckpointManifest, Copy
+from ..ranks.communicator import Communicator
+from ..ranks.replication import validate
+from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
+from ..root import CheckpointInfo, mark_attempt, remove_attempt, remove_checkpoint_folder, scan
+from ..state.component import SharingPattern, StateComponent, ValidationLevel
+from ..state.tree import Captured, capture
+from ..storage.base import Storage
+from .commit import Receipt, Share, check_place, discard, files_and_components, publish, write_share
+from .join import JoinedSave, SaveRequest, join_save
+from .plan import TensorSpec, plan_component
+from .staging import HostPool, StagedCopy, bytes_needed, stage
+from .workers import Workers
+
+__all__ = ["Progress", "Saving"]
+
+
+class Progress:
+    """Bytes of tensor files that this rank has written so far, of those that it has to."""
+
+    def __init__(self) -> None:
+        self.written = self.total = 0
+        self._lock = threading.Lock()
+
+    def wrote(self, nbytes: int) -> None:
+        with self._lock:
+            self.written += nbytes
+
+
+@dataclass(slots=True)
+class Saving:
+    """What one rank knows of one save. `told` collects what to warn of when all is done; seconds: by phase."""
+
+    comm: Communicator
+    components: Sequence[StateComponent]
+    process_groups: Mapping[str, Any]
+    writers: Literal["split", "lowest"]
+    storage: Storage
+    name: str
+    request: SaveRequest
+    workers: Workers
+    told: list[str] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+    seconds: dict[str, float] = field(default_factory=dict)
+    joined: JoinedSave = field(init=False)
+    captured: dict[str, Captured] = field(default_factory=dict)
+    sharded: dict[str, ShardedState] = field(default_factory=dict)
+    shares: list[Share] = field(default_factory=list)
+    staged: StagedCopy | None = None
+    failed: Exception | None = None
+
+    def begin(self, *, rehearsal: bool = False) -> None:
+        """Join, capture, agree on layouts. rehearsal: nothing is going to be saved, so the place does not matter."""
+        comm = self.comm
+        self.joined = join_save(
+            comm, self.name, self.request, self.components, self.process_groups,
+            (lambda: ("", 0)) if rehearsal else self._number)  # fmt: skip
+        with self._phase("capture"):
+            comm.together("capture", self._capture, _nothing)
+        slices = {c.key: self.captured[c.key] for c in self.components if c.sharded}
+        with self._phase("layouts"):
+            self.sharded = agree_layouts(comm, slices, spread=self.writers == "split")
+
+    def plan(self) -> None:
+        """Who writes what into which file. Pure. Raises InvalidState."""
+        with self._phase("plan"):
+            found = [self._share(c) for c in self.components]
+            self.shares = [share for share in found if share is not None]
+            self.progress.total = sum(p.size for s in self.shares for p in s.files if p.writer == self.comm.rank)
+
+    def stage(self, pool: HostPool) -> None:
+        """Copy what this rank has to write, so that the live state may change. A failure is everybody's in `finish`."""
+        try:
+            self.plan()
+            with self._phase("stage"):
+                full = {c.key for c in self.components if c.validated is ValidationLevel.FULL}
+                self.staged = stage(
+                    pool, self.comm.rank, self.components, self.captured, self.shares, full, self.workers
+                )
+        except Exception as error:
+            self.failed = error
+
+    def rehearse(self, pool: HostPool) -> None:
+        """Have the pool ready for what `stage` will put there."""
+        devices = {t.tensor.device.type for state in self.captured.values() for t in state.tensors} - {"cpu"}
+        pool.reserve(bytes_needed(self.comm.rank, self.shares), pinned=bool(devices), workers=self.workers)
+
+    def finish(self, comm: Communicator) -> CheckpointInfo:
+        """Compare the replicas, write, commit. What one rank raises, all raise, and nothing of it stays."""
+        if self.staged is not None or self.failed is not None:
+            comm.together("stage", self._complete, _nothing)
+        with self._phase("validate"):
+            known = validate(comm, self.components, self.captured, self.joined.copies)
+            known |= validate_shards(comm, self.components, self.captured, self.sharded)
+        folder = f"{self.name}.partial-{self.joined.attempt}" if self.storage.atomic_rename else self.name
+        published = False
+
+        def make_way(names: list[list[str]]) -> None:
+            _check_distinct([name for own in names for name in own])
+            with self._needing():
+                self._make_way(folder)
+
+        def write() -> dict[str, Any]:
+            with self._phase("write"), self._needing():
+                return write_share(
+                    self.storage, folder, comm.rank, self.shares, self.workers, known, self.progress.wrote
+                ).plain()
+
+        def commit(receipts: list[dict[str, Any]]) -> bytes:
+            nonlocal published
+            manifest = self._manifest([Receipt.of(r) for r in receipts])
+            with self._needing():
+                publish(
+                    self.storage, self.joined.attempt, folder, self.name, manifest, self.request.overwrite,
+                    self.told.append)  # fmt: skip
+            published = True
+            return manifest.encode()
+
+        with Attempt.parse(self.joined.attempt).in_flight():
+            comm.together("plan", self._planned_files, make_way)
+            try:
+                encoded = comm.together("write", write, commit)
+            except BaseException:
+                if comm.rank == 0 and not published:  # the others have finished writing, or are lost
+                    discard(self.storage, folder, self.told.append)
+                raise
+        manifest = CheckpointManifest.decode(encoded, self.storage.at(self.name))
+        return CheckpointInfo(self.name, self.storage.at(self.name), "committed", manifest.step, None, manifest)
+
+    def _number(self) -> tuple[str, int]:
+        check_place(self.storage, self.name, self.request.step, self.request.overwrite)
+        last = max((info.sequence or 0 for info in scan(self.storage)), default=0)
+        return str(Attempt.new(self.request.run_id)), last + 1
+
+    def _capture(self) -> None:
+        """Ask every component for its state, in the same order on all ranks, because that may itself be collective."""
+        for component in self.components:
+            state = component.stateful.state_dict()
+            if self._looked_at(component):
+                self.captured[component.key] = capture(component.key, state, sharded=component.sharded)
+
+    def _looked_at(self, component: StateComponent) -> bool:
+        one_truth = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
+        compared = component.validated is not ValidationLevel.NONE
+        own = any(copy.members[0] == self.comm.rank for copy in self.joined.copies[component.key])
+        return not one_truth or compared or own
+
+    def _share(self, component: StateComponent) -> Share | None:
+        """What this rank writes of a component; None when that is nothing."""
+        key, rank = component.key, self.comm.rank
+        if key in self.sharded:
+            return _sharded_share(key, rank, self.captured[key], self.sharded[key])
+        copy: Copy = next(c for c in self.joined.copies[key] if rank in c.members)
+        one_truth = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
+        writers = copy.members[:1] if one_truth or self.writers == "lowest" else copy.members
+        if rank not in writers:
+            return None
+        state = self.captured[key]
+        stored = [t for t in enumerate(state.tensors) if t[1].alias_of is None]
+        specs = [TensorSpec(n, t.stored_name, t.dtype, t.shape, t.nbytes) for n, t in stored]
+        files = plan_component(key, specs, writers, copy.label)
+        return Share(key, dict(enumerate(state.tensors)), files, state.tree if rank == copy.members[0] else None)
+
+    def _complete(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        if self.staged is not None:
+            self.staged.wait()
+
+    def _planned_files(self) -> list[str]:
+        if self.staged is None:
+            self.plan()
+        return [plan.name for share in self.shares for plan in share.files if plan.writer == self.comm.rank]
+
+    def _make_way(self, folder: str) -> None:
+        storage = self.storage
+        if not storage.atomic_rename and check_place(storage, self.name, self.request.step, self.request.overwrite):
+            # Files go to their final keys here, so the old manifest has to be withdrawn first.
+            remove_checkpoint_folder(storage, self.name)
+            remove_attempt(storage, self.name)
+        try:
+            storage.make_folder(folder)
+            if not storage.atomic_rename:
+                mark_attempt(storage, folder, self.joined.attempt)
+        except StorageError:
+            discard(storage, folder, self.told.append)
+            raise
+
+    def _manifest(self, receipts: Sequence[Receipt]) -> CheckpointManifest:
+        request, joined = self.request, self.joined
+        files, components = files_and_components(self.components, joined, receipts, self.sharded)
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return CheckpointManifest(
+            checkpoint_id=secrets.token_hex(16),
+            step=request.step,
+            run_id=joined.run_id,
+            attempt_id=joined.attempt,
+            sequence=joined.sequence,
+            created=now.replace("+00:00", "Z"),
+            world_size=self.comm.world_size,
+            nodes=self.comm.nodes,
+            groups=joined.partitions,
+            components=components,
+            files=files,
+            metrics=request.metrics,
+            metrics_step=request.step if request.metrics else None,
+            training_args_hash=request.training_args_hash,
+            versions=_versions(),
+            environment={"platform": platform.platform(), "host": platform.node()},
+            timings=self.seconds,
+            metadata=request.metadata,
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - start, 6)
+
+    @contextmanager
+    def _needing(self) -> Iterator[None]:
+        """A full disk is reported with what this rank's part of the checkpoint needs."""
+        try:
+            yield
+        except NoSpace as error:
+            error.needed = sum(p.size for s in self.shares for p in s.files)
+            error.message += f"; this part of the checkpoint needs {error.needed:,} bytes"
+            raise
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _check_distinct(names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise InvalidState(f"two components would both be stored as {twice}; rename one of them")
+
+
+def _sharded_share(key: str, rank: int, captured: Captured, merged: ShardedState) -> Share:
+    held = {t.name: t for t in captured.tensors}
+    specs, tensors = [], {}
+    for number, logical in enumerate(merged.tensors):
+        box = None if logical.layout is None else logical.layout.box_of(logical.shape, rank)
+        if box is not None and logical.name in held:
+            tensors[number] = tensor = held[logical.name]
+            specs.append(TensorSpec(number, tensor.stored_name, tensor.dtype, tensor.shape, tensor.nbytes))
+    files = plan_component(key, specs, [rank], f".rank{rank:05d}")
+    return Share(key, tensors, files, merged.tree if rank == 0 else None, merged.tensors)
+
+
+def _versions() -> dict[str, str]:
+    from .. import __version__
+
+    return {"ckptcore": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

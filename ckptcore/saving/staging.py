@@ -1,0 +1,190 @@
+"""A private host copy of what a rank has to write, in memory that is allocated once, touched once and reused.
+
+On the CPU the copy is complete when `stage` returns. From an accelerator the bytes flow into pinned memory on a stream of
+their own; devices.py says what keeps them from being changed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import torch
+
+from ..ranks.replication import compared_digest
+from ..state.component import StateComponent, ValidationLevel
+from ..state.layout import words
+from ..state.tree import Captured, CapturedTensor
+from .commit import Share
+from .devices import DeviceCopy, Staging, pin, unpin
+from .workers import Workers
+
+__all__ = ["HostPool", "StagedCopy", "Staging", "bytes_needed", "stage"]
+
+ALIGNMENT = 64
+PIECE_BYTES = 16 << 20
+# Tensors smaller than this are copied many at a time by one thread: each costs more to hand over than to copy.
+SMALL_BYTES = 256 << 10
+
+
+class HostPool:
+    """One block of host memory, as large as the largest save so far; pinned from when an accelerator needs it."""
+
+    def __init__(self, staging: Staging = "auto") -> None:
+        self.staging: Staging = staging
+        self.block = torch.empty(0, dtype=torch.uint8)
+        self.pinned = False
+
+    def reserve(self, nbytes: int, *, pinned: bool, workers: Workers) -> torch.Tensor:
+        """At least `nbytes` of touched memory. What was there before is given back first."""
+        if self.block.numel() < nbytes or (pinned and not self.pinned):
+            size = max(nbytes, self.block.numel())
+            self.release()
+            self.block = torch.empty(size, dtype=torch.uint8)
+            _touch(self.block, workers)
+            if pinned:
+                pin(self.block)
+            self.pinned = pinned
+        return self.block
+
+    def release(self) -> None:
+        if self.pinned:
+            unpin(self.block)
+        self.block, self.pinned = torch.empty(0, dtype=torch.uint8), False
+
+
+@dataclass(slots=True)
+class StagedCopy:
+    """Where a staged save is private, or will be: `wait` returns when the host has every byte."""
+
+    nbytes: int
+    devices: list[DeviceCopy] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for copy in self.devices:
+            copy.wait()
+
+    def complete(self) -> bool:
+        return all(copy.complete() for copy in self.devices)
+
+
+def bytes_needed(rank: int, shares: Iterable[Share]) -> int:
+    """Bytes of the pool that a save takes."""
+    return sum(_aligned(t.nbytes) for t in _written(rank, shares).values())
+
+
+def stage(
+    pool: HostPool,
+    rank: int,
+    components: Sequence[StateComponent],
+    captured: Mapping[str, Captured],
+    shares: Sequence[Share],
+    whole: set[str],
+    workers: Workers,
+) -> StagedCopy:
+    """Put a copy in the place of every captured tensor that this rank writes.
+
+    Of what it does not write only the digest is kept that the replicas are compared by; everything of the components
+    in `whole`, which may have to be compared item by item.
+    """
+    wanted = _written(rank, shares)
+    wanted |= {id(t): t for key in whole & captured.keys() for t in captured[key].tensors if t.alias_of is None}
+    _keep_digests(components, captured, wanted)
+    tensors = list(wanted.values())
+    on_devices = any(t.tensor.device.type != "cpu" for t in tensors)
+    size = sum(_aligned(t.nbytes) for t in tensors)
+    block = pool.reserve(size, pinned=on_devices, workers=workers)
+    places: list[tuple[torch.Tensor, torch.Tensor]] = []
+    at = 0
+    for t in tensors:
+        source = t.tensor.detach()
+        place = block[at : at + t.nbytes].view(source.dtype).view(source.shape)
+        places.append((words(place), words(source)))
+        t.part, t.live = replace(t.part, tensor=place), None
+        at += _aligned(t.nbytes)
+    for state in captured.values():
+        _settle(state, wanted)
+    host = [pair for pair in places if pair[1].device.type == "cpu"]
+    away = [pair for pair in places if pair[1].device.type != "cpu"]
+    copies = DeviceCopy.start(away, components, pool.staging) if away else []
+    _copy_on_host(host, workers)
+    for copy in copies:
+        copy.returnable()
+    return StagedCopy(size, copies)
+
+
+def _written(rank: int, shares: Iterable[Share]) -> dict[int, CapturedTensor]:
+    """By identity, what this rank writes, in the order of its files."""
+    found: dict[int, CapturedTensor] = {}
+    for share in shares:
+        for plan in share.files:
+            if plan.writer == rank:
+                found |= {id(t): t for t in (share.tensors[number] for number, _ in plan.places)}
+    return found
+
+
+def _keep_digests(
+    components: Sequence[StateComponent], captured: Mapping[str, Captured], wanted: Mapping[int, CapturedTensor]
+) -> None:
+    """Digests, taken now, of what is compared and not copied."""
+    for c in components:
+        if c.validated is not ValidationLevel.NONE and c.key in captured:
+            for t in captured[c.key].tensors:
+                if id(t) not in wanted and t.alias_of is None:
+                    t.digest = compared_digest(c, t)
+
+
+def _settle(state: Captured, wanted: Mapping[int, CapturedTensor]) -> None:
+    """Let go of live memory: aliases follow what they are one with, the rest keeps its shape alone."""
+    for t in state.tensors:
+        if id(t) in wanted:
+            continue
+        t.live = None
+        tensor = t.tensor
+        if t.alias_of is not None:
+            target = state.tensors[t.alias_of]
+            t.digest = target.digest
+            tensor = target.tensor
+        else:
+            tensor = torch.empty(t.shape, dtype=t.tensor.dtype, device="meta")
+        t.part = replace(t.part, tensor=tensor)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _touch(block: torch.Tensor, workers: Workers) -> None:
+    """Have the system provide the pages now, by several threads."""
+    pages = block.numpy()
+    workers.run([partial(pages[at : at + PIECE_BYTES].fill, 0) for at in range(0, len(pages), PIECE_BYTES)])
+
+
+def _copy_on_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], workers: Workers) -> None:
+    if jobs := list(_copy_jobs(pairs)):
+        workers.run(jobs)
+
+
+def _copy_jobs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Callable[[], None]]:
+    """Large tensors in pieces, small ones together."""
+    small = iter([pair for pair in pairs if 0 < pair[0].nbytes < SMALL_BYTES])
+    for target, source in pairs:
+        if target.nbytes >= SMALL_BYTES and source.is_contiguous():
+            a, b, items = target.view(-1), source.view(-1), PIECE_BYTES // target.element_size()
+            yield from (partial(_copy, [(a[at : at + items], b[at : at + items])]) for at in range(0, len(a), items))
+        elif target.nbytes >= SMALL_BYTES:
+            yield partial(_copy, [(target, source)])
+    while some := list(islice(small, 1024)):
+        yield partial(_copy, some)
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in pairs:
+        if source.is_contiguous():
+            # Not torch's copy, which would start threads of its own in each of ours.
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            target.copy_(source)

@@ -1,0 +1,111 @@
+"""Threads that copy, hash and write. They are started once, and are daemons: a stuck disk must not keep a process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["Workers"]
+
+Job = Callable[[], None]
+
+
+class Workers:
+    """`count` threads, from the first `run` on. Several threads may call `run` at once."""
+
+    def __init__(self, count: int, name: str = "ckptcore-io") -> None:
+        self.count, self.name = count, name
+        self._jobs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._started_in: int | None = None
+
+    def start(self) -> None:
+        """Start the threads now: at the exit of the interpreter none can be started any more."""
+        with self._lock:
+            if self._started_in != os.getpid():  # threads do not come along into a forked child
+                self._started_in, self._jobs = os.getpid(), queue.SimpleQueue()
+                for number in range(self.count):
+                    threading.Thread(
+                        target=_work, args=(self._jobs,), name=f"{self.name}-{number}", daemon=True
+                    ).start()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Do all of `jobs`, in this order as far as several threads keep one. On return none of them runs any more.
+
+        The first error is raised, and jobs that were not begun by then are left out.
+        """
+        if len(jobs) < 2:
+            for job in jobs:
+                job()
+            return
+        self.start()
+        run = _Run(jobs)
+        for _ in range(min(self.count, len(jobs))):
+            self._jobs.put(run)
+        run.wait()
+
+    def close(self) -> None:
+        """Let the threads end when they are done."""
+        if self._started_in == os.getpid():
+            self._started_in = None
+            for _ in range(self.count):
+                self._jobs.put(None)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Run:
+    """One call of `run`: the threads that help with it take its jobs one after another."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = iter(jobs)
+        self.changed = threading.Condition()
+        self.working = 0
+        self.exhausted = False
+        self.error: BaseException | None = None
+
+    def help(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job()
+            except BaseException as error:
+                with self.changed:
+                    self.error = self.error or error
+                    self.exhausted = True
+            with self.changed:
+                self.working -= 1
+                self.changed.notify_all()
+
+    def _next(self) -> Job | None:
+        with self.changed:
+            job = None if self.exhausted else next(self.jobs, None)
+            if job is None:
+                self.exhausted = True
+                self.changed.notify_all()
+            else:
+                self.working += 1
+            return job
+
+    def wait(self) -> None:
+        with self.changed:
+            try:
+                self.changed.wait_for(lambda: self.exhausted and not self.working)
+            except BaseException:  # Ctrl-C: what was begun ends first, so that what comes next can clean up after it
+                self.exhausted = True
+                self.changed.wait_for(lambda: not self.working)
+                raise
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                self.error = None  # no cycle of error, frame and this
+
+
+def _work(jobs: queue.SimpleQueue[Any]) -> None:
+    while (run := jobs.get()) is not None:
+        run.help()
+        run = None
