@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .loading.view import TensorInfo as TensorInfo
     from .loading.view import open_checkpoint as open_checkpoint
     from .manager import CheckpointManager as CheckpointManager
+    from .preemption import PreemptionGuard as PreemptionGuard
     from .ranks.communicator import Communicator as Communicator
     from .ranks.communicator import SingleProcess as SingleProcess
     from .ranks.store import StoreCommunicator as StoreCommunicator
@@ -58,6 +59,7 @@ _HOMES = {
     "loading.apply": ["LoadReport"],
     "loading.view": ["CheckpointView", "Problem", "TensorInfo", "open_checkpoint"],
     "manager": ["CheckpointManager"],
+    "preemption": ["PreemptionGuard"],
     "ranks.communicator": ["Communicator", "SingleProcess"],
     "ranks.store": ["StoreCommunicator"],
     "retention": ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..state.layout import (
     torch_dtype,
     words,
 )
+from ..state.streams import own_stream, pinned_memory, settle
 from ..state.tree import CapturedTensor, capture
 from .broadcast import read_shared
 from .place import Place, copy_for
@@ -128,6 +130,7 @@ class Loading:
 
     def read(self) -> None:
         """Read every byte into its place, verified. Raises CheckpointCorrupt, StorageError."""
+        settle(self.fits.devices)
         try:
             read_tensors(self.view.storage, self.view.folder, self.reads, self.io_threads)
         except CheckpointError as error:
@@ -161,6 +164,7 @@ class _Fits:
 
     def __init__(self, view: CheckpointView, cast: bool, transactional: bool, report: LoadReport) -> None:
         self.view, self.cast, self.transactional, self.report = view, cast, transactional, report
+        self.devices: set[torch.device] = set()
         self.reads: list[TensorRead] = []
         self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.in_place = False
@@ -342,6 +346,7 @@ class _Component:
         if part.box is None:
             return
         words = torch_words(part.tensor)
+        self.fits.devices.add(part.tensor.device)
         for piece in self.stored.pieces(number, part.box):
             self.fits.reads.append(read_of(self.component.key, piece, part.box, words))
 
@@ -371,7 +376,12 @@ def torch_words(tensor: torch.Tensor) -> Words:
     def memory(part: torch.Tensor) -> memoryview | None:
         return TensorBytes(part).view(0, part.numel() * part.element_size())
 
-    return Words(array, array.element_size(), lambda data: torch.frombuffer(data, dtype=array.dtype), memory)
+    flat = lambda data: torch.frombuffer(data, dtype=array.dtype)  # noqa: E731
+    if tensor.device.type == "cpu":
+        return Words(array, array.element_size(), flat, memory)
+    return Words(
+        array, array.element_size(), flat, memory, pinned_memory(tensor.device), partial(own_stream, tensor.device)
+    )
 
 
 def _pruned(state: Any) -> Any:

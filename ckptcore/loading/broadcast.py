@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from ..format.digest import CHUNK_BYTES, combined_digest, content_hash
 from ..ranks.communicator import Communicator
 from ..storage.base import Storage
+from ..storage.scratch import MakeMemory
 from .reader import TensorRead, read_tensors
 
 __all__ = ["read_shared"]
@@ -24,6 +25,7 @@ class _Host:
     """A Target that keeps chunks in host memory until they have been passed on."""
 
     chunks: dict[int, memoryview] = field(default_factory=dict)
+    pinned: MakeMemory | None = None
 
     def view(self, start: int, stop: int) -> memoryview:
         return self.chunks[start // CHUNK_BYTES]

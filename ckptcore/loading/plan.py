@@ -7,6 +7,7 @@ needed items are read whole, so that their digests can be checked, and cut after
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from ..format.digest import CHUNK_BYTES
 from ..format.index import TensorEntry
 from ..format.layout import Box, intersection
+from ..storage.scratch import MakeMemory
 from .reader import TensorRead
 
 __all__ = ["Words", "needed_chunks", "numpy_words", "read_of"]
@@ -24,13 +26,15 @@ class Words:
     """Memory of a part of a tensor as an array of integers as wide as its items (numpy or torch, any strides).
 
     flat(bytes) gives bytes as a flat array of the same kind; memory(array) the bytes of a contiguous host array, else
-    None.
+    None. pinned: how to make memory that is fast to copy from; moving: what copies are made in.
     """
 
     array: Any
     itemsize: int
     flat: Callable[[memoryview], Any]
     memory: Callable[[Any], memoryview | None]
+    pinned: MakeMemory | None = None
+    moving: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def numpy_words(array: Any) -> Words:
@@ -111,6 +115,7 @@ class _PartTarget:
         run = all(size[d] == 1 for d in range(split)) and size[split + 1 :] == shape[split + 1 :]
         self.memory = words.memory(region) if run else None
         self.first = _flat(shape, offset) * words.itemsize
+        self.pinned = words.pinned
 
     def view(self, start: int, stop: int) -> memoryview | None:
         if self.memory is None or start < self.first or stop > self.first + len(self.memory):
@@ -118,7 +123,8 @@ class _PartTarget:
         return self.memory[start - self.first : stop - self.first]
 
     def put(self, start: int, data: memoryview) -> None:
-        _scatter(self.region, self.shape, self.offset, start // self.words.itemsize, self.words.flat(data))
+        with self.words.moving():
+            _scatter(self.region, self.shape, self.offset, start // self.words.itemsize, self.words.flat(data))
 
 
 def _scatter(region: Any, shape: Sequence[int], offset: Sequence[int], start: int, flat: Any) -> None:

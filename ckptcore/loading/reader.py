@@ -16,6 +16,7 @@ from ..format.digest import CHUNK_BYTES, chunk_digest, content_hash
 from ..format.index import FileEntry, TensorEntry
 from ..root import join
 from ..storage.base import FileReader, Storage
+from ..storage.scratch import MakeMemory, Scratch
 
 __all__ = ["Target", "TensorRead", "check_header", "open_member", "read_tensors"]
 
@@ -24,7 +25,9 @@ BATCH_PARTS = 512
 
 
 class Target(Protocol):
-    """Where the bytes of one tensor go, in C order."""
+    """Where the bytes of one tensor go, in C order. pinned: how to make memory that `put` is fast from, if not any is."""
+
+    pinned: MakeMemory | None
 
     def view(self, start: int, stop: int) -> memoryview | None:
         """The memory itself; None when it is not contiguous host memory."""
@@ -69,7 +72,7 @@ def read_tensors(
     if not files:
         return
     stop = threading.Event()
-    scratch = threading.local()
+    scratch = Scratch()
 
     def run(reader: FileReader, file: str, parts: list[_Part]) -> None:
         if not stop.is_set():
@@ -114,22 +117,21 @@ def _batches(reads: list[TensorRead]) -> Iterator[list[_Part]]:
 
 
 def _read_batch(
-    reader: FileReader, file: str, where: str, parts: list[_Part], scratch: threading.local
+    reader: FileReader, file: str, where: str, parts: list[_Part], scratch: Scratch
 ) -> Iterator[CheckpointCorrupt]:
     """Read, verify and deliver one batch; yields what is damaged."""
     places = [part.read.entry.chunk(part.chunk) for part in parts]
     first = places[0][0]
     total = sum(length for _, length, _ in places)
-    if not hasattr(scratch, "memory"):
-        scratch.memory = memoryview(bytearray(CHUNK_BYTES))
     buffers: list[memoryview] = []
     direct: list[bool] = []
     at = 0
     for part, (_, length, _) in zip(parts, places, strict=True):
         start = part.chunk * CHUNK_BYTES
-        view = part.read.target.view(start, start + length) if part.read.target is not None else None
+        target = part.read.target
+        view = None if target is None else target.view(start, start + length)
         direct.append(view is not None)
-        buffers.append(scratch.memory[at : at + length] if view is None else view)
+        buffers.append(scratch.take(at, length, None if target is None else target.pinned) if view is None else view)
         at += length
     if first + total > reader.size:
         raise CheckpointCorrupt(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from ..state.component import StateComponent, ValidationLevel
 from ..state.layout import TensorBytes, torch_dtype
 from ..state.tree import Captured, CapturedTensor
 from .communicator import Communicator
+from .fingerprint import fingerprints, on_accelerator
 
-__all__ = ["chunk_digests", "compared_digest", "difference", "replica_digest", "validate"]
+__all__ = ["chunk_digests", "compared_digest", "difference", "replica_digest", "take_fingerprints", "validate"]
 
 SAMPLES = 16
 SAMPLE_BYTES = 512
@@ -45,6 +46,7 @@ def validate(
     known: dict[tuple[str, int], bytes] = {}
 
     def summary() -> dict[str, str]:
+        take_fingerprints(checked, captured)
         return {c.key: combined_digest(_leaf_digests(c, captured[c.key], known)) for c in checked if c.key in captured}
 
     def compare(found: list[dict[str, str]]) -> list[list[Any]]:
@@ -60,6 +62,17 @@ def validate(
     for key, number in differing:
         _explain(comm, by_key[key], copies[key][number], captured.get(key), known)
     return known
+
+
+def take_fingerprints(components: Iterable[StateComponent], captured: Mapping[str, Captured]) -> None:
+    """Give tensors on accelerators what they are compared by, all at once, where they have nothing yet."""
+    for component in components:
+        if component.key in captured:
+            tensors = captured[component.key].tensors
+            away = [t for t in tensors if t.digest is None and on_accelerator(t.tensor)]
+            sampled = component.validated is ValidationLevel.QUICK
+            for t, digest in zip(away, fingerprints([t.tensor for t in away], sampled=sampled), strict=True):
+                t.digest = digest
 
 
 def chunk_digests(tensor: CapturedTensor) -> bytes:

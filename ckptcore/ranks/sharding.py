@@ -20,7 +20,7 @@ from ..format.values import TensorRef, decode, encode, join_path
 from ..state.component import StateComponent, ValidationLevel
 from ..state.tree import Captured
 from .communicator import Communicator
-from .replication import FULL_TENSORS, difference, replica_digest
+from .replication import FULL_TENSORS, difference, replica_digest, take_fingerprints
 
 __all__ = ["ShardedState", "agree_layouts", "merge_descriptions", "validate_shards"]
 
@@ -297,6 +297,7 @@ def validate_shards(
     mine: dict[str, dict[str, list[Any]]] = {}
 
     def summary() -> dict[str, str]:
+        take_fingerprints(checked, captured)
         digests = {}
         for component in checked:
             numbers = {t.name: number for number, t in enumerate(merged[component.key].tensors)}

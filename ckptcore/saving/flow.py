@@ -27,6 +27,7 @@ from ..ranks.replication import validate
 from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
 from ..root import CheckpointInfo, mark_attempt, remove_attempt, remove_checkpoint_folder, scan
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
+from ..state.streams import settle
 from ..state.tree import Captured, capture
 from ..storage.base import Storage
 from .commit import Receipt, Share, check_place, discard, files_and_components, publish, write_share
@@ -105,13 +106,15 @@ class Saving:
 
     def rehearse(self, pool: HostPool) -> None:
         """Have the pool ready for what `stage` will put there."""
-        devices = {t.tensor.device.type for state in self.captured.values() for t in state.tensors} - {"cpu"}
-        pool.reserve(bytes_needed(self.comm.rank, self.shares), pinned=bool(devices), workers=self.workers)
+        on_devices = any(device.type == "cuda" for device in self._devices())
+        pool.reserve(bytes_needed(self.comm.rank, self.shares), pinned=on_devices, workers=self.workers)
 
     def finish(self, comm: Communicator) -> CheckpointInfo:
         """Compare the replicas, write, commit. What one rank raises, all raise, and nothing of it stays."""
         if self.staged is not None or self.failed is not None:
             comm.together("stage", self._complete, _nothing)
+        else:
+            settle(self._devices())
         with self._phase("validate"):
             known = validate(comm, self.components, self.captured, self.joined.copies)
             known |= validate_shards(comm, self.components, self.captured, self.sharded)
@@ -168,6 +171,11 @@ class Saving:
         own = any(copy.members[0] == self.comm.rank for copy in self.joined.copies[component.key])
         return not one_truth or compared or own
 
+    def _compared(self, component: StateComponent) -> bool:
+        """Whether this rank's state may be compared with that of others."""
+        several = any(len(c.members) > 1 for c in self.joined.copies[component.key]) or component.sharded
+        return component.validated is not ValidationLevel.NONE and self.comm.world_size > 1 and several
+
     def _share(self, component: StateComponent) -> Share | None:
         """What this rank writes of a component; None when that is nothing."""
         key, rank = component.key, self.comm.rank
@@ -183,6 +191,9 @@ class Saving:
         specs = [TensorSpec(n, t.stored_name, t.dtype, t.shape, t.nbytes) for n, t in stored]
         files = plan_component(key, specs, writers, copy.label)
         return Share(key, dict(enumerate(state.tensors)), files, state.tree if rank == copy.members[0] else None)
+
+    def _devices(self) -> set[torch.device]:
+        return {t.tensor.device for state in self.captured.values() for t in state.tensors}
 
     def _complete(self) -> None:
         if self.failed is not None:

@@ -14,12 +14,12 @@ from itertools import islice
 import numpy as np
 import torch
 
-from ..ranks.replication import compared_digest
-from ..state.component import StateComponent, ValidationLevel
+from ..ranks.replication import compared_digest, take_fingerprints
+from ..state.component import StateComponent
 from ..state.layout import words
 from ..state.tree import Captured, CapturedTensor
 from .commit import Share
-from .devices import DeviceCopy, Staging, pin, unpin
+from .devices import DeviceCopy, Staging, pin, start_copies, unpin, watch_optimizers
 from .workers import Workers
 
 __all__ = ["HostPool", "StagedCopy", "Staging", "bytes_needed", "stage"]
@@ -35,12 +35,13 @@ class HostPool:
 
     def __init__(self, staging: Staging = "auto") -> None:
         self.staging: Staging = staging
+        watch_optimizers()
         self.block = torch.empty(0, dtype=torch.uint8)
         self.pinned = False
 
     def reserve(self, nbytes: int, *, pinned: bool, workers: Workers) -> torch.Tensor:
         """At least `nbytes` of touched memory. What was there before is given back first."""
-        if self.block.numel() < nbytes or (pinned and not self.pinned):
+        if self.block.numel() < nbytes or (nbytes and pinned and not self.pinned):
             size = max(nbytes, self.block.numel())
             self.release()
             self.block = torch.empty(size, dtype=torch.uint8)
@@ -54,6 +55,10 @@ class HostPool:
         if self.pinned:
             unpin(self.block)
         self.block, self.pinned = torch.empty(0, dtype=torch.uint8), False
+
+    def __del__(self) -> None:
+        if getattr(self, "pinned", False):  # memory must not go back to the system while it is locked
+            self.release()
 
 
 @dataclass(slots=True)
@@ -79,7 +84,7 @@ def bytes_needed(rank: int, shares: Iterable[Share]) -> int:
 def stage(
     pool: HostPool,
     rank: int,
-    components: Sequence[StateComponent],
+    compared: Sequence[StateComponent],
     captured: Mapping[str, Captured],
     shares: Sequence[Share],
     whole: set[str],
@@ -87,14 +92,14 @@ def stage(
 ) -> StagedCopy:
     """Put a copy in the place of every captured tensor that this rank writes.
 
-    Of what it does not write only the digest is kept that the replicas are compared by; everything of the components
-    in `whole`, which may have to be compared item by item.
+    compared: components whose replicas are compared later. Of what this rank does not write only the digest is kept
+    that they are compared by; but everything of those in `whole`, which may have to be compared item by item.
     """
     wanted = _written(rank, shares)
     wanted |= {id(t): t for key in whole & captured.keys() for t in captured[key].tensors if t.alias_of is None}
-    _keep_digests(components, captured, wanted)
+    _keep_digests(compared, captured, wanted)
     tensors = list(wanted.values())
-    on_devices = any(t.tensor.device.type != "cpu" for t in tensors)
+    on_devices = any(t.tensor.device.type == "cuda" for t in tensors)
     size = sum(_aligned(t.nbytes) for t in tensors)
     block = pool.reserve(size, pinned=on_devices, workers=workers)
     places: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -109,7 +114,7 @@ def stage(
         _settle(state, wanted)
     host = [pair for pair in places if pair[1].device.type == "cpu"]
     away = [pair for pair in places if pair[1].device.type != "cpu"]
-    copies = DeviceCopy.start(away, components, pool.staging) if away else []
+    copies = start_copies(away, pool.staging)
     _copy_on_host(host, workers)
     for copy in copies:
         copy.returnable()
@@ -127,13 +132,14 @@ def _written(rank: int, shares: Iterable[Share]) -> dict[int, CapturedTensor]:
 
 
 def _keep_digests(
-    components: Sequence[StateComponent], captured: Mapping[str, Captured], wanted: Mapping[int, CapturedTensor]
+    compared: Sequence[StateComponent], captured: Mapping[str, Captured], wanted: Mapping[int, CapturedTensor]
 ) -> None:
-    """Digests, taken now, of what is compared and not copied."""
-    for c in components:
-        if c.validated is not ValidationLevel.NONE and c.key in captured:
+    """Digests, taken now, of what is compared and not copied, and of all that is compared on its accelerator."""
+    take_fingerprints(compared, captured)
+    for c in compared:
+        if c.key in captured:
             for t in captured[c.key].tensors:
-                if id(t) not in wanted and t.alias_of is None:
+                if id(t) not in wanted and t.alias_of is None and t.digest is None:
                     t.digest = compared_digest(c, t)
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
 from ..root import join
 from ..storage.base import FileWriter, Storage
+from ..storage.scratch import MakeMemory, Scratch
 from .plan import FilePlan
 from .workers import Workers
 
@@ -20,7 +21,9 @@ BATCH_PARTS = 512
 
 
 class Source(Protocol):
-    """The bytes of one tensor, in C order."""
+    """The bytes of one tensor, in C order. pinned: how to make memory that `fill` is fast into, if not any is."""
+
+    pinned: MakeMemory | None
 
     def view(self, start: int, stop: int) -> memoryview | None:
         """The memory itself; None when it is not contiguous host memory."""
@@ -80,7 +83,7 @@ def write_files(
     """
     written = [_prepared(plan, known or {}) for plan in plans]
     opened: list[_OpenFile] = []
-    scratch = threading.local()
+    scratch = Scratch()
 
     def run(file: _OpenFile, result: WrittenFile, batches: Sequence[list[_Part]], head: bytes) -> None:
         for batch in batches:
@@ -138,7 +141,7 @@ def _write_batch(
     result: WrittenFile,
     parts: list[_Part],
     sources: Mapping[int, Source],
-    scratch: threading.local,
+    scratch: Scratch,
     head: bytes,
 ) -> int:
     """Hash and write one batch; how many bytes that were."""
@@ -146,13 +149,12 @@ def _write_batch(
     used = 0
     for part in parts:
         at = part.chunk * CHUNK_BYTES
-        buffer = sources[part.number].view(at, at + part.length)
+        source = sources[part.number]
+        buffer = source.view(at, at + part.length)
         if buffer is None:
-            if not hasattr(scratch, "memory"):
-                scratch.memory = memoryview(bytearray(CHUNK_BYTES))
-            buffer = scratch.memory[used : used + part.length]
+            buffer = scratch.take(used, part.length, source.pinned)
             used += part.length
-            sources[part.number].fill(at, buffer)
+            source.fill(at, buffer)
         if part.number not in result.hashed:
             where = slice(part.chunk * DIGEST_BYTES, (part.chunk + 1) * DIGEST_BYTES)
             result.digests[part.number][where] = chunk_digest(buffer)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import InvalidState, StateMismatch
 from ..format.layout import Box, Mesh, MeshLayout, volume
 from ..format.tensorfile import DTYPES
+from .streams import own_stream, pinned_memory
 
 __all__ = [
     "LocalPart",
@@ -223,11 +224,12 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class TensorBytes:
-    """A tensor as its bytes in C order: a source for writers, a target for readers."""
+    """A tensor as its bytes in C order: what writers read from. Where it is not host memory, `settle` its device first."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._words = words(tensor)
         self._memory: memoryview | None = None
+        self.pinned = pinned_memory(tensor.device)
         if self._words.device.type == "cpu" and self._words.is_contiguous() and self._words.numel():
             # Strides of dimensions of one item may be anything.
             flat = self._words.as_strided((self._words.numel(),), (1,))
@@ -240,12 +242,8 @@ class TensorBytes:
     def fill(self, start: int, buffer: memoryview) -> None:
         """Copy bytes from `start` on into `buffer`. Both are multiples of the item size."""
         host, size = self._host(buffer), self._words.element_size()
-        _copy_range(self._words, start // size, host, to_host=True)
-
-    def put(self, start: int, data: memoryview) -> None:
-        """Store `data` from byte `start` on."""
-        host, size = self._host(data), self._words.element_size()
-        _copy_range(self._words, start // size, host, to_host=False)
+        with own_stream(self._words.device):
+            _copy_range(self._words, start // size, host, to_host=True)
 
     def _host(self, buffer: memoryview) -> torch.Tensor:
         return torch.frombuffer(buffer, dtype=self._words.dtype)

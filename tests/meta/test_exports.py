@@ -16,7 +16,7 @@ EXPORTS = [
     "AsyncSaveError", "CheckpointCoordinator", "CheckpointCorrupt", "CheckpointError", "CheckpointExists",
     "CheckpointInfo", "CheckpointManager", "CheckpointManifest", "CheckpointNotFound", "CheckpointView",
     "CheckpointWarning", "Communicator", "ComponentManifest", "CoordinationError", "InvalidState", "JoinTimeout",
-    "KeepBest", "KeepEvery", "KeepLast", "LoadReport", "ModelState", "NoSpace", "NoUsableCheckpoint", "Opaque", "OptimizerState", "Problem",
+    "KeepBest", "KeepEvery", "KeepLast", "LoadReport", "ModelState", "NoSpace", "NoUsableCheckpoint", "Opaque", "OptimizerState", "PreemptionGuard", "Problem",
     "RNGState", "RankFailed", "RankLost", "RanksDisagree", "ReplicationMismatch", "RetentionPolicy", "SaveEvent", "SaveHandle",
     "Shard", "SharingPattern", "SingleProcess", "StateComponent", "StateMismatch", "Stateful", "StatefulProvider", "Storage", "StorageError",
     "StoreCommunicator", "TensorBoardEvents", "TensorInfo", "UnsafePath", "UnsupportedValue", "UnsupportedVersion", "ValidationLevel", "__version__",

@@ -1,0 +1,118 @@
+"""Turning a signal to stop into a save of the same step on every rank.
+
+with PreemptionGuard(ckpt) as guard:
+    for step in range(first, last):
+        train(step)
+        if guard.should_stop(step):
+            ckpt.save(step, state)
+            break
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from .errors import CoordinationError, InvalidState, RankLost
+from .manager import CheckpointManager
+from .ranks.board import Board, BoardLost
+from .ranks.communicator import BoardCommunicator, Communicator
+from .ranks.store import shared_communicator
+
+__all__ = ["PreemptionGuard"]
+
+PENDING = b"pending"
+
+
+class PreemptionGuard:
+    """Catches signals, and lets all ranks agree on the step to stop after, without a collective.
+
+    of: the manager, or communicator, of the job. signals: which ones mean "save and stop"; a second one of the same
+    kind does what it did before the guard. Make it on every rank at the same point of the program, in the main thread.
+    Raises InvalidState in another thread.
+
+    At a step boundary every rank says how far it is, then asks whether there is something to stop for. Rank 0, when a
+    signal came to any rank, first announces that there is, then looks how far the others are, and names the step after
+    the furthest. A rank that asked before the announcement has said its step before it, too, so it is counted.
+    """
+
+    def __init__(
+        self,
+        of: CheckpointManager | Communicator | None = None,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise InvalidState("signals reach the main thread alone; make the PreemptionGuard there")
+        comm = of.comm if isinstance(of, CheckpointManager) else of or shared_communicator()
+        self.comm = comm.branch("preemption") if comm.world_size > 1 else comm
+        self.signals = tuple(signals)
+        self.signaled = False
+        self._told = False
+        self._stop_at: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> PreemptionGuard:
+        for number in self.signals:
+            self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+        if self.comm.world_size > 1:
+            self.comm.close()
+
+    def should_stop(self, step: int) -> bool:
+        """Whether this step is the last one: save it, and leave. The same answer at the same step on every rank.
+
+        Call it after every step, with steps that grow by one. Raises RankLost, CoordinationError.
+        """
+        if not isinstance(self.comm, BoardCommunicator):
+            return self.signaled
+        try:
+            return self._agreed(self.comm, self.comm.board, step)
+        except BoardLost as error:
+            raise RankLost(
+                f"step {step}: the connection to the store of this job is lost ({error})", ranks=[0]
+            ) from error
+
+    def _agreed(self, comm: BoardCommunicator, board: Board, step: int) -> bool:
+        board.put(f"step/{comm.rank}", b"%d" % step)
+        if self.signaled and not self._told:
+            board.put("signal", b"%d" % comm.rank)
+            self._told = True
+        if self._stop_at is None and comm.rank == 0 and board.get("signal") is not None:
+            board.put("stop", PENDING)
+            steps = [int(board.get(f"step/{rank}") or b"0") for rank in range(comm.world_size)]
+            board.put("stop", b"%d" % (max(steps) + 1))
+        if self._stop_at is None and (announced := self._announced(comm, board)) is not None:
+            self._stop_at = int(announced)
+        if self._stop_at is not None and step > self._stop_at:
+            raise CoordinationError(
+                f"rank {comm.rank} is at step {step} and the ranks stop after {self._stop_at}: should_stop must be called "
+                "after every step, on every rank", ranks=[comm.rank], step=step)  # fmt: skip
+        return step == self._stop_at
+
+    def _announced(self, comm: BoardCommunicator, board: Board) -> bytes | None:
+        """What rank 0 says, waiting while it is about to say it."""
+        found = board.get("stop")
+        pause = threading.Event()
+        patience = int(comm.liveness_timeout / 0.001)
+        while found == PENDING and patience > 0:
+            pause.wait(0.001)
+            patience -= 1
+            found = board.get("stop")
+        if found == PENDING:
+            raise RankLost("rank 0 began to say at which step to stop, and did not end", ranks=[0])
+        return found
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        if self.signaled:  # asked again: as if nobody had been here
+            before = self._before.get(number, signal.SIG_DFL)
+            signal.signal(number, before)
+            signal.raise_signal(signal.Signals(number))
+        self.signaled = True

@@ -1,0 +1,28 @@
+"""Memory that bytes pass through on their way between storage and what is not contiguous host memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ..format.digest import CHUNK_BYTES
+
+__all__ = ["MakeMemory", "Scratch"]
+
+MakeMemory = Callable[[int], memoryview]
+
+
+class Scratch(threading.local):
+    """One chunk for each thread, and another one for bytes from or to an accelerator, which is fast from pinned memory."""
+
+    def __init__(self) -> None:
+        self.plain: memoryview | None = None
+        self.pinned: memoryview | None = None
+
+    def take(self, start: int, length: int, make_pinned: MakeMemory | None) -> memoryview:
+        """Bytes `start` to `start + length` of this thread's chunk; `make_pinned` where pinned memory is wanted."""
+        if make_pinned is None:
+            self.plain = self.plain or memoryview(bytearray(CHUNK_BYTES))
+            return self.plain[start : start + length]
+        self.pinned = self.pinned or make_pinned(CHUNK_BYTES)
+        return self.pinned[start : start + length]
