@@ -1,21 +1,38 @@
-"""A storage that fails on demand: count, delay, block, raise at or die in the k-th operation, and enforce a quota.
+"""A storage that fails on demand: it counts, delays, blocks, raises, cuts, lies or dies in the k-th operation.
 
     faults = FaultStorage(open_storage("/tmp/run"))
-    faults.fail(at=3, kind="write_at", path="*.safetensors", error=errno.EIO)
+    faults.fail(kind="write_at", path="*.safetensors", error=errno.EIO)
     with CheckpointManager(faults) as ckpt, pytest.raises(StorageError):
         ckpt.save(10, state)
     assert not [entry.name for entry in faults.inner.list()]
 
-To kill a process in every operation of a save in turn, count them once and fork a child for each:
+What can go wrong, and how to have it:
 
-    for k in range(1, count + 1):
+    faults.fail(at=3)                        an error in the third operation; times=None: in all from there on
+    faults.fail(at=3, after=True)            it is done and reported as failed, like a request whose answer was lost
+    faults.short(at=2, keep=0.5)             a write that takes effect by half and fails; error=None: nobody is told
+    faults.delay(0.1, kind="list")           slow operations
+    gate = faults.block(kind="close")        one that waits until gate.open()
+    faults.stale(by=10)                      listings as they were ten operations ago
+    FaultStorage(storage, quota=1 << 20)     a disk of one MiB
+    faults.kill(at=40)                       the process ends; over a VolatileStorage (see power.py), the machine does
+
+To kill a process in every operation of a save in turn, count them once and fork a child for each. With the
+VolatileStorage, every file and name that nobody made durable is lost as well:
+
+    faults = FaultStorage(open_storage("/tmp/counted"))
+    CheckpointManager(faults).save(20, state)
+    for k in range(1, faults.count() + 1):
+        root = f"/tmp/killed-{k}"
+        CheckpointManager(root).save(10, state)
         pid = os.fork()
         if pid == 0:
-            faults = FaultStorage(open_storage(root))
+            faults = FaultStorage(VolatileStorage(open_storage(root)))
             faults.kill(at=k)
             CheckpointManager(faults).save(20, state)
             os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == KILLED_EXIT_CODE
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (KILLED_EXIT_CODE, 0)
+        assert CheckpointManager(root).restore(state).step in (10, 20)
 
 The kinds of operation are those of Storage (create, open, list, make_folder, sync_folder, rename, remove,
 remove_folder), of the files it makes (write_at, close, abort) and reads (read_into). `close` is where a local file is
@@ -36,74 +53,20 @@ from typing import Literal
 
 from ..errors import NoSpace, StorageError
 from ..storage.base import FULL, Entry, FileReader, FileWriter, Storage
+from .killed import KILLED_EXIT_CODE, Killed
+from .power import VolatileStorage
+from .rules import OPERATIONS, WRITE_OPERATIONS, Gate, Operation, Rule, kinds_of
+from .stale import ListingHistory
 
 __all__ = ["KILLED_EXIT_CODE", "OPERATIONS", "WRITE_OPERATIONS", "FaultStorage", "Gate", "Killed", "Operation"]
 
-KILLED_EXIT_CODE = 137  # what a shell reports of a process that SIGKILL ended
-
-OPERATIONS = (
-    "abort", "close", "create", "list", "make_folder", "open", "read_into", "remove", "remove_folder", "rename",
-    "sync_folder", "write_at",
-)  # fmt: skip
-# Those that can change what is stored.
-WRITE_OPERATIONS = tuple(kind for kind in OPERATIONS if kind not in ("list", "open", "read_into", "abort"))
-
-
-class Killed(BaseException):
-    """Stands for the death of the process where a real one cannot be had (storage that lives in this process).
-
-    Not an Exception, so that no error handling of the code under test takes it for a failure it can deal with; every
-    later operation of the same FaultStorage raises it too, because a dead process cleans nothing up.
-    """
-
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """One operation as it was asked for: its number from 1, its kind, its path (the new one for `rename`)."""
+class _Asked:
+    """An operation under way; keep: the fraction of its bytes that a short write takes."""
 
-    number: int
-    kind: str
-    path: str
-
-
-class Gate:
-    """Where an operation waits until the test opens it."""
-
-    def __init__(self) -> None:
-        self._reached = threading.Event()
-        self._opened = threading.Event()
-
-    def wait_reached(self, timeout: float = 60) -> None:
-        """Return when an operation waits here. Raises TimeoutError."""
-        if not self._reached.wait(timeout):
-            raise TimeoutError(f"no operation reached the gate within {timeout} s")
-
-    def open(self) -> None:
-        """Let the operation go on, and every later one."""
-        self._opened.set()
-
-    def _pass(self) -> None:
-        self._reached.set()
-        self._opened.wait()
-
-
-@dataclass(slots=True)
-class _Rule:
-    """What to do from the `at`-th matching operation on, `times` times (None: for ever)."""
-
-    act: Callable[[Operation], None]
-    at: int
-    kinds: tuple[str, ...]
-    path: str
-    times: int | None
-    after: bool
-    seen: int = 0
-
-    def takes(self, operation: Operation) -> bool:
-        if operation.kind not in self.kinds or not fnmatchcase(operation.path, self.path):
-            return False
-        self.seen += 1
-        return self.seen >= self.at and (self.times is None or self.seen < self.at + self.times)
+    operation: Operation
+    keep: float | None
 
 
 class FaultStorage(Storage):
@@ -111,7 +74,7 @@ class FaultStorage(Storage):
 
     quota: the bytes that all files below the root may take together; what goes beyond raises NoSpace, with `free`.
     `log` lists the operations in the order in which they were asked for. Rules are checked in the order in which they
-    were made; each of `fail`, `kill`, `block` and `delay` counts the operations that match its `kind` (one name, or a
+    were made; each of `fail`, `short`, `kill`, `block` and `delay` counts the operations that match its `kind` (one name, or a
     tuple of them; None: all) and `path` (a shell pattern over the whole path below the root, where `*` matches `/`
     too), and acts at the `at`-th of them, before it takes effect.
     """
@@ -123,14 +86,16 @@ class FaultStorage(Storage):
         self.positional_writes = inner.positional_writes
         self.log: list[Operation] = []
         self.quota = quota
-        self._rules: list[_Rule] = []
+        self._rules: list[Rule] = []
         self._lock = threading.Lock()
         self._dead = False
+        self._history: ListingHistory | None = None
+        self._stale: Callable[[Operation], list[Entry] | None] = lambda _: None
         self._sizes: dict[str, int] = {} if quota is None else dict(_file_sizes(inner, ""))
 
     def count(self, kind: str | tuple[str, ...] | None = None, path: str = "*") -> int:
         """How many operations of that kind and path there were so far."""
-        kinds = _kinds(kind)
+        kinds = kinds_of(kind)
         with self._lock:
             return sum(op.kind in kinds and fnmatchcase(op.path, path) for op in self.log)
 
@@ -154,8 +119,50 @@ class FaultStorage(Storage):
         def act(operation: Operation) -> None:
             raise self._error(operation, error) if isinstance(error, int) else error
 
-        kinds = tuple(k for k in _kinds(kind) if k != "abort")
-        self._rules.append(_Rule(act, at, kinds, path, times, after))
+        kinds = tuple(k for k in kinds_of(kind) if k != "abort")
+        self._rules.append(Rule(act, at, kinds, path, times, after))
+
+    def short(
+        self,
+        at: int = 1,
+        *,
+        keep: float = 0.5,
+        error: int | Exception | None = errno.EIO,
+        path: str = "*",
+        times: int | None = 1,
+    ) -> None:
+        """Let the `at`-th matching `write_at` write only the fraction `keep` of its bytes, and then raise `error`.
+
+        error=None: it claims that all is well, and the rest of the bytes is missing (or zeros, when later parts of
+        the file follow).
+        """
+
+        def act(operation: Operation) -> None:
+            if error is not None:
+                raise self._error(operation, error) if isinstance(error, int) else error
+
+        self._rules.append(Rule(act, at, ("write_at",), path, times, True, keep))
+
+    def stale(
+        self, by: int, at: int = 1, *, hide_new: bool = True, show_removed: bool = True,
+        path: str = "*", times: int | None = None) -> None:  # fmt: skip
+        """Answer `list` from the `at`-th matching one on as it was `by` operations (of any kind) ago.
+
+        hide_new: names that came since are missing (also those of files replaced, with their old sizes, when
+        show_removed is given too). show_removed: names that went since are still there. What was changed before this
+        call, or by others than this object, is always seen as it is.
+        """
+        rule = Rule(lambda _: None, at, ("list",), path, times, False)
+        self._history = history = ListingHistory(self.inner)
+
+        def answer(operation: Operation) -> list[Entry] | None:
+            with self._lock:
+                if not rule.takes(operation):
+                    return None
+            number = operation.number - by
+            return history.listing(operation.path, number, hide_new=hide_new, show_removed=show_removed)
+
+        self._stale = answer
 
     def kill(
         self,
@@ -167,31 +174,35 @@ class FaultStorage(Storage):
     ) -> None:
         """End the process at the `at`-th matching operation: at once, without cleaning up, with KILLED_EXIT_CODE.
 
-        how="raise" raises `Killed` instead, there and in every later operation of this object.
+        how="raise" raises `Killed` instead, there and in every later operation of this object. When `inner` is a
+        VolatileStorage, the machine loses power: what was not made durable is lost.
         """
 
         def act(_: Operation) -> None:
+            if isinstance(self.inner, VolatileStorage):
+                self.inner.lose_power()
             if how == "exit":
                 os._exit(KILLED_EXIT_CODE)
             self._dead = True
             raise Killed
 
-        self._rules.append(_Rule(act, at, _kinds(kind), path, None, False))
+        self._rules.append(Rule(act, at, kinds_of(kind), path, None, False))
 
     def block(self, at: int = 1, *, kind: str | tuple[str, ...] | None = None, path: str = "*") -> Gate:
         """Make the `at`-th matching operation, and all after it, wait until the returned gate is opened."""
         gate = Gate()
-        self._rules.append(_Rule(lambda _: gate._pass(), at, _kinds(kind), path, None, False))
+        self._rules.append(Rule(lambda _: gate._pass(), at, kinds_of(kind), path, None, False))
         return gate
 
     def delay(self, seconds: float, at: int = 1, *, kind: str | tuple[str, ...] | None = None, path: str = "*") -> None:
         """Make the `at`-th matching operation, and all after it, take `seconds` longer."""
-        self._rules.append(_Rule(lambda _: time.sleep(seconds), at, _kinds(kind), path, None, False))
+        self._rules.append(Rule(lambda _: time.sleep(seconds), at, kinds_of(kind), path, None, False))
 
     def clear(self) -> None:
         """Forget all rules; the log and the quota stay."""
         with self._lock:
             self._rules.clear()
+            self._stale = lambda _: None
 
     def used_bytes(self) -> int:
         """Bytes of all files below the root, as far as the quota counts them (0 without a quota)."""
@@ -199,7 +210,7 @@ class FaultStorage(Storage):
             return sum(self._sizes.values())
 
     @contextmanager
-    def _operation(self, kind: str, path: str) -> Iterator[None]:
+    def _operation(self, kind: str, path: str, source: str | None = None) -> Iterator[_Asked]:
         with self._lock:
             if self._dead:
                 raise Killed
@@ -209,7 +220,11 @@ class FaultStorage(Storage):
         for rule in due:
             if not rule.after:
                 rule.act(operation)
-        yield
+        if self._history is not None and kind in (*WRITE_OPERATIONS, "abort"):
+            for changed in (path, source):
+                if changed is not None:
+                    self._history.note(operation.number, changed)
+        yield _Asked(operation, min((rule.keep for rule in due if rule.keep is not None), default=None))
         for rule in due:
             if rule.after:
                 rule.act(operation)
@@ -250,8 +265,9 @@ class FaultStorage(Storage):
             return _Reader(self, path, self.inner.open(path))
 
     def list(self, path: str = "") -> list[Entry]:
-        with self._operation("list", path):
-            return self.inner.list(path)
+        with self._operation("list", path) as asked:
+            old = self._stale(asked.operation)
+            return self.inner.list(path) if old is None else old
 
     def make_folder(self, path: str) -> None:
         with self._operation("make_folder", path):
@@ -262,7 +278,7 @@ class FaultStorage(Storage):
             self.inner.sync_folder(path)
 
     def rename(self, source: str, target: str) -> None:
-        with self._operation("rename", target):
+        with self._operation("rename", target, source):
             self.inner.rename(source, target)
             self._moved(source, target)
 
@@ -287,7 +303,9 @@ class _Writer(FileWriter):
         self.storage, self.path, self.inner = storage, path, inner
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        with self.storage._operation("write_at", self.path):
+        with self.storage._operation("write_at", self.path) as asked:
+            if asked.keep is not None:
+                buffers = _beginning(buffers, int(sum(b.nbytes for b in buffers) * asked.keep))
             self.storage._take(self.path, offset + sum(b.nbytes for b in buffers))
             self.inner.write_at(offset, buffers)
 
@@ -314,11 +332,12 @@ class _Reader(FileReader):
         self.inner.close()
 
 
-def _kinds(kind: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    kinds = OPERATIONS if kind is None else (kind,) if isinstance(kind, str) else kind
-    if unknown := [name for name in kinds if name not in OPERATIONS]:
-        raise ValueError(f"no operation of a storage is named {unknown[0]!r}; there are {', '.join(OPERATIONS)}")
-    return kinds
+def _beginning(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
+    result = []
+    for buffer in buffers:
+        result.append(buffer.cast("B")[:length])
+        length -= len(result[-1])
+    return result
 
 
 def _file_sizes(storage: Storage, folder: str) -> Iterator[tuple[str, int]]:

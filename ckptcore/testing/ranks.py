@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..ranks.communicator import BoardCommunicator, Communicator, MemoryBoard
+from ..ranks.communicator import GONE, BoardCommunicator, Communicator, MemoryBoard
+from .killed import Killed
 
 __all__ = ["Killed", "run_ranks"]
 
 
-class Killed(BaseException):
-    """Raised in a virtual rank, it ends it as SIGKILL ends a process: nobody is told."""
+class _Board(MemoryBoard):
+    """A rank that was Killed writes nothing on it any more; the others can be told to look around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._woken = 0
+        self._seen = threading.local()
+
+    def put(self, key: str, value: bytes) -> None:
+        # What runs in a `finally` while Killed passes would not run in a process that is dead.
+        if not isinstance(sys.exc_info()[1], Killed):
+            super().put(key, value)
+
+    def gone(self, rank: int) -> None:
+        with self.changed:
+            self.values[f"alive/{rank}"] = GONE
+            self._woken += 1
+            self.changed.notify_all()
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        with self.changed:
+            seen = getattr(self._seen, "count", 0)
+            self.changed.wait_for(lambda: key in self.values or self._woken > seen, seconds)
+            if key not in self.values:
+                self._seen.count = self._woken
+            return self.values.get(key)
 
 
 def run_ranks(
@@ -21,6 +47,7 @@ def run_ranks(
     *,
     nodes: Sequence[Sequence[int]] | None = None,
     errors: bool = False,
+    notice: bool = False,
     join_timeout: float = 20.0,
     liveness_timeout: float = 20.0,
     deadline: float = 60.0,
@@ -28,9 +55,10 @@ def run_ranks(
     """Run `program(comm)` on `world_size` ranks that are threads; the results by rank.
 
     nodes: ranks by node, for PER_NODE state. errors: put what a rank raised in the place of its result; else the first
-    rank's error is raised. Ranks that have not ended after `deadline` seconds: TimeoutError.
+    rank's error is raised. notice: the others see at once that a rank was Killed, as if its heartbeat had
+    stopped long ago; else after `liveness_timeout`. Ranks that have not ended after `deadline` seconds: TimeoutError.
     """
-    board = MemoryBoard()
+    board = _Board()
     node_of = {rank: str(number) for number, ranks in enumerate(nodes or []) for rank in ranks}
     results: list[Any] = [None] * world_size
     failed: dict[int, BaseException] = {}
@@ -45,6 +73,9 @@ def run_ranks(
             results[rank] = failed[rank] = error
             if isinstance(error, Killed):
                 comm.fall_silent()
+                if notice:
+                    comm._heart.join()
+                    board.gone(rank)
         finally:
             comm.close()
 

@@ -1,22 +1,28 @@
 """Kill a process in every storage operation of a save in turn, and look at what is left.
 
-    python kill_points.py STORAGE FOLDER SCENARIO ...
+    python kill_points.py FOLDER [--save NAME] KIND/SCENARIO/EVERY/FIRST ...
 
-Run in a process of its own: it imports torch once, starts no thread, and forks a child for each kill point, which
-saves and dies there, and another one, which restores and goes on as a restarted job would. Prints a line of JSON for
-each scenario. STORAGE is "local", "folder" (object-store rules over a real folder) or "memory" (whose bytes die with
-the process: the child's death is `Killed`, raised in it, and the same child goes on as the restarted job).
+Run in a process of its own: it imports torch once and forks a child for each kill point, which saves and dies there;
+then it restores and goes on as a restarted job would. Takes each EVERY-th kill point from the FIRST on, and prints a
+line of JSON for each argument. --save says how to save (see SAVES).
+
+KIND is "local", the same on a machine that loses power ("local-lost": all that was not made durable; "local-some": a
+random part of it; "local-newest": all but the last change), "folder" (object-store rules over a real folder) or
+"memory" (whose bytes die with the process: the child's death is `Killed`, raised in it, and the same child goes on as
+the restarted job).
 """
 
+import argparse
 import gc
 import json
 import os
+import random
 import shutil
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +31,25 @@ from ckptcore import CheckpointManager, CheckpointWarning, KeepLast, open_storag
 from ckptcore.format.manifest import MANIFEST_NAME
 from ckptcore.saving.plan import plan_component
 from ckptcore.storage.remote import FsspecStorage
-from ckptcore.testing import KILLED_EXIT_CODE, FaultStorage, Killed
+from ckptcore.testing import KILLED_EXIT_CODE, FaultStorage, Killed, Unsynced, VolatileStorage
 
 torch.set_num_threads(1)
 # Several files per component, so that there is something between the first and the last.
 plan_component.__kwdefaults__["max_file_bytes"] = 3000
+
+
+# How a scenario saves: another way of saving goes through the same kill points. The kinds that end a process take any
+# of them; where only a thread dies instead ("memory", and "rank-..." of rank_kill_points.py) it has to be "sync", since
+# other threads of what should be dead would live on.
+SAVES = {
+    "sync": CheckpointManager.save,
+    "async": lambda manager, *args, **how: manager.save_async(*args, **how).result(60),
+}
+chosen = {"save": "sync"}
+
+
+def saved(manager: CheckpointManager, step: int, state, **how) -> None:
+    SAVES[chosen["save"]](manager, step, state, **how)
 
 
 def state_of(mark: int) -> dict:
@@ -73,7 +93,7 @@ class Scenario:
     """prepare: what was saved before. act: what is killed; it calls `arm` when the next operation is number one.
 
     old, new: marks that a restore may give before and after the commit (None: a fresh start). after: the steps that
-    the root holds when the restarted job has saved step 30, by the mark that was restored.
+    the root holds when the restarted job has made its next save, by the mark that was restored.
     """
 
     prepare: Callable
@@ -86,7 +106,7 @@ class Scenario:
 
 def save(root, step: int, mark: int, keep: int | None = None, **how) -> None:
     manager = CheckpointManager(root, keep=KeepLast(keep) if keep else None, io_threads=1, run_id="run")
-    manager.save(step, state_of(mark), **how)
+    saved(manager, step, state_of(mark), **how)
 
 
 def tear(storage) -> None:
@@ -101,14 +121,24 @@ def leave_leftovers(root) -> None:
     """What a killed save, a killed deletion and a killed overwrite leave."""
     save(root, 5, 5)
     save(root, 10, 9)
-    die_in(root, "write_at", lambda manager: manager.save(20, state_of(20)))
-    die_in(root, "remove", lambda manager: manager.delete(5))
-    die_in(root, "remove", lambda manager: manager.save(10, state_of(10), overwrite=True))
+    die_in(root, "write_at", 4, lambda manager: manager.save(20, state_of(20)))
+    die_in(root, "remove", 2, lambda manager: manager.delete(5))
+    die_in(root, "remove", 2, lambda manager: manager.save(10, state_of(10), overwrite=True))
 
 
-def die_in(root, kind: str, work: Callable) -> None:
+def leave_leftovers_in_objects(root) -> None:
+    """The same where an overwrite withdraws first: what it was to replace is gone. The step of the save will be another
+    one, so that nothing but the sweep takes the leftovers away."""
+    for step in (5, 10, 15):
+        save(root, step, step)
+    die_in(root, "write_at", 4, lambda manager: manager.save(12, state_of(12)))
+    die_in(root, "remove", 2, lambda manager: manager.delete(5))
+    die_in(root, "remove", 2, lambda manager: manager.save(15, state_of(15), overwrite=True))
+
+
+def die_in(root, kind: str, at: int, work: Callable) -> None:
     faults = FaultStorage(root)
-    faults.kill(at=2, kind=kind, how="raise")
+    faults.kill(at, kind=kind, how="raise")
     try:
         work(CheckpointManager(faults, io_threads=1, run_id="run"))
     except Killed:
@@ -140,7 +170,7 @@ def resume_and_save(root, arm) -> None:
         warnings.simplefilter("ignore", CheckpointWarning)
         assert manager.restore(blank()).step == 10
     arm()
-    manager.save(20, state_of(20))
+    saved(manager, 20, state_of(20))
 
 
 def acting(call: Callable) -> Callable:
@@ -152,17 +182,30 @@ def acting(call: Callable) -> Callable:
 
 
 SCENARIOS = {
-    "first": Scenario(nothing, acting(lambda r: save(r, 10, 10)), (None,), 10, {None: [10, 20, 30], 10: [10, 20, 30]}),
-    "second": Scenario(first, acting(lambda r: save(r, 20, 20)), (10,), 20, {10: [10, 20, 30], 20: [10, 20, 30]}),
-    "retention": Scenario(first, acting(lambda r: save(r, 20, 20, keep=1)), (10,), 20, {10: [30], 20: [30]}, keep=1),
+    "first": Scenario(nothing, acting(lambda r: save(r, 10, 10)), (None,), 10, {None: [10], 10: [10, 20]}),
+    "second": Scenario(first, acting(lambda r: save(r, 20, 20)), (10,), 20, {10: [10, 20], 20: [10, 20, 30]}),
+    "retention": Scenario(first, acting(lambda r: save(r, 20, 20, keep=1)), (10,), 20, {10: [20], 20: [30]}, keep=1),
     "overwrite": Scenario(two, acting(lambda r: save(r, 20, 20, overwrite=True)), (19,), 20,
-                          {19: [10, 20, 30], 20: [10, 20, 30], 10: [10, 20, 30]}),
-    "repair": Scenario(torn, resume_and_save, (10,), 20, {10: [10, 20, 30], 20: [10, 20, 30]}),
+                          {19: [10, 20, 30], 20: [10, 20, 30], 10: [10, 20]}),
+    "repair": Scenario(torn, resume_and_save, (10,), 20, {10: [10, 20], 20: [10, 20, 30]}),
     "delete": Scenario(two, acting(lambda r: CheckpointManager(r, io_threads=1, run_id="run").delete(20)), (19,), 10,
-                       {19: [10, 20, 30], 10: [10, 20, 30]}),
-    "sweep": Scenario(leave_leftovers, acting(lambda r: save(r, 20, 20)), (10,), 20,
-                      {10: [10, 20, 30], 20: [10, 20, 30]}),
+                       {19: [10, 20, 30], 10: [10, 20]}),
+    "sweep": Scenario(leave_leftovers, acting(lambda r: save(r, 20, 20)), (10,), 20, {10: [10, 20], 20: [10, 20, 30]}),
+    "sweep-objects": Scenario(leave_leftovers_in_objects, acting(lambda r: save(r, 20, 20)), (10,), 20,
+                              {10: [10, 20], 20: [10, 20, 30]}),
 }  # fmt: skip
+
+
+def volatile(storage, kind: str, seed: str) -> VolatileStorage:
+    """The storage on a machine that loses power; `kind` says what outlives it although nobody made it durable."""
+
+    def survives(change: Unsynced) -> bool:
+        if kind.endswith("-some"):
+            return random.Random(f"{seed} {change}").random() < 0.5
+        return kind.endswith("-newest") and change == machine.unsynced()[-1]
+
+    machine = VolatileStorage(storage, survives)
+    return machine
 
 
 class Ground:
@@ -173,12 +216,21 @@ class Ground:
         self.root = folder / "run"
         self.template = folder / "template"
 
+    @property
+    def local(self) -> bool:
+        return self.kind.startswith("local")
+
     def storage(self):
         if self.kind == "memory":
             return open_storage("memory://kill-points/run")
         if self.kind == "folder":
             return FsspecStorage(f"file://{self.root}", {})
         return open_storage(self.root)
+
+    def mortal(self, seed: str):
+        """The storage for those who will die: on a machine that loses power, where the kind says so."""
+        storage = self.storage()
+        return volatile(storage, self.kind, seed) if self.local and self.kind != "local" else storage
 
     def reset(self) -> None:
         if self.kind != "memory":  # there a fork of the prepared process is the copy
@@ -211,6 +263,33 @@ def forked(work: Callable) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
 
 
+def done_in_child(work: Callable):
+    code, text = forked(work)
+    if code:
+        raise RuntimeError(text)
+    return json.loads(text)
+
+
+def attempted(work: Callable[[], int | None]) -> dict:
+    """The mark that a restarted job found, or what went wrong with it."""
+    try:
+        return {"mark": work(), "problem": ""}
+    except Exception:
+        return {"mark": None, "problem": traceback.format_exc()}
+
+
+def check_root(storage, manager: CheckpointManager, expected: list[int]) -> None:
+    """Nothing but the checkpoints of these steps, whole, and nothing in them but their files."""
+    names = [f"checkpoint-{step}" for step in expected]
+    there = [entry.name for entry in storage.list()]
+    assert there == names, f"the root holds {', '.join(there)}"
+    for info in manager.list():
+        files = {entry.name for entry in storage.list(info.name)}
+        assert files == {*info.manifest.files, MANIFEST_NAME}, (info.name, files)
+        assert manager.verify(info.step) == [], info.name
+    assert [info.name for info in manager.list()] == names
+
+
 def restart(ground: Ground, scenario: Scenario) -> int | None:
     """What a restarted job does: restore, save on, clean up. Returns the mark restored (None: fresh)."""
     storage = ground.storage()
@@ -220,90 +299,83 @@ def restart(ground: Ground, scenario: Scenario) -> int | None:
         report = manager.restore(blank(), "auto")
     told = [str(w.message) for w in caught if issubclass(w.category, CheckpointWarning)]
     assert len(told) == (1 if report.skipped else 0), told
-    assert ground.kind != "local" or scenario.prepare is torn or not told, told
+    assert not ground.local or scenario.prepare is torn or not told, told
     mark = None if report.fresh else mark_of(report.values)
+    step = next_step(report)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CheckpointWarning)
-        if report.fresh:
-            manager.save(10, state_of(10))
-            manager.save(20, state_of(20))
-        elif report.step == 10:
-            manager.save(20, state_of(20))
-        manager.save(30, state_of(30))
-    expected = [f"checkpoint-{step}" for step in scenario.after[mark]]
-    there = [entry.name for entry in storage.list()]
-    assert there == expected, f"the root holds {', '.join(there)}"
-    for info in manager.list():
-        names = {entry.name for entry in storage.list(info.name)}
-        assert names == {*info.manifest.files, MANIFEST_NAME}, (info.name, names)
-        assert manager.verify(info.step) == [], info.name
-    assert [info.name for info in manager.list()] == expected
+        saved(manager, step, state_of(step))
+    check_root(storage, manager, scenario.after[mark])
     again = CheckpointManager(ground.storage(), io_threads=1).restore(blank(), "auto")
-    assert (again.step, mark_of(again.values)) == (30, 30)
+    assert (again.step, mark_of(again.values)) == (step, step)
     return mark
 
 
-def die_and_restart(ground: Ground, scenario: Scenario, k: int) -> tuple[bool, int | None, str]:
-    """Whether the k-th operation existed (False: the work ended before it), the mark restored, and what went wrong."""
+def next_step(report) -> int:
+    return 10 if report.fresh else report.step + 10
+
+
+def die_and_restart(ground: Ground, scenario: Scenario, k: int) -> dict:
+    """Kill the k-th operation (0: none). operations: how many there were; mark, problem: of the restarted job."""
 
     def die() -> dict:
-        faults = FaultStorage(ground.storage())
+        faults = FaultStorage(ground.mortal(str(k)))
+        started = [0]
 
         def arm() -> None:
-            faults.kill(at=k, how="raise" if ground.kind == "memory" else "exit")
+            started[0] = faults.count()
+            if k:
+                faults.kill(at=k, how="raise" if ground.kind == "memory" else "exit")
 
-        killed = False
         try:
             scenario.act(faults, arm)
         except Killed:
-            killed = True
-        return {"killed": killed, "came back": come_back() if ground.kind == "memory" else None}
-
-    def come_back() -> dict:
-        try:
-            return {"mark": restart(ground, scenario), "problem": ""}
-        except Exception:
-            return {"mark": None, "problem": traceback.format_exc()}
+            pass
+        found = {"operations": faults.count() - started[0]}
+        return {**found, **attempted(lambda: restart(ground, scenario))} if ground.kind == "memory" else found
 
     ground.reset()
     code, text = forked(die)
     if code not in (0, KILLED_EXIT_CODE):
         raise RuntimeError(text)
+    found = json.loads(text) if text else {"operations": k}
+    return found if ground.kind == "memory" else {**found, **attempted(lambda: restart(ground, scenario))}
+
+
+def run(scenario: Scenario, ground: Ground, every: int, first_point: int) -> dict:
+    """points: the operations killed; marks: what was restored then, and at last after the work that nobody killed."""
     if ground.kind == "memory":
-        found = json.loads(text)
-        return found["killed"], found["came back"]["mark"], found["came back"]["problem"]
-    came_back = json.loads(forked(come_back)[1])
-    return code == KILLED_EXIT_CODE, came_back["mark"], came_back["problem"]
-
-
-def run(name: str, kind: str, folder: Path) -> dict:
-    """marks: what was restored after a kill at operation 1, 2, ..., and after the work that nobody killed."""
-    scenario, ground = SCENARIOS[name], Ground(kind, folder / name)
-    if kind == "memory":
         scenario.prepare(ground.storage())
     else:
-        code, text = forked(lambda: scenario.prepare(ground.storage()))
-        if code:
-            raise RuntimeError(text)
+        done_in_child(lambda: scenario.prepare(ground.storage()))
         ground.keep()
-    marks, problems, killed = [], {}, True
-    while killed:
-        killed, mark, problem = die_and_restart(ground, scenario, len(marks) + 1)
-        marks.append(mark)
-        if problem:
-            problems[len(marks)] = problem
-    return {"points": len(marks) - 1, "marks": marks, "problems": problems, "old": scenario.old, "new": scenario.new}
+    whole = die_and_restart(ground, scenario, 0)
+    points = list(range(first_point, whole["operations"] + 1, every))
+    found = [die_and_restart(ground, scenario, k) for k in points]
+    problems = {
+        k: result["problem"] for k, result in zip([*points, 0], [*found, whole], strict=True) if result["problem"]
+    }
+    marks = [result["mark"] for result in (*found, whole)]
+    return {"operations": whole["operations"], "points": points, "marks": marks, "problems": problems,
+            "old": scenario.old, "new": scenario.new}  # fmt: skip
 
 
-def main(kind: str, folder: str, *names: str) -> None:
+def main(run_scenario: Callable[[str, str, Path, int, int], dict]) -> None:
+    """Do what the command line says, each scenario in a process of its own: the bytes of "memory" die with it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("items", nargs="+")
+    parser.add_argument("--save", choices=list(SAVES), default="sync")
+    given = parser.parse_args()
+    chosen["save"] = given.save
     gc.freeze()  # children that never collect what the parent made copy far fewer pages
-    for name in names:
-        # The bytes of "memory" are those of the process: each scenario has one of its own.
-        code, text = forked(lambda name=name: run(name, kind, Path(folder)))
-        if code:
-            raise RuntimeError(text)
-        print(json.dumps({name: json.loads(text)}), flush=True)
+    for item in given.items:
+        kind, name, every, first_point = item.split("/")
+        at = given.folder / f"{kind}-{name}"
+        work = partial(run_scenario, name, kind, at, int(every), int(first_point))
+        print(json.dumps({f"{kind}/{name}": done_in_child(work)}), flush=True)
+        shutil.rmtree(at, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(lambda name, kind, at, every, first_point: run(SCENARIOS[name], Ground(kind, at), every, first_point))
