@@ -13,6 +13,10 @@ from .storage.base import Storage
 
 __all__ = ["best_of", "candidates", "find", "newest_that_loads"]
 
+# What the storage says of bytes that are lost, and of a file that went, or became something else, meanwhile: another
+# checkpoint may still be whole. Anything else (no permission, no connection) is no verdict on this one.
+_LOST = frozenset({errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
+
 
 def candidates(storage: Storage, run_id: str | None) -> Sequence[Sequence[str]]:
     """[name, status, reason] of what a run might be restored from, newest first."""
@@ -65,7 +69,7 @@ def newest_that_loads(
             try:
                 report = load(name)
             except (CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion, StorageError) as error:
-                if isinstance(error, StorageError) and error.errno != errno.EIO:
+                if isinstance(error, StorageError) and error.errno not in _LOST:
                     raise
                 reason = str(error)
             else:

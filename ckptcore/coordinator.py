@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from .errors import CheckpointWarning, InvalidState
+from .errors import CheckpointWarning, InvalidState, RanksDisagree
 from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
 from .ranks.communicator import Communicator
@@ -115,10 +115,12 @@ class CheckpointCoordinator:
         cast: bool = False,
         transactional: bool = False,
         broadcast: bool = False,
+        step: int | None = None,
     ) -> LoadReport:
         """Load the components from the checkpoint `name` of `storage`, verified, on all ranks or on none.
 
         broadcast: what every rank needs is read by one of them and passed on, for storage that is slow or billed.
+        step: the one that the checkpoint must be of, where it is known; another is CheckpointCorrupt.
 
         What one rank raises, all raise: CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch,
         StorageError. Live state is not touched before structure, sizes and every rank's agreement are checked.
@@ -134,6 +136,7 @@ class CheckpointCoordinator:
             strict=strict,
             cast=cast,
             transactional=transactional,
+            step=step,
         )
         on_no_rank = comm.together("check", loading.check, loading.on_no_rank)
         comm.together("judge", lambda: loading.judge(on_no_rank), _nothing)
@@ -142,6 +145,34 @@ class CheckpointCoordinator:
         comm.together("read", loading.read, _nothing)
         comm.together("apply", loading.apply, _nothing)
         return loading.report
+
+
+def meet(
+    comm: Communicator,
+    make: Callable[[], CheckpointCoordinator],
+    call: Callable[[], tuple[str, Any, Any]],
+    decide: Callable[[Sequence[Sequence[Any]]], Any],
+) -> tuple[CheckpointCoordinator, Any]:
+    """Make a coordinator on every rank, for the same call everywhere; rank 0 decides what all need to know first.
+
+    call: what this rank calls for, in words that must be equal on all ranks, and two more things for `decide`. What
+    fails on one rank (a state that makes no sense, an argument), fails on all. Raises RanksDisagree.
+    """
+    made: list[CheckpointCoordinator] = []
+
+    def local() -> list[Any]:
+        made.append(make())
+        return [*call()]
+
+    def agree(calls: list[list[Any]]) -> Any:
+        wrong = [rank for rank, call in enumerate(calls) if call[0] != calls[0][0]]
+        if wrong:
+            what = f"rank 0 calls for a {calls[0][0]}, rank {wrong[0]} for a {calls[wrong[0]][0]}"
+            raise RanksDisagree(what, ranks=wrong)
+        return decide(calls)
+
+    decided = comm.together("checkpoint", local, agree, joining=True)
+    return made[0], decided
 
 
 def _nothing(*_: Any) -> None:

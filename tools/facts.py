@@ -19,7 +19,7 @@ with "hex", tensor with "name", "dtype" and "shape", and any other type with its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def _type_name(value: Any) -> str:
 def value(item: Any) -> Any:
     """A nested Python value as JSON, types kept (see the module's text)."""
     kind = type(item)
+    if kind is int and item.bit_length() > LONG_INT:
+        return {"$type": "int", "hex": hex(item)}
     if item is None or kind in (bool, int, float, str):
         return item
     if kind is list:
@@ -180,7 +182,7 @@ def value(item: Any) -> Any:
     if isinstance(item, dict):
         tagged["items"] = [[value(key), value(each)] for key, each in item.items()]
     elif isinstance(item, (set, frozenset)):
-        tagged["items"] = [value(each) for each in sorted(item, key=repr)]
+        tagged["items"] = [value(each) for each in sorted(item, key=_repr)]
     elif isinstance(item, tuple):
         tagged["items"] = [value(each) for each in item]
     elif isinstance(item, (bytes, bytearray)):
@@ -190,7 +192,7 @@ def value(item: Any) -> Any:
     elif hasattr(item, "codec") and hasattr(item, "payload"):  # its codec is not registered in this process
         tagged = {"$type": str(item.codec), "value": value(item.payload)}
     else:
-        tagged["value"] = str(item)
+        tagged["value"] = _decimal(item, str)
     return tagged
 
 
@@ -207,10 +209,24 @@ def leaves(item: Any, path: str = "") -> Iterator[tuple[str, str]]:
     empty = True
     for key, child in children:
         empty = False
-        name = (key if type(key) is str else repr(key)).replace("~", "~0").replace("/", "~1")
+        name = (key if type(key) is str else _repr(key)).replace("~", "~0").replace("/", "~1")
         yield from leaves(child, f"{path}/{name}" if path else name)
     if empty:
-        yield path, repr(item)
+        yield path, _repr(item)
+
+
+LONG_INT = 13_000  # bits; Python writes no longer ones in decimal
+
+
+def _repr(item: Any) -> str:
+    return _decimal(item, repr)
+
+
+def _decimal(item: Any, form: Callable[[Any], str]) -> str:
+    try:
+        return form(item)
+    except ValueError:  # a long int, or something with one inside
+        return hex(item) if type(item) is int else f"a {type(item).__name__} with numbers of thousands of digits"
 
 
 def _is_scalar(item: Any) -> bool:
@@ -223,7 +239,7 @@ def _text(item: Any, limit: int = 100) -> str:
     if type(item).__module__ == "numpy":
         return f"{_type_name(item)} {item.dtype} {list(item.shape)} {_shorten(str(item.tolist()), limit)}"
     count = f" ({len(item)} items)" if isinstance(item, (list, tuple, set, frozenset)) else ""
-    full = repr(item)
+    full = _repr(item)
     return full if len(full) <= limit else _shorten(full, limit) + count
 
 

@@ -113,9 +113,9 @@ def moment(created: str | None) -> Cell:
 
     try:
         when = datetime.fromisoformat(created or "")
-    except ValueError:
+        when = when.astimezone(UTC) if when.tzinfo else when.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
         return Cell(created or "-")
-    when = when.astimezone(UTC) if when.tzinfo else when.replace(tzinfo=UTC)
     seconds = (datetime.now(UTC) - when).total_seconds()
     return Cell(f"{when:%Y-%m-%d %H:%M:%S}", "", f"{age(seconds)} ago" if seconds >= 0 else "")
 
@@ -206,8 +206,9 @@ def plain(blocks: list[Block]) -> str:
             out.append("")
         if isinstance(block, Facts):
             out.append(_text(block.title))
-            width = max((len(name) for name, _ in block.pairs if len(name) <= NAME_WIDTH), default=0)
-            out += [f"  {name:{width}}  {_text(cell)}".rstrip() for name, cell in block.pairs]
+            pairs = [(printable(name), cell) for name, cell in block.pairs]
+            width = max((len(name) for name, _ in pairs if len(name) <= NAME_WIDTH), default=0)
+            out += [f"  {name:{width}}  {_text(cell)}".rstrip() for name, cell in pairs]
         else:
             out += _plain_table(block)
     return "".join(f"{line}\n" for line in out)
@@ -251,13 +252,13 @@ def draw(blocks: list[Block], console: Console) -> None:
             grid.add_column(style="dim", no_wrap=True)
             grid.add_column(overflow="fold")
             for name, value in block.pairs:
-                grid.add_row(f"  {name}", rich_text(value))
+                grid.add_row(Text(f"  {printable(name)}"), rich_text(value))
             console.print(grid)
         elif len(block.rows) > RICH_ROWS:
             console.print(Text("\n".join(_plain_table(block))), soft_wrap=True)
         else:
             if block.title:
-                console.print(Text(block.title, "bold"))
+                console.print(Text(printable(block.title), "bold"))
             table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
             for column in block.columns:
                 side: Literal["left", "right"] = "right" if column.right else "left"

@@ -13,6 +13,7 @@ that this writer wrote [number, file, start, chunk digests]; the rest follows fr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import msgpack
@@ -20,8 +21,8 @@ import msgpack
 from ..errors import CheckpointCorrupt
 from .digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest
 from .manifest import check_file_name
-from .strict import unique, whole
-from .tensorfile import DTYPES, tensor_nbytes
+from .strict import short, sizes, unique, whole
+from .tensorfile import DTYPES, HEADER_LIMIT, tensor_nbytes
 
 __all__ = ["ComponentIndex", "FileEntry", "Index", "Piece", "TensorEntry", "index_file_name"]
 
@@ -120,6 +121,23 @@ class Index:
             for name, entries in held.items()
         }
 
+    def starts(self) -> dict[str, list[int]]:
+        """Where in each file something starts, in order. Raises ValueError when two tensors lie on the same bytes: then
+        a small file would fill a lot of memory. How long a box is, is known with the table of layouts only."""
+        held: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
+        for component in self.components.values():
+            for entry in component.tensors:
+                if entry.file is not None and entry.nbytes:
+                    held[entry.file].append((entry.start, entry.nbytes))
+            for piece in component.pieces or ():
+                if piece.digests:
+                    held[piece.file].append((piece.start, CHUNK_BYTES * (len(piece.digests) // DIGEST_BYTES - 1) + 1))
+        for name, places in held.items():
+            places.sort()
+            if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(places)):
+                raise ValueError(f"two tensors are at the same place of {name}")
+        return {name: [start for start, _ in places] for name, places in held.items()}
+
     def encode(self) -> bytes:
         components: dict[str, dict[str, Any]] = {}
         for key, component in self.components.items():
@@ -152,6 +170,8 @@ class Index:
                 check_file_name(name)
                 if len(header_digest) != 16:
                     raise ValueError("a header digest is not 16 bytes")
+                if not 8 <= whole(header_size) <= min(whole(size), HEADER_LIMIT + 8):
+                    raise ValueError(f"a header of {header_size} bytes is not that of a file of {size}")
                 index.files[name] = FileEntry(whole(size), whole(header_size), bytes(header_digest))
             for key, component in raw["components"].items():
                 tree = component["tree"]
@@ -165,11 +185,12 @@ class Index:
                 if len({e.name for e in entries} | {None}) != len(entries) + 1:
                     raise ValueError(f"two tensors of component {key!r} have one name")
                 index.components[key] = ComponentIndex(tree, entries)
+            index.starts()
             return index
         except _DECODE_ERRORS as error:
             if isinstance(error, CheckpointCorrupt):
                 raise
-            what = f"{type(error).__name__}: {error}"
+            what = f"{type(error).__name__}: {short(str(error))}"
             raise CheckpointCorrupt(f"{file} is not a valid index ({what})", file=file, kind="format") from None
 
 
@@ -177,10 +198,6 @@ _DECODE_ERRORS = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, MemoryError,
     msgpack.UnpackException,
 )  # fmt: skip
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple([whole(n) for n in value])
 
 
 def _piece(row: list[Any], files: dict[str, FileEntry]) -> Piece:
@@ -194,7 +211,7 @@ def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
     number, name, dtype, shape, file, stored_name, start, digests, alias = row
     if not isinstance(name, str) or dtype not in DTYPES:
         raise ValueError(f"tensor {name!r} has an unknown dtype {dtype!r}")
-    shape = _shape(shape)
+    shape = sizes(shape, 2**57)
     if alias is not None:
         if whole(alias) == number or file is not None:
             raise ValueError(f"tensor {name!r}: alias of number {alias} is not valid")

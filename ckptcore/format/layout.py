@@ -17,7 +17,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from .strict import whole
+from .strict import DIMENSIONS, sizes, whole
 from .tensorfile import DTYPES
 
 __all__ = [
@@ -224,11 +224,13 @@ def decode_layouts(table: dict[str, Any], world_size: int) -> list[LogicalTensor
     for name, dtype, shape, alias, layout in table["tensors"]:
         if not isinstance(name, str) or not isinstance(dtype, str):
             raise TypeError("a tensor's name or dtype is not a text")
-        size = tuple(whole(n) for n in shape)
+        size = sizes(shape, 2**57)
         made = None if alias is not None else _layout(layout, meshes, size, world_size)
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name!r} has dtype {dtype!r}, which is not known")
         tensors.append(LogicalTensor(name, dtype, size, made, None if alias is None else whole(alias)))
+    if len({t.name for t in tensors}) != len(tensors):
+        raise ValueError("two tensors have one name")
     for t in tensors:
         if t.alias_of is not None:
             first = tensors[t.alias_of]
@@ -239,9 +241,27 @@ def decode_layouts(table: dict[str, Any], world_size: int) -> list[LogicalTensor
 
 def _mesh(shape: Any, ranks: Any, world_size: int) -> Mesh:
     mesh = Mesh(tuple(1 + whole(n - 1, world_size) for n in shape), tuple(whole(r, world_size) for r in ranks))
-    if len(mesh.ranks) != prod(mesh.shape) or len(set(mesh.ranks)) != len(mesh.ranks):
+    if len(mesh.shape) > DIMENSIONS or len(mesh.ranks) != prod(mesh.shape) or len(set(mesh.ranks)) != len(mesh.ranks):
         raise ValueError("a mesh's ranks do not fit its shape")
     return mesh
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    """Whether two boxes have an item in common, or one has none. Along the dimension with the most cuts, only boxes that
+    start before another ends can meet it."""
+    if any(not volume(box[1]) for box in boxes):
+        return True
+    dims = range(len(boxes[0][0])) if boxes else range(0)
+    along = max(dims, key=lambda d: len({box[0][d] for box in boxes}), default=None)
+    if along is None:
+        return len(boxes) > 1
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b[0][along]):
+        open_boxes = [b for b in open_boxes if b[0][along] + b[1][along] > box[0][along]]
+        if any(intersection(b, box) is not None for b in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
 
 
 def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size: int) -> Layout:
@@ -257,9 +277,7 @@ def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size:
                 raise ValueError(f"a box at {box[0]} of {box[1]} is not inside {shape}")
             boxes.append((whole(writer, world_size), box))
         made_of = BoxLayout(tuple(boxes))
-        if sum(volume(box[1]) for _, box in boxes) != volume(shape) or any(
-            len(list(made_of.cuts(shape, box))) != 1 for _, box in boxes
-        ):
+        if sum(volume(box[1]) for _, box in boxes) != volume(shape) or _overlap([box for _, box in boxes]):
             raise ValueError("the boxes overlap or leave a hole")
         if len({writer for writer, _ in boxes}) != len(boxes):
             raise ValueError("a writer has two boxes of one tensor")

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointCorrupt, InvalidState, UnsafePath, UnsupportedVersion
 from .digest import content_digest
-from .strict import unique
+from .strict import short, unique, whole
 
 __all__ = [
     "MANIFEST_NAME",
@@ -40,11 +41,24 @@ _TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
 
 def check_file_name(name: Any, file: str = MANIFEST_NAME) -> str:
     """`name` when it is a plain name inside a checkpoint. Raises UnsafePath for anything else."""
-    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST_NAME):
+    if (
+        not isinstance(name, str)
+        or not _PLAIN_NAME.fullmatch(name)
+        or name in (".", "..", MANIFEST_NAME)
+        or not _fits(name)
+    ):
         raise UnsafePath(
-            f"{file}: {name!r} is not a plain file name inside the checkpoint; refused", file=file, kind="format"
+            f"{file}: {short(name)} is not a plain file name inside the checkpoint; refused", file=file, kind="format"
         )
     return name
+
+
+def _fits(name: str) -> bool:
+    """Whether file systems can hold the name: UTF-8 of at most 255 bytes, which lone surrogates are not."""
+    try:
+        return len(name.encode()) <= 255
+    except UnicodeEncodeError:
+        return False
 
 
 @dataclass(slots=True)
@@ -61,7 +75,7 @@ class Copy:
     """One stored copy of a component: the ranks whose state it is, and how its files are told apart."""
 
     label: str
-    members: tuple[int, ...]
+    members: Sequence[int]
 
 
 def copies(
@@ -80,7 +94,7 @@ def copies(
     if pattern == "PER_GROUP":
         names = group_keys or [f"{number:05d}" for number in range(len(partition or []))]
         return [Copy(f".{group}-{name}", tuple(ranks)) for name, ranks in zip(names, partition or [], strict=True)]
-    return [Copy("", tuple(range(world_size)))]
+    return [Copy("", range(world_size))]
 
 
 @dataclass(slots=True)
@@ -139,8 +153,12 @@ class CheckpointManifest:
         return sum(record.size for record in self.files.values())
 
     def copies(self, key: str) -> list[Copy]:
-        """The stored copies of a component. KeyError when there is no such component."""
+        """The stored copies of a component. KeyError when there is no such component; CheckpointCorrupt when there are
+        fewer writers than copies."""
         c = self.components[key]
+        if c.pattern == "PER_RANK" and len(set(c.writers)) < self.world_size:
+            what = f"component {key!r} is said to be that of {self.world_size} ranks, and {len(c.writers)} wrote it"
+            raise CheckpointCorrupt(f"{MANIFEST_NAME}: {what}", file=MANIFEST_NAME, kind="format")
         return copies(c.pattern, self.world_size, self.nodes, c.group, c.partition, c.group_keys)
 
     def encode(self) -> bytes:
@@ -189,7 +207,7 @@ class CheckpointManifest:
         except _DECODE_ERRORS as error:
             if isinstance(error, CheckpointCorrupt | UnsupportedVersion):
                 raise
-            raise bad(f"not a valid manifest ({type(error).__name__}: {error})") from None
+            raise bad(f"not a valid manifest ({type(error).__name__}: {short(str(error))})") from None
         manifest.digest = expected
         return manifest
 
@@ -221,7 +239,7 @@ def _no_constant(name: str) -> Any:
 def _typed(value: Any, *kinds: type) -> Any:
     # bool is an int to isinstance, and never what is meant here.
     if type(value) not in kinds:
-        raise TypeError(f"{value!r} is not {' or '.join(k.__name__ for k in kinds)}")
+        raise TypeError(f"{short(value)} is not {' or '.join(k.__name__ for k in kinds)}")
     return value
 
 
@@ -234,9 +252,7 @@ def _partition(value: Any) -> list[list[int]]:
 
 
 def _count(value: Any) -> int:
-    if _typed(value, int) < 0:
-        raise ValueError(f"{value} is negative")
-    return int(value)
+    return whole(value)
 
 
 def _texts(value: Any) -> dict[str, str]:
@@ -318,6 +334,9 @@ def _manifest(document: dict[str, Any]) -> CheckpointManifest:
         groups, names = component.partition, component.group_keys
         if (component.pattern == "PER_GROUP") != (groups is not None) or (names and len(names) != len(groups or [])):
             raise ValueError(f"the groups of component {component.key!r} are not told")
+        members = {"PER_GROUP": groups, "PER_NODE": manifest.nodes}.get(component.pattern)
+        if members is not None and not (members and all(members)):
+            raise ValueError(f"a group or node of component {component.key!r} has no ranks")
         if unlisted := [name for name in component.files if name not in manifest.files]:
-            raise ValueError(f"component {component.key!r} names files that are not listed: {unlisted}")
+            raise ValueError(f"component {component.key!r} names files that are not listed: {short(unlisted)}")
     return manifest

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
-__all__ = ["unique", "whole"]
+__all__ = ["DIMENSIONS", "exact", "exact_items", "short", "sizes", "unique", "whole"]
+
+DIMENSIONS = 64  # as many as numpy has; each costs a level of recursion where boxes are cut
 
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -18,5 +21,32 @@ def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 def whole(value: Any, below: int = 2**62) -> int:
     """`value` if it is an int (and no bool) from 0 to `below`, itself excluded. Raises ValueError."""
     if type(value) is not int or not 0 <= value < below:
-        raise ValueError(f"{value!r} is not a whole number below {below}")
+        raise ValueError(f"{short(value)} is not a whole number below {below}")
     return value
+
+
+def sizes(value: Any, below: int = 2**62) -> tuple[int, ...]:
+    """A shape whose items can be counted, also when one of its sizes is 0. Raises ValueError, TypeError."""
+    if len(value) > DIMENSIONS:
+        raise ValueError(f"{len(value)} dimensions are more than {DIMENSIONS}")
+    shape = tuple([whole(n) for n in value])
+    whole(prod([n or 1 for n in shape]), below)
+    return shape
+
+
+def exact(value: Any, *kinds: type) -> Any:
+    """`value` if it is of exactly one of these types: what a codec is given may be crafted, and then be anything."""
+    if type(value) not in kinds:
+        raise TypeError(f"a {type(value).__name__} is stored where a {kinds[0].__name__} belongs")
+    return value
+
+
+def exact_items(value: Any, *kinds: type) -> list[Any]:
+    """`value` if it is a list of items of these types."""
+    return [exact(item, *kinds) for item in exact(value, list)]
+
+
+def short(value: Any, limit: int = 200) -> str:
+    """`value` for a message: what a file says may be of any length."""
+    text = repr(value[:limit] if isinstance(value, str | bytes | list) else value)
+    return text if len(text) <= limit else text[:limit] + "..."

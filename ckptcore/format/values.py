@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime as dt
 import pathlib
 import struct
-import sys
 import zoneinfo
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -26,11 +25,11 @@ from uuid import UUID
 import msgpack
 
 from ..errors import CheckpointCorrupt, UnsupportedValue
-from .strict import unique
+from .arrays import array_of, is_array, is_numpy, payload_of, scalar_of, why_not_storable
+from .nesting import MAX_DEPTH, check_declared, check_depth
+from .strict import exact, exact_items, short, unique
 
 __all__ = ["MAX_DEPTH", "Numbered", "Opaque", "TensorRef", "decode", "encode", "join_path", "register_codec"]
-
-MAX_DEPTH = 64  # each level of extensions costs some 50 KB of the C stack when it is read
 
 # Extension codes of format version 1. Never reuse a number.
 BIG_INT, TUPLE, DICT, SET, FROZENSET, COMPLEX, TIME, PATH, NUMPY_SCALAR, NUMPY_ARRAY, REGISTERED, TENSOR = range(1, 13)
@@ -83,7 +82,7 @@ def register_codec(
     """
     if issubclass(cls, Flag):  # any combination of members
         encode = encode or (lambda flag: [member.name for member in flag])  # type: ignore[attr-defined]
-        decode = decode or (lambda names: reduce(or_, [cls[n] for n in _kind(names, list)], cls(0)))
+        decode = decode or (lambda names: reduce(or_, [cls[n] for n in exact(names, list)], cls(0)))
     elif issubclass(cls, Enum):
         encode = encode or (lambda member: member.name)  # type: ignore[attr-defined]
         decode = decode or (lambda member_name: cls[member_name])
@@ -96,26 +95,17 @@ def register_codec(
     _by_type[cls] = _by_name[name] = _Codec(cls, name, encode, decode)
 
 
-def _kind(value: Any, *kinds: type) -> Any:
-    """`value` if it is of exactly one of these types: what a codec is given may be crafted, and then be anything."""
-    if type(value) not in kinds:
-        raise TypeError(f"a {type(value).__name__} is stored where a {kinds[0].__name__} belongs")
-    return value
-
-
-def _items(value: Any, *kinds: type) -> list[Any]:
-    return [_kind(item, *kinds) for item in _kind(value, list)]
-
-
-register_codec(OrderedDict, dict, lambda p: OrderedDict(_kind(p, dict)), name="OrderedDict")
-register_codec(Counter, dict, lambda p: Counter(_kind(p, dict)), name="Counter")
-register_codec(deque, lambda d: [list(d), d.maxlen], lambda p: deque(_kind(p[0], list), p[1]), name="deque")
-register_codec(bytearray, bytes, lambda p: bytearray(_kind(p, bytes)), name="bytearray")
-register_codec(range, lambda r: [r.start, r.stop, r.step], lambda p: range(*_items(p, int)), name="range")
-register_codec(slice, lambda s: [s.start, s.stop, s.step], lambda p: slice(*_kind(p, list)), name="slice")
-register_codec(Decimal, str, lambda p: Decimal(_kind(p, str)), name="Decimal")
-register_codec(Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*_items(p, int)), name="Fraction")
-register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=_kind(p, bytes)), name="UUID")
+register_codec(OrderedDict, dict, lambda p: OrderedDict(exact(p, dict)), name="OrderedDict")
+register_codec(Counter, dict, lambda p: Counter(exact(p, dict)), name="Counter")
+register_codec(deque, lambda d: [list(d), d.maxlen], lambda p: deque(exact(p[0], list), p[1]), name="deque")
+register_codec(bytearray, bytes, lambda p: bytearray(exact(p, bytes)), name="bytearray")
+register_codec(range, lambda r: [r.start, r.stop, r.step], lambda p: range(*exact_items(p, int)), name="range")
+register_codec(slice, lambda s: [s.start, s.stop, s.step], lambda p: slice(*exact(p, list)), name="slice")
+register_codec(Decimal, str, lambda p: Decimal(exact(p, str)), name="Decimal")
+register_codec(
+    Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*exact_items(p, int)), name="Fraction"
+)
+register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=exact(p, bytes)), name="UUID")
 
 
 def join_path(path: tuple[Any, ...]) -> str:
@@ -126,9 +116,23 @@ def join_path(path: tuple[Any, ...]) -> str:
     """
     parts = []
     for part in path:
-        text = part if isinstance(part, str) else repr(part)
+        text = part if isinstance(part, str) else _key_text(part)
         parts.append(text.replace("~", "~0").replace("/", "~1") if not isinstance(part, Numbered) else text)
     return "/".join(parts).encode("utf-8", "backslashreplace").decode()
+
+
+LONG_INT = 2048  # bits; Python can be set to write no ints of more than 640 digits in decimal
+
+
+def _key_text(key: Any) -> str:
+    """What a key that is no str is called: its repr, with long ints in hexadecimal."""
+    if type(key) is int and key.bit_length() > LONG_INT:
+        return hex(key)
+    try:
+        return repr(key)
+    except ValueError:  # there is a long int in it
+        parts = [_key_text(part) for part in key] if isinstance(key, tuple | frozenset) else ["..."]
+        return f"{type(key).__name__}({', '.join(parts if isinstance(key, tuple) else sorted(parts))})"
 
 
 class Numbered:
@@ -138,7 +142,7 @@ class Numbered:
         self.key = key
 
     def __repr__(self) -> str:
-        return f"{self.key!r}".replace("~", "~0").replace("/", "~1") + f"~2{type(self.key).__name__}"
+        return _key_text(self.key).replace("~", "~0").replace("/", "~1") + f"~2{type(self.key).__name__}"
 
 
 def encode(value: Any, leaf: Leaf | None = None, *, component: str = "") -> bytes:
@@ -158,11 +162,13 @@ def decode(
     """
     decoder = _Decoder(leaf, lenient)
     try:
-        return decoder.value_of(data)
+        value = decoder.value_of(data)
+        check_depth(value)
+        return value
     except _DECODE_ERRORS as error:
         if isinstance(error, CheckpointCorrupt):
             raise
-        what = f"{file or 'index'}: stored values cannot be read ({error})"
+        what = f"{file or 'index'}: stored values cannot be read ({short(str(error))})"
         raise CheckpointCorrupt(what, file=file or None, kind="format") from None
 
 
@@ -230,7 +236,7 @@ class _Encoder:
         texts = {key for key in value if type(key) is str}
         pairs = []
         for key, item in value.items():
-            step = Numbered(key) if type(key) is not str and repr(key) in texts else key
+            step = Numbered(key) if type(key) is not str and _key_text(key) in texts else key
             pairs.append([self.wire(key, (*path, step), depth + 1), self.wire(item, (*path, step), depth + 1)])
         return msgpack.ExtType(DICT, self.pack_wire(pairs, path, value))
 
@@ -246,14 +252,10 @@ class _Encoder:
             return self.ext(TIME, self.time_payload(value, path), path, depth)
         if kind.__name__ in _PATHS and isinstance(value, pathlib.PurePath):
             return self.ext(PATH, [kind.__name__, str(value)], path, depth)
-        # Where numpy was not imported, nothing can be a numpy value; readers start faster without it.
-        np = sys.modules.get("numpy")
-        if np is not None and (kind is np.ndarray or (isinstance(value, np.generic) and kind.__module__ == "numpy")):
-            dtype = self.numpy_dtype(value, path)
-            raw = value.tobytes() if value.dtype.itemsize else b""
-            if kind is np.ndarray:
-                return self.ext(NUMPY_ARRAY, [dtype, list(value.shape), raw], path, depth)
-            return self.ext(NUMPY_SCALAR, [dtype, raw], path, depth)
+        if is_numpy(value):
+            if why := why_not_storable(value):
+                raise self.refuse(path, value, why)
+            return self.ext(NUMPY_ARRAY if is_array(value) else NUMPY_SCALAR, payload_of(value), path, depth)
         codec = _by_type.get(kind)
         if codec is None:
             raise self.refuse(path, value, f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
@@ -261,11 +263,6 @@ class _Encoder:
         # The payload has the path of the value itself, so that what is in it is found by its own keys.
         payload = [codec.name, self.wire(codec.encode(value), path, depth + 1)]
         return msgpack.ExtType(REGISTERED, self.pack_wire(payload, path, value))
-
-    def numpy_dtype(self, value: Any, path: tuple[Any, ...]) -> str:
-        if value.dtype.hasobject or value.dtype.names is not None:
-            raise self.refuse(path, value, f"numpy dtype {value.dtype} cannot be stored (objects or named fields)")
-        return str(value.dtype.str)
 
     def time_payload(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
         if isinstance(value, dt.timedelta):
@@ -293,7 +290,7 @@ class _Decoder:
         self.depth = 0
 
     def value_of(self, data: bytes) -> Any:
-        # Lengths are bounded by the size of the data itself (msgpack's own rule for complete buffers).
+        check_declared(data)
         return msgpack.unpackb(data, raw=False, strict_map_key=True, unicode_errors="surrogatepass",
                                ext_hook=self.ext, object_pairs_hook=unique)  # fmt: skip
 
@@ -310,11 +307,11 @@ class _Decoder:
         if code == BIG_INT:
             return int.from_bytes(data, "big", signed=True)
         if code == TUPLE:
-            return tuple(_kind(self.value_of(data), list))
+            return tuple(exact(self.value_of(data), list))
         if code == DICT:
-            return unique([(key, item) for key, item in _kind(self.value_of(data), list)])
+            return unique([(key, item) for key, item in exact(self.value_of(data), list)])
         if code in (SET, FROZENSET):
-            items = [self.value_of(item) for item in _items(self.value_of(data), bytes)]
+            items = [self.value_of(item) for item in exact_items(self.value_of(data), bytes)]
             return set(items) if code == SET else frozenset(items)
         if code == COMPLEX:
             return complex(*struct.unpack(">dd", data))
@@ -327,9 +324,9 @@ class _Decoder:
             pure = native if kind.startswith("Pure") or kind == type(pathlib.Path()).__name__ else native.__bases__[-1]
             return pure(text)
         if code == NUMPY_SCALAR:
-            return _numpy_scalar(*self.value_of(data))
+            return scalar_of(*self.value_of(data))
         if code == NUMPY_ARRAY:
-            return _array(*self.value_of(data))
+            return array_of(*self.value_of(data))
         if code == TENSOR:
             index, is_numpy = self.value_of(data)
             if type(index) is not int or type(is_numpy) is not bool:
@@ -364,32 +361,3 @@ class _Decoder:
         cls: Any = {"datetime": dt.datetime, "time": dt.time}[kind]
         zone = None if rest[2] is None else self.time(rest[2])
         return cls.fromisoformat(rest[0]).replace(fold=rest[1], tzinfo=zone)
-
-
-def _numpy_scalar(dtype: str, raw: bytes) -> Any:
-    import numpy as np
-
-    kind = np.dtype(dtype)
-    if kind.kind == "S":  # arrays cut zeros off the end of their strings
-        return np.bytes_(_kind(raw, bytes))
-    if kind.kind == "U":
-        return np.str_(_kind(raw, bytes).decode("utf-32-be" if dtype.startswith(">") else "utf-32-le", "surrogatepass"))
-    return _array(dtype, [], raw)[()]
-
-
-def _array(dtype: str, shape: list[int], raw: bytes) -> Any:
-    import numpy as np
-
-    kind = np.dtype(dtype)
-    if kind.hasobject or kind.names is not None or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"numpy dtype {dtype!r} or shape {shape!r} is not one that is ever stored")
-    count = 1
-    for n in shape:
-        count *= n
-    if count * kind.itemsize != len(raw):
-        raise ValueError(f"{len(raw)} bytes do not hold {count} items of {dtype}")
-    if kind.itemsize == 0 and count:
-        raise ValueError(f"{count} items of nothing")
-    if count == 0:
-        return np.zeros(shape, kind)
-    return np.frombuffer(bytearray(raw), kind).reshape(shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
 from ..format.digest import content_hash
-from ..format.layout import LogicalTensor
-from ..format.manifest import CheckpointManifest
+from ..format.layout import LogicalTensor, volume
+from ..format.manifest import MANIFEST_NAME
 from ..format.values import TensorRef, decode
 from ..ranks.communicator import Communicator
 from ..state.adapters import PlainState
@@ -35,29 +34,12 @@ from .broadcast import read_shared
 from .place import Place, copy_for
 from .plan import Words, read_of
 from .reader import TensorRead, read_tensors
+from .report import LoadReport
 from .view import CheckpointView, StoredComponent
 
 __all__ = ["LoadReport", "Loading"]
 
-
-@dataclass(slots=True)
-class LoadReport:
-    """What a load or restore did.
-
-    fresh: there was no checkpoint and nothing was touched. values: the loaded plain values by component key.
-    missing, unexpected: full names that only the live state, or only the checkpoint, has (not strict). cast: full
-    name -> "saved dtype -> live dtype". skipped: newer entries that `restore` passed over, and why.
-    """
-
-    fresh: bool = False
-    step: int | None = None
-    path: str | None = None
-    manifest: CheckpointManifest | None = None
-    values: dict[str, Any] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    cast: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
+ALLOCATED_UNSEEN = 16 << 20  # larger tensors are allocated only after a look at their files
 
 
 class Loading:
@@ -74,8 +56,10 @@ class Loading:
         strict: bool,
         cast: bool,
         transactional: bool,
+        step: int | None = None,
     ) -> None:
         manifest = view.manifest
+        self.step = step
         self.comm = comm
         self.own: Sequence[TensorRead] | None = None
         self.view, self.components, self.io_threads, self.strict = view, components, io_threads, strict
@@ -99,6 +83,11 @@ class Loading:
         Returns, for sharded components, hashes of the saved names that this rank does not have: `judge` wants those
         that no rank has. Raises StateMismatch, CheckpointCorrupt, StorageError.
         """
+        if self.step not in (None, self.view.manifest.step):
+            raise CheckpointCorrupt(
+                f"{self.view.url} is of step {self.view.manifest.step}, and step {self.step} was found there before: it was "
+                "replaced meanwhile", path=self.view.url, file=MANIFEST_NAME, kind="format",
+                expected=self.step, actual=self.view.manifest.step)  # fmt: skip
         saved = self.view.manifest.components
         keys = {c.key for c in self.components}
         self.report.missing = [c.key for c in self.components if c.key not in saved and c.required]
@@ -223,7 +212,8 @@ class _Fits:
         if self.mismatched:
             name, (saved, live) = next(iter(self.mismatched.items()))
             more = f" and {len(self.mismatched) - 1} more" if len(self.mismatched) > 1 else ""
-            hint = "; cast=True converts dtypes" if saved.split("[")[1:] == live.split("[")[1:] else ""
+            same_shape = "[" in saved and saved.split("[")[1:] == live.split("[")[1:]
+            hint = "; cast=True converts dtypes" if same_shape else ""
             raise StateMismatch(
                 f"{where}: {name!r} was saved as {saved}, the live state has {live}{more}{hint}", **facts
             )
@@ -366,7 +356,14 @@ class _Component:
             made = allocate(tensor.name, dtype, tensor.shape)
             if made is not None:
                 return made
-        return _SKIP if self.skip else torch.empty(tensor.shape, dtype=dtype)
+        if self.skip:
+            return _SKIP
+        if volume(tensor.shape) * dtype.itemsize > ALLOCATED_UNSEEN:
+            # First that the bytes are there, then memory for them.
+            whole = (0,) * len(tensor.shape), tensor.shape
+            number = self.numbers[tensor.name]
+            self.fits.view.check_files(piece.file for piece in self.stored.pieces(number, whole) if piece.file)
+        return torch.empty(tensor.shape, dtype=dtype)
 
 
 def torch_words(tensor: torch.Tensor) -> Words:
@@ -379,9 +376,9 @@ def torch_words(tensor: torch.Tensor) -> Words:
     flat = lambda data: torch.frombuffer(data, dtype=array.dtype)  # noqa: E731
     if tensor.device.type == "cpu":
         return Words(array, array.element_size(), flat, memory)
-    return Words(
-        array, array.element_size(), flat, memory, pinned_memory(tensor.device), partial(own_stream, tensor.device)
-    )
+    flattened = lambda part: part.view(-1) if part.is_contiguous() else None  # noqa: E731
+    moving = partial(own_stream, tensor.device)
+    return Words(array, array.element_size(), flat, memory, flattened, pinned_memory(tensor.device), moving)
 
 
 def _pruned(state: Any) -> Any:

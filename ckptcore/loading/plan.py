@@ -26,13 +26,15 @@ class Words:
     """Memory of a part of a tensor as an array of integers as wide as its items (numpy or torch, any strides).
 
     flat(bytes) gives bytes as a flat array of the same kind; memory(array) the bytes of a contiguous host array, else
-    None. pinned: how to make memory that is fast to copy from; moving: what copies are made in.
+    None; flattened(array) the same items in one dimension and the same memory, None where there is no such view.
+    pinned: how to make memory that is fast to copy from; moving: what copies are made in.
     """
 
     array: Any
     itemsize: int
     flat: Callable[[memoryview], Any]
     memory: Callable[[Any], memoryview | None]
+    flattened: Callable[[Any], Any] = lambda _: None
     pinned: MakeMemory | None = None
     moving: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -114,6 +116,7 @@ class _PartTarget:
         split = next((d for d in reversed(range(len(shape))) if size[d] != shape[d]), 0)
         run = all(size[d] == 1 for d in range(split)) and size[split + 1 :] == shape[split + 1 :]
         self.memory = words.memory(region) if run else None
+        self.items: Any = words.flattened(region) if run and self.memory is None else None
         self.first = _flat(shape, offset) * words.itemsize
         self.pinned = words.pinned
 
@@ -124,7 +127,16 @@ class _PartTarget:
 
     def put(self, start: int, data: memoryview) -> None:
         with self.words.moving():
+            if self.items is not None:
+                self._put_run((start - self.first) // self.words.itemsize, self.words.flat(data))
+                return
             _scatter(self.region, self.shape, self.offset, start // self.words.itemsize, self.words.flat(data))
+
+    def _put_run(self, at: int, flat: Any) -> None:
+        """Put what is wanted of the items from `at` of the box on, as one block copy."""
+        low, high = max(0, at), min(len(self.items), at + len(flat))
+        if low < high:
+            self.items[low:high] = flat[low - at : high - at]
 
 
 def _scatter(region: Any, shape: Sequence[int], offset: Sequence[int], start: int, flat: Any) -> None:

@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,7 +77,9 @@ def read_tensors(
 
     def run(reader: FileReader, file: str, parts: list[_Part]) -> None:
         if not stop.is_set():
-            for error in _read_batch(reader, file, storage.at(join(folder, file)), parts, scratch):
+            with _present(storage, folder, file, absent=_GONE):
+                found = list(_read_batch(reader, file, storage.at(join(folder, file)), parts, scratch))
+            for error in found:
                 if on_corrupt is None:
                     raise error
                 on_corrupt(error)
@@ -86,7 +89,8 @@ def read_tensors(
     try:
         futures = []
         for file, wanted in files.items():
-            reader = storage.open(join(folder, file))
+            with _present(storage, folder, file):
+                reader = storage.open(join(folder, file))
             readers.append(reader)
             futures += [pool.submit(run, reader, file, batch) for batch in _batches(wanted)]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -138,7 +142,8 @@ def _read_batch(
             f"{where} ends at byte {reader.size}; tensor {parts[-1].read.name!r} needs bytes up to {first + total}",
             file=file, kind="size", tensor=parts[-1].read.name, expected=first + total, actual=reader.size)  # fmt: skip
     if len(parts) == 1:
-        digests = [_read_hashing(reader, first, buffers[0])]
+        # Bytes for an accelerator go through memory that stays warm; and each step takes its turn at the interpreter.
+        digests = [_read_hashing(reader, first, buffers[0], STEP_BYTES if direct[0] else CHUNK_BYTES)]
     else:
         reader.read_into(first, buffers)
         digests = [chunk_digest(buffer) for buffer in buffers]
@@ -152,27 +157,45 @@ def _read_batch(
             part.read.target.put(part.chunk * CHUNK_BYTES, buffer)
 
 
-def _read_hashing(reader: FileReader, offset: int, buffer: memoryview) -> bytes:
+def _read_hashing(reader: FileReader, offset: int, buffer: memoryview, step_bytes: int) -> bytes:
     state = xxhash.xxh3_64()
-    for at in range(0, len(buffer), STEP_BYTES):
-        step = buffer[at : at + STEP_BYTES]
+    for at in range(0, len(buffer), step_bytes):
+        step = buffer[at : at + step_bytes]
         reader.read_into(offset + at, [step])
         state.update(step)
     return state.digest()
 
 
+# How storages say that there is nothing, or, when it is opened, no file (EINVAL: a pipe or the like).
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
+_NO_FILE = frozenset({errno.EISDIR, errno.EINVAL})
+
+
+@contextmanager
+def _present(
+    storage: Storage, folder: str, file: str, size: int | None = None, absent: frozenset[int] = _GONE | _NO_FILE
+) -> Iterator[None]:
+    """A file of a checkpoint that is not there, or no longer, is CheckpointCorrupt and no refusal of the storage."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno not in absent:
+            raise
+        what = "is missing" if error.errno in _GONE else "is not a file"
+        raise CheckpointCorrupt(
+            f"{storage.at(join(folder, file))} {what}",
+            path=storage.at(folder),
+            file=file,
+            kind="missing",
+            expected=size,
+        ) from None
+
+
 def open_member(storage: Storage, folder: str, file: str, size: int) -> FileReader:
     """Open a file that must be there with `size` bytes. CheckpointCorrupt when it is not, StorageError."""
     where = storage.at(join(folder, file))
-    try:
+    with _present(storage, folder, file, size):
         reader = storage.open(join(folder, file))
-    except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL):
-            raise
-        what = "is missing" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "is not a file"
-        raise CheckpointCorrupt(
-            f"{where} {what}", path=storage.at(folder), file=file, kind="missing", expected=size
-        ) from None
     if reader.size != size:
         reader.close()
         raise CheckpointCorrupt(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from ..errors import CheckpointCorrupt, StorageError
 from ..format.digest import DIGEST_BYTES, chunk_count, content_digest
 from ..format.index import Index, Piece, TensorEntry, index_file_name
 from ..format.layout import Box, LogicalTensor, decode_layouts, volume
-from ..format.manifest import MANIFEST_NAME, CheckpointManifest
+from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
 from ..root import PIN_NAME, join, read_manifest
@@ -89,6 +90,7 @@ class CheckpointView:
         self._indexes: dict[int, Index] = {}
         self._pieces: dict[tuple[str, int], dict[int, Piece]] = {}
         self._tables: dict[str, StoredComponent] = {}
+        self._starts: dict[int, dict[str, list[int]]] = {}
 
     def __enter__(self) -> CheckpointView:
         return self
@@ -113,7 +115,7 @@ class CheckpointView:
                 known = self.manifest.files.get(file)
                 if known is None or known.digest != digest or known.size != index.files[file].size:
                     raise self._corrupt(name, f"and the manifest disagree about {file}")
-            self._indexes[writer] = index
+            self._indexes[writer], self._starts[writer] = index, index.starts()
         return self._indexes[writer]
 
     def _corrupt(self, file: str, what: str, kind: str = "format", **facts: Any) -> CheckpointCorrupt:
@@ -123,6 +125,8 @@ class CheckpointView:
     def _checked(self, name: str) -> bytes:
         """A whole small file that the manifest has a digest of."""
         record = self.manifest.files[name]
+        if record.size > SIZE_LIMIT:
+            raise self._corrupt(name, f"of {record.size:,} bytes is larger than such a file ever is", "size")
         with open_member(self.storage, self.folder, name, record.size) as reader:
             data = bytearray(record.size)
             reader.read_into(0, [memoryview(data)])
@@ -189,6 +193,10 @@ class CheckpointView:
         entry = TensorEntry(number, tensor.name, tensor.dtype, tensor.shape, box[0], box[1],
                             piece.file, tensor.name, piece.start, piece.digests, None)  # fmt: skip
         end = self.index(writer).files[piece.file].size
+        starts = self._starts[writer][piece.file]
+        after = bisect_right(starts, piece.start)
+        if entry.nbytes and after < len(starts):
+            end = starts[after]  # what comes next in the file; two boxes on the same bytes would be a trick
         if len(piece.digests) != DIGEST_BYTES * chunk_count(entry.nbytes) or piece.start + entry.nbytes > end:
             raise self._corrupt(
                 name, f"and the table disagree about tensor {key + '/' + tensor.name!r}", tensor=tensor.name
@@ -228,11 +236,12 @@ class CheckpointView:
             for number, tensor in enumerate(stored.tensors):
                 if f"{key}/{tensor.name}" == name:
                     wanted = _box(box, tensor.shape)
+                    # First that the bytes are there, then memory for them.
+                    pieces = list(stored.pieces(number, wanted))
+                    self.check_files(piece.file for piece in pieces if piece.file)
                     array = np.empty(wanted[1], _numpy_dtype(tensor.dtype))
                     # Items wider than a word get a last dimension of words.
                     words = array[..., None].view("u8") if array.itemsize > 8 else array.view(f"u{array.itemsize}")
-                    pieces = list(stored.pieces(number, wanted))
-                    self.check_files(piece.file for piece in pieces if piece.file)
                     reads = [read_of(key, piece, wanted, numpy_words(words)) for piece in pieces]
                     read_tensors(self.storage, self.folder, reads, io_threads=2)
                     return array

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
+from ..format.values import TensorRef
 from .component import SharingPattern, StateComponent, Stateful, StatefulProvider
 from .layout import Shard, is_dtensor
+from .randomness import RNGState
 from .tree import Differences, differences
 
 __all__ = ["ModelState", "OptimizerState", "PlainState", "RNGState", "as_components"]
@@ -107,7 +107,19 @@ class ModelState:
         return {name: value for name, (_, _, value) in self._raw().items()}
 
     def differences(self, saved: Any) -> Differences:
-        return differences(saved, self.state_dict())
+        """By the names, and whether there is a tensor where the module has one."""
+        live = self.state_dict()
+        found = differences(saved, live)
+        for name, value in live.items() if isinstance(saved, Mapping) else ():
+            kept = saved.get(name)
+            if (
+                isinstance(value, torch.Tensor)
+                and name in saved
+                and not (isinstance(kept, TensorRef) and not kept.numpy)
+            ):
+                kind = "numpy.ndarray" if isinstance(kept, TensorRef) else type(kept).__qualname__
+                found.mismatched[name] = (f"a value of type {kind}", "a tensor")
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         raw = self._raw()
@@ -171,7 +183,9 @@ class OptimizerState:
         """By the names and shapes of parameters. Raises StateMismatch for a regrouping."""
         try:
             was, saved_groups, shapes = dict(saved["group_of"]), len(saved["groups"]), dict(saved["shapes"])
-            saved["state"].keys()
+            parts = [saved["state"], *saved["state"].values(), *(saved["groups"][n] for n in range(saved_groups))]
+            if not all(isinstance(part, dict) for part in parts):
+                raise TypeError
         except (TypeError, KeyError, AttributeError, ValueError):
             raise StateMismatch(
                 "the saved state is not that of an OptimizerState (no groups of named parameters)"
@@ -244,48 +258,6 @@ def _like_dtensor(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
         stride=parameter.stride(),
     )
     return made
-
-
-class RNGState:
-    """The random streams of python, numpy and torch: CPU and every accelerator. One of its own per rank.
-
-    Restored after everything else, so that nothing draws between restoring and the first step.
-    """
-
-    sharing_pattern = SharingPattern.PER_RANK
-    restore_last = True
-
-    def state_dict(self) -> dict[str, Any]:
-        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        accelerator = _accelerator()
-        return {
-            "python": random.getstate(),
-            "numpy": {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
-            "torch": torch.get_rng_state(),
-            "accelerator": None if accelerator is None else [accelerator[0], accelerator[1].get_rng_state_all()],
-        }  # fmt: skip
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        accelerator = _accelerator()
-        saved = state_dict["accelerator"]
-        if saved is not None:
-            kind, states = saved
-            if accelerator is None or accelerator[0] != kind or len(accelerator[1].get_rng_state_all()) != len(states):
-                warnings.warn(
-                    f"random streams of {len(states)} {kind} devices are in the checkpoint; this process has other devices, "
-                    "whose streams stay as they are", CheckpointWarning, stacklevel=2)  # fmt: skip
-            else:
-                accelerator[1].set_rng_state_all(states)
-        n = state_dict["numpy"]
-        np.random.set_state((n["kind"], n["keys"], n["position"], n["has_gauss"], n["cached"]))
-        random.setstate(state_dict["python"])
-        torch.set_rng_state(state_dict["torch"])
-
-
-def _accelerator() -> tuple[str, Any] | None:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    module = getattr(torch, device.type, None) if device is not None else None
-    return None if device is None or not hasattr(module, "get_rng_state_all") else (device.type, module)
 
 
 class PlainState:

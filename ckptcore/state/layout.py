@@ -44,6 +44,7 @@ _NAMES |= {
     for name, kind in DTYPES.items()
     if not kind.native and isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
+LARGEST = 2**57  # items, also where one size is 0: see docs/format.md
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -69,6 +70,8 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
         return f"a tensor of layout {tensor.layout} cannot be stored; convert it to dense or store its parts"
     if tensor.is_meta:
         return "a meta tensor has no data to store"
+    if prod(n or 1 for n in tensor.shape) >= LARGEST:
+        return f"a tensor of shape {list(tensor.shape)} has more items than the format can count"
     if dtype_name(tensor.dtype) is None:
         return f"dtype {tensor.dtype} cannot be stored; store its integers and scales as tensors of their own"
     return None
@@ -167,8 +170,7 @@ def same_view_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     if tensor.numel() == 0:
         return None
     return (
-        str(tensor.device), tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape),
-        tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg(),
+        tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
     )  # fmt: skip
 
 
@@ -194,10 +196,13 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
     """The same items as integers of the same width: every dtype can then be copied, on any device, bit for bit."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
     if plain.dtype == torch.complex128:
         plain = torch.view_as_real(plain)
-    return plain.view(_WORDS[plain.element_size()])
+    word = _WORDS[plain.element_size()]
+    return plain if plain.dtype is word else plain.view(word)
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -102,7 +102,8 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
             raise InvalidState(
                 f"component {key!r}, key {name!r} is a slice of a tensor ({type(value).__name__}); declare the component SHARDED",
                 component=key, key=name)  # fmt: skip
-        why = why or (why_not_storable(part.tensor) if part is not None else None)
+        if part is not None and part.tensor is not inner:
+            why = why_not_storable(part.tensor)
         if why is not None or part is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise UnsupportedValue(f"component {key!r}, key {name!r}: {why}", component=key, key=name, type_name=kind)

@@ -20,6 +20,7 @@ def indexes(draw) -> Index:
     index = Index(draw(st.integers(0, 99999)))
     for file in draw(st.lists(st.sampled_from(["a.safetensors", "b.safetensors", "ü.safetensors"]), unique=True)):
         index.files[file] = FileEntry(10**9, 4096, draw(st.binary(min_size=16, max_size=16)))
+    free = dict.fromkeys(index.files, 4096)  # no two tensors lie on the same bytes
     for key in draw(st.lists(names, unique=True, max_size=3)):
         entries: list[TensorEntry] = []
         for name in draw(st.lists(names, unique=True, max_size=4)) if index.files else []:
@@ -46,9 +47,10 @@ def indexes(draw) -> Index:
                 )
                 continue
             count = DIGEST_BYTES * chunk_count(tensor_nbytes(dtype, local))
-            start = draw(st.integers(4096, 10**8))
             digests = draw(st.binary(min_size=count, max_size=count))
             file = draw(st.sampled_from(sorted(index.files)))
+            start = free[file] + draw(st.integers(0, 10**6))
+            free[file] = start + tensor_nbytes(dtype, local)
             stored = draw(st.sampled_from([name, "other"])) or name
             number = len(entries)
             entries.append(TensorEntry(number, name, dtype, local, None, local, file, stored, start, digests, None))
@@ -68,6 +70,19 @@ def small() -> Index:
     held = TensorEntry(0, "w", "F32", (2, 2), None, (2, 2), "m.safetensors", "w", 4096, b"d" * 8, None)
     alias = TensorEntry(1, "v", "F32", (2, 2), None, (2, 2), None, None, 0, b"", 0)
     return Index(0, {"m.safetensors": FileEntry(4112, 4096, b"h" * 16)}, {"m": ComponentIndex(b"\x80", [held, alias])})
+
+
+@pytest.mark.parametrize(("start", "sound"), [(4111, False), (4112, True), (4097, False), (4096, False)])
+def test_no_two_tensors_lie_on_the_same_bytes(start: int, sound: bool) -> None:
+    index = small()
+    index.files["m.safetensors"] = FileEntry(4128, 4096, b"h" * 16)
+    second = TensorEntry(2, "x", "F32", (2, 2), None, (2, 2), "m.safetensors", "x", start, b"d" * 8, None)
+    index.components["other"] = ComponentIndex(b"\x80", [second])
+    if sound:
+        assert Index.decode(index.encode()) == index
+    else:
+        with pytest.raises(CheckpointCorrupt, match=r"two tensors are at the same place of m\.safetensors"):
+            Index.decode(index.encode())
 
 
 @given(st.binary(max_size=200))

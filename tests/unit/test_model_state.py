@@ -160,3 +160,28 @@ def test_a_module_without_parameters_matches_only_itself(strict: bool, tmp_path:
             ckpt.load({"model": nn.ReLU()}, strict=strict)
         with pytest.raises(StateMismatch):
             ckpt.load({"model": nn.Linear(1, 1)}, step=1, strict=strict)
+
+
+def test_a_bug_in_a_modules_own_loading_is_not_taken_for_a_bad_checkpoint(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(1, {"m": nn.Linear(2, 2)})
+
+        class Wrong(nn.Linear):
+            def load_state_dict(self, state_dict, strict=True, assign=False):
+                raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            ckpt.load({"m": Wrong(2, 2)})
+
+
+def test_a_value_where_the_module_has_a_tensor_is_a_mismatch(tmp_path: Path) -> None:
+    live = nn.Linear(2, 2)
+    before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(1, {"m": {"weight": [1.0, 2.0], "bias": torch.ones(2)}})
+        with pytest.raises(
+            StateMismatch, match=r"'m/weight' was saved as a value of type list, .* a tensor$"
+        ) as caught:
+            ckpt.load({"m": live})
+    assert caught.value.mismatched == {"m/weight": ("a value of type list", "a tensor")}
+    assert all(torch.equal(live.state_dict()[name], tensor) for name, tensor in before.items())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ckptcore import CheckpointManager, RNGState, SharingPattern
+from ckptcore import CheckpointManager, RNGState, SharingPattern, StateMismatch
 
 
 def draws() -> list:
@@ -141,3 +141,25 @@ def test_loss_scale(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "off") as ckpt:
         ckpt.save(1, {"scaler": off})
         ckpt.load({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+
+
+ODD_STREAMS = {
+    "python": lambda state: {**state, "python": (3, (1, 2), None)},
+    "numpy": lambda state: {**state, "numpy": {**state["numpy"], "keys": [1]}},
+    "torch": lambda state: {**state, "torch": torch.zeros(7, dtype=torch.uint8)},
+    "accelerator": lambda state: {**state, "accelerator": ["cuda", [1]]},
+    "nothing": lambda state: {},
+}
+
+
+@pytest.mark.parametrize("change", ODD_STREAMS.values(), ids=ODD_STREAMS.keys())
+def test_a_state_that_is_none_leaves_all_streams_as_they_are(change) -> None:
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    other = RNGState().state_dict()
+    random.seed(4), np.random.seed(5), torch.manual_seed(6)
+    expected = draws()
+    random.seed(4), np.random.seed(5), torch.manual_seed(6)
+    with pytest.raises(StateMismatch, match="not that of random streams") as caught:
+        RNGState().load_state_dict(change(other))
+    assert isinstance(caught.value.__cause__, Exception)
+    assert draws() == expected

@@ -1,0 +1,30 @@
+"""What a load or restore tells whoever asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..format.manifest import CheckpointManifest
+
+__all__ = ["LoadReport"]
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What a load or restore did.
+
+    fresh: there was no checkpoint and nothing was touched. values: the loaded plain values by component key.
+    missing, unexpected: full names that only the live state, or only the checkpoint, has (not strict). cast: full
+    name -> "saved dtype -> live dtype". skipped: newer entries that `restore` passed over, and why.
+    """
+
+    fresh: bool = False
+    step: int | None = None
+    path: str | None = None
+    manifest: CheckpointManifest | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    cast: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,70 @@
+"""Coverage-guided fuzzing of the parsers from a kept corpus, for a minute in all; see fuzz_parsers.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CORPUS = HERE / "corpus"
+
+# Two lanes run side by side; seconds for each target in turn. Values have the most to say.
+LANES = [[("manifest", 18), ("index", 18), ("header", 16)], [("layouts", 18), ("values", 35)]]
+TARGETS = sorted(name for lane in LANES for name, _ in lane)
+
+needs_atheris = pytest.mark.skipif(
+    importlib.util.find_spec("atheris") is None,
+    reason="atheris, which guides the fuzzing, has no wheel for this Python",
+)
+
+
+def test_the_corpus_is_small() -> None:
+    files = [path for path in CORPUS.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in CORPUS.iterdir()) == TARGETS
+    assert len(files) < 200
+    assert sum(path.stat().st_size for path in files) < 300_000
+    assert max(path.stat().st_size for path in files) <= 8192
+
+
+def fuzz(name: str, seconds: int, new: Path) -> tuple[str, int, str]:
+    """(target, exit code, everything that was printed)."""
+    command = [sys.executable, str(HERE / "fuzz_parsers.py"), name, str(seconds), str(CORPUS / name), str(new)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=seconds + 45
+    )
+    return name, done.returncode, done.stdout
+
+
+def told(output: str) -> tuple[int, int, int]:
+    """Inputs tried, edges and features reached, as libFuzzer counts them."""
+    count = re.search(r"stat::number_of_executed_units:\s*(\d+)", output)
+    cover = re.findall(r"cov: (\d+) ft: (\d+)", output)
+    assert count and cover, output[-3000:]
+    return int(count.group(1)), int(cover[-1][0]), int(cover[-1][1])
+
+
+@needs_atheris
+@pytest.mark.timeout(115)
+def test_parsers_take_any_bytes(tmp_path: Path) -> None:
+    def run(lane: list[tuple[str, int]]) -> list[tuple[str, int, str]]:
+        return [fuzz(name, seconds, tmp_path / name) for name, seconds in lane]
+
+    with ThreadPoolExecutor(len(LANES)) as pool:
+        results = [result for lane in pool.map(run, LANES) for result in lane]
+    findings = []
+    print(f"\n{'target':10}{'inputs':>10}{'edges':>8}{'features':>10}")
+    for name, code, output in results:
+        if code:
+            kept = {path.name: path.read_bytes() for path in (tmp_path / name).glob("finding-*")}
+            findings.append(f"{name} (exit code {code}): {kept}\n{output[-3000:]}")
+            continue
+        count, edges, features = told(output)
+        print(f"{name:10}{count:10,}{edges:8}{features:10}")
+        assert count > 1000
+    assert not findings, "\n".join(findings)
