@@ -137,7 +137,7 @@ def clean_up(
                     try:
                         delete_checkpoint(storage, info.name)
                         deleted(info)
-                    except (StorageError, CheckpointCorrupt) as error:
+                    except (StorageError, CheckpointCorrupt, InvalidState) as error:  # pinned meanwhile, or refused
                         tell(f"{info.url} could not be deleted: {error}")
         sweep(storage, infos, run_id, tell)
     except Exception as error:  # a policy of the user's own may raise anything

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .attempts import Attempt
-from .errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnsupportedVersion
+from .errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError, UnsupportedVersion
 from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
-from .storage.base import Storage, open_storage
+from .storage.base import Entry, Storage, open_storage
 
 __all__ = [
     "CheckpointInfo", "checkpoint_name", "committed", "delete_checkpoint", "is_ours", "newest_run",
@@ -59,7 +59,7 @@ class CheckpointInfo:
     manifest: CheckpointManifest | None = None
     # The commit went through and the mark of the attempt is still there.
     marked: bool = False
-    # Somebody asked for it to stay; retention and `delete` leave it alone.
+    # Somebody asked for it to stay, whatever its status; retention and `delete` leave it alone.
     pinned: bool = False
 
     @property
@@ -169,23 +169,31 @@ def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
         names = check_files(storage, name, manifest)
     except CheckpointNotFound:
         try:
-            names = {entry.name for entry in storage.list(name)}
+            entries = storage.list(name)
         except StorageError as error:
             return CheckpointInfo(name, url, "damaged", step, str(error))
-        if any(_MARKER.fullmatch(found) for found in names):
+        names = {entry.name for entry in entries}
+        if attempts_among(entries):
             return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
         if WITHDRAWN_NAME in names or names <= {PIN_NAME}:
             return CheckpointInfo(name, url, "partial", step, "a deletion that was not finished")
-        return CheckpointInfo(name, url, "uncommitted", step, f"no {MANIFEST_NAME}: it was never committed, or damaged")
+        reason = f"no {MANIFEST_NAME}: it was never committed, or damaged"
+        return CheckpointInfo(name, url, "uncommitted", step, reason, pinned=PIN_NAME in names)
     except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
-        if isinstance(error, CheckpointCorrupt) and manifest is None and _attempt_of(storage, name) is not None:
+        try:
+            entries = storage.list(name)
+        except StorageError:
+            entries = []
+        if isinstance(error, CheckpointCorrupt) and manifest is None and attempts_among(entries):
             return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
+        pinned = any(entry.name == PIN_NAME for entry in entries)
         status = "damaged"
         if isinstance(error, UnsupportedVersion):
             status = "unsupported"
         elif isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.EISDIR, errno.EINVAL):
             status = "unreadable"
-        return CheckpointInfo(name, url, status, manifest.step if manifest else step, str(error), manifest)
+        step = manifest.step if manifest else step
+        return CheckpointInfo(name, url, status, step, str(error), manifest, pinned=pinned)
     marked = any(_MARKER.fullmatch(found) for found in names)
     return CheckpointInfo(name, url, "committed", manifest.step, None, manifest, marked, PIN_NAME in names)
 
@@ -213,43 +221,60 @@ def committed(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[Check
     return [i for i in infos if i.status == "committed" and run_id in (None, i.run_id)]
 
 
-def _mark(attempt: str) -> str:
+def mark_name(attempt: str) -> str:
     return f"attempt.{attempt}.partial"
 
 
-def mark_attempt(storage: Storage, folder: str, attempt: str) -> None:
-    """Say that what is in `folder` is an attempt, until `unmark_attempt`."""
-    storage.write(join(folder, _mark(attempt)), b"")
+def attempts_among(entries: Iterable[Entry]) -> list[str]:
+    """Whose attempts are in a folder, by their marks. A folder with the name of a mark is none of ours."""
+    marks = [_MARKER.fullmatch(entry.name) for entry in entries if not entry.is_folder]
+    return [mark.group(1) for mark in marks if mark]
 
 
-def unmark_attempt(storage: Storage, folder: str) -> None:
-    """Remove the marks of attempts."""
-    while (attempt := _attempt_of(storage, folder)) is not None:
-        storage.remove(join(folder, _mark(attempt)))
-
-
-def _attempt_of(storage: Storage, folder: str) -> str | None:
-    """Whose attempt is in a folder, by its mark; None for a folder without one, or that is gone."""
+def entries_in(storage: Storage, folder: str) -> list[Entry]:
+    """What lies in a folder; nothing in one that is gone."""
     try:
-        marks = [_MARKER.fullmatch(entry.name) for entry in storage.list(folder)]
-    except StorageError:
-        return None
-    return next((mark.group(1) for mark in marks if mark), None)
+        return storage.list(folder)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return []
+
+
+def mark_attempt(storage: Storage, folder: str, attempt: str) -> None:
+    """Say in `folder`, which it makes, that what is there is an attempt, until the marks are removed."""
+    try:
+        storage.make_folder(folder)
+        storage.write(join(folder, mark_name(attempt)), b"")
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        # While it was empty it looked like what an interrupted deletion leaves, and another job has swept it.
+        storage.make_folder(folder)
+        storage.write(join(folder, mark_name(attempt)), b"")
+
+
+def unmark_attempts(storage: Storage, folder: str) -> None:
+    for attempt in attempts_among(entries_in(storage, folder)):
+        storage.remove(join(folder, mark_name(attempt)))
 
 
 def pin_checkpoint(storage: Storage, folder: str) -> None:
     """Mark a checkpoint as one that stays. Raises CheckpointNotFound when it was deleted meanwhile, StorageError."""
+    made = True
     try:
         storage.write(join(folder, PIN_NAME), b"")
         storage.sync_folder(folder)
     except StorageError as error:
         if error.errno not in (errno.EEXIST, errno.ENOENT):
             raise
+        made = error.errno != errno.EEXIST
     try:
         read_manifest(storage, folder)
     except CheckpointNotFound:
-        storage.remove(join(folder, PIN_NAME))
-        _remove_if_empty(storage, folder)
+        if made:  # one that was there says that somebody wants what is left
+            storage.remove(join(folder, PIN_NAME))
+            remove_if_empty(storage, folder)
         raise
 
 
@@ -261,19 +286,27 @@ def unpin_checkpoint(storage: Storage, folder: str) -> None:
 def delete_checkpoint(storage: Storage, folder: str) -> None:
     """Withdraw the manifest, then remove the files that it names, then the folder if nothing foreign is in it.
 
-    Killed anywhere, it leaves the checkpoint whole or a folder that `sweep` finishes. Raises StorageError,
-    CheckpointCorrupt when the manifest cannot say which files are the checkpoint's.
+    Killed anywhere, it leaves the checkpoint whole or a folder that `sweep` finishes. Raises InvalidState when it is
+    pinned by now, StorageError, CheckpointCorrupt when the manifest cannot say which files are the checkpoint's.
     """
+    if any(entry.name == PIN_NAME for entry in entries_in(storage, folder)):
+        raise InvalidState(f"{storage.at(folder)} is pinned; unpin it before it is deleted")
+    _withdraw(storage, folder)
+    _finish_deletion(storage, folder)
+
+
+def _withdraw(storage: Storage, folder: str) -> None:
     try:
         storage.rename(join(folder, MANIFEST_NAME), join(folder, WITHDRAWN_NAME))
         storage.sync_folder(folder)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
-    _finish_deletion(storage, folder)
 
 
 def _finish_deletion(storage: Storage, folder: str) -> None:
+    """The rest of a deletion. Touches no manifest that counts, whatever another job has put there meanwhile."""
+    storage.remove(join(folder, PIN_NAME))
     try:
         manifest = CheckpointManifest.decode(storage.read(join(folder, WITHDRAWN_NAME), SIZE_LIMIT), storage.at(folder))
     except StorageError as error:
@@ -282,37 +315,42 @@ def _finish_deletion(storage: Storage, folder: str) -> None:
         if error.errno != errno.ENOENT:
             raise
     else:
-        for name in manifest.files:
+        for name in manifest.files.keys() - {WITHDRAWN_NAME}:  # that one says what is left to do, and goes last
             storage.remove(join(folder, name))
         if not storage.atomic_rename:
-            unmark_attempt(storage, folder)
+            unmark_attempts(storage, folder)
+        # What says which files are to go may not be gone before they are: nobody would finish the deletion.
+        storage.sync_folder(folder)
         storage.remove(join(folder, WITHDRAWN_NAME))
-    _remove_if_empty(storage, folder)
+    remove_if_empty(storage, folder)
 
 
 def remove_checkpoint_folder(storage: Storage, folder: str) -> None:
     """Remove a folder that no longer counts: by its manifest where that verifies, then what is left and named like ours."""
     try:
-        delete_checkpoint(storage, folder)
+        _withdraw(storage, folder)
+        _finish_deletion(storage, folder)
     except CheckpointCorrupt:
         pass
     remove_attempt(storage, folder)
 
 
-def remove_attempt(storage: Storage, folder: str) -> None:
-    """Remove an attempt that was never published: our files in it, the manifest first, then the empty folder."""
-    try:
-        names = [entry.name for entry in storage.list(folder) if not entry.is_folder and is_ours(entry.name)]
-    except StorageError as error:
-        if error.errno == errno.ENOENT:
-            return
-        raise
-    for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
+def remove_attempt(storage: Storage, folder: str, *, keep_marks: bool = False) -> None:
+    """Remove an attempt that was never published: our files in it, the manifest first and marks last, then the folder.
+
+    keep_marks: ranks may go on writing there for a while; by the mark a later `sweep` knows whose their files are.
+    """
+    names = [entry.name for entry in entries_in(storage, folder) if not entry.is_folder and is_ours(entry.name)]
+    marks = [name for name in names if _MARKER.fullmatch(name)]
+    for name in sorted({*names}.difference(marks), key=lambda name: (name != MANIFEST_NAME, name)):
         storage.remove(join(folder, name))
-    _remove_if_empty(storage, folder)
+    # Without the mark, what is still there would count as a checkpoint that lost its manifest.
+    for name in [] if keep_marks else marks:
+        storage.remove(join(folder, name))
+    remove_if_empty(storage, folder)
 
 
-def _remove_if_empty(storage: Storage, folder: str) -> None:
+def remove_if_empty(storage: Storage, folder: str) -> None:
     try:
         storage.remove_folder(folder)
     except StorageError as error:
@@ -328,27 +366,32 @@ def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: 
     swept = []
     for info in infos:
         match = _FOLDER.fullmatch(info.name)
-        kind, attempt = (match.group(2), match.group(3)) if match else (None, None)
-        if info.status != "partial" and kind != "replaced" and not info.marked:
+        if match is None or (info.status != "partial" and match.group(2) != "replaced" and not info.marked):
             continue
+        kind, attempt = match.group(2), match.group(3)
         try:
             if info.marked and kind is None:
-                unmark_attempt(storage, info.name)
+                unmark_attempts(storage, info.name)
                 continue
             if info.status == "committed":
                 # An overwrite died between its two renames: what it put aside takes its place again.
-                if Attempt.parse(attempt or "").is_abandoned(run_id):
+                if Attempt.parse(attempt).is_abandoned(run_id):
                     storage.rename(info.name, info.name.partition(".replaced-")[0])
                     storage.sync_folder("")
                 continue
-            if kind is None:
-                attempt = _attempt_of(storage, info.name)
-            if attempt is not None and kind != "replaced":
-                if not Attempt.parse(attempt).is_abandoned(run_id):
-                    continue
-                remove_attempt(storage, info.name)
-            else:
+            if kind == "replaced":
                 remove_checkpoint_folder(storage, info.name)
+            else:
+                attempts = [attempt] if kind else attempts_among(entries_in(storage, info.name))
+                if not all(Attempt.parse(attempt).is_abandoned(run_id) for attempt in attempts):
+                    continue
+                # Looked at after the marks: what another job has committed since the scan is no leftover.
+                if _look(storage, info.name, match).status != "partial":
+                    continue
+                try:
+                    (remove_attempt if attempts else _finish_deletion)(storage, info.name)
+                except CheckpointCorrupt:  # of the withdrawn manifest: what is left goes by its name
+                    remove_attempt(storage, info.name)
             swept.append(info.name)
         except (StorageError, CheckpointCorrupt) as error:
             tell(f"could not remove leftovers {info.url}: {error}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..attempts import Attempt
 from ..errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -23,13 +24,18 @@ from ..format.tensorfile import tensor_nbytes
 from ..ranks.sharding import ShardedState
 from ..root import (
     PIN_NAME,
+    WITHDRAWN_NAME,
+    attempts_among,
     check_files,
+    entries_in,
     is_ours,
     join,
+    mark_name,
     read_manifest,
     remove_attempt,
     remove_checkpoint_folder,
-    unmark_attempt,
+    remove_if_empty,
+    unmark_attempts,
 )
 from ..state.component import StateComponent
 from ..state.layout import TensorBytes
@@ -40,7 +46,16 @@ from .plan import FilePlan, hugging_face_index
 from .workers import Workers
 from .writer import WrittenFile, write_files
 
-__all__ = ["Receipt", "Share", "check_place", "discard", "files_and_components", "publish", "write_share"]
+__all__ = [
+    "Receipt",
+    "Share",
+    "check_alone",
+    "check_place",
+    "discard",
+    "files_and_components",
+    "publish",
+    "write_share",
+]
 
 
 @dataclass(slots=True)
@@ -207,11 +222,12 @@ def files_and_components(
     return files, manifests
 
 
-def check_place(storage: Storage, name: str, step: int | None, overwrite: bool) -> bool:
-    """Whether something at `name` must give way to a new checkpoint.
+def check_place(storage: Storage, name: str, step: int | None, run_id: str, overwrite: bool) -> bool:
+    """Whether something at `name` must give way to a new checkpoint of the run.
 
-    A committed checkpoint does so only with `overwrite`; what never became one, or is damaged, always. Raises
-    CheckpointExists for the rest: a committed one, one of a newer format, or files that are not ours.
+    A committed checkpoint does so only with `overwrite`, and so does a damaged one that is pinned; what never became one,
+    or is damaged, always. Raises CheckpointExists for the rest: a committed one, a pinned one, one of a newer format,
+    what another job may be writing in that place now, or files that are not ours.
     """
     where = storage.at(name)
     try:
@@ -220,17 +236,26 @@ def check_place(storage: Storage, name: str, step: int | None, overwrite: bool) 
         if error.errno == errno.ENOENT:
             return False
         raise
+    attempts = [] if storage.atomic_rename else attempts_among(entries)
+    writing = [attempt for attempt in attempts if not Attempt.parse(attempt).is_abandoned(run_id)]
     try:
         names = check_files(storage, name, read_manifest(storage, name))
-    except CheckpointNotFound:
+    except (CheckpointNotFound, CheckpointCorrupt) as error:
+        if writing:
+            what = f"is being written by another job ({writing[0]})"
+            raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
+        there = {entry.name for entry in entries}
+        if not overwrite and PIN_NAME in there and WITHDRAWN_NAME not in there and there != {PIN_NAME}:
+            what = f"is pinned, and damaged ({error}); pass overwrite=True to replace it"
+            raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
+        if isinstance(error, CheckpointCorrupt):
+            return True
         foreign = [entry.name for entry in entries if entry.is_folder or not is_ours(entry.name)]
         if foreign:
             raise CheckpointExists(
                 f"{where} holds {foreign[0]!r}, which no checkpoint of ours has; move the folder away or use another root",
                 path=where, step=step) from None  # fmt: skip
         return bool(entries) or storage.atomic_rename
-    except CheckpointCorrupt:
-        return True
     except UnsupportedVersion as error:
         raise CheckpointExists(f"{where} is in the way: {error}", path=where, step=step) from None
     if not overwrite:
@@ -240,6 +265,19 @@ def check_place(storage: Storage, name: str, step: int | None, overwrite: bool) 
     if PIN_NAME in names:
         raise CheckpointExists(f"{where} is pinned; unpin it before it is replaced", path=where, step=step)
     return True
+
+
+def check_alone(storage: Storage, attempt: str, folder: str, files: Mapping[str, FileRecord], step: int | None) -> None:
+    """Where attempts are built in place: that of our kind, just the mark and `files` of this attempt are in the folder.
+
+    Raises CheckpointExists when another job has come between.
+    """
+    expected = {mark_name(attempt): 0} | {name: record.size for name, record in files.items()}
+    found = {e.name: e.size for e in entries_in(storage, folder) if is_ours(e.name) and not e.is_folder}
+    if found != expected:
+        other = next(name for name in sorted(found | expected) if found.get(name) != expected.get(name))
+        where = storage.at(folder)
+        raise CheckpointExists(f"another job saves at {where} (see {other})", path=where, step=step)
 
 
 def publish(
@@ -258,21 +296,23 @@ def publish(
     With atomic rename: manifest into the attempt, then the attempt takes the name; what had it is put aside first and
     removed after, so at every instant the old or the new one counts. Elsewhere the manifest's put is the commit.
     """
+    if not storage.atomic_rename:
+        check_alone(storage, attempt, folder, manifest.files, manifest.step)
     storage.write(join(folder, MANIFEST_NAME), manifest.encode())
     if not storage.atomic_rename:
         try:
-            unmark_attempt(storage, folder)
+            unmark_attempts(storage, folder)
         except StorageError as error:
             tell(f"{storage.at(folder)}: the mark of the attempt was left: {error}")
         return
     storage.sync_folder(folder)
     aside = f"{name}.replaced-{attempt}"
-    gives_way = check_place(storage, name, manifest.step, overwrite)
+    gives_way = check_place(storage, name, manifest.step, manifest.run_id, overwrite)
     if gives_way:
         storage.rename(name, aside)
     moved = False
     try:
-        storage.rename(folder, name)
+        _rename_once(storage, attempt, folder, name)
         moved = True
         storage.sync_folder("")
     except StorageError as error:
@@ -293,9 +333,41 @@ def publish(
             tell(f"{storage.at(aside)}, which was replaced, could not be removed: {error}")
 
 
-def discard(storage: Storage, folder: str, tell: Callable[[str], None]) -> None:
+def _rename_once(storage: Storage, attempt: str, folder: str, name: str) -> None:
+    """Rename, and believe what lies there more than the answer: a network filesystem that sends a request again because
+    the first answer was lost says ENOENT, EEXIST or ESTALE of a rename that it has done."""
+    try:
+        storage.rename(folder, name)
+    except StorageError:
+        try:
+            done = _committed_by(storage, name) == attempt
+        except StorageError:
+            done = False
+        if not done:
+            raise
+
+
+def _committed_by(storage: Storage, folder: str) -> str | None:
+    """The attempt whose manifest is in a folder; None when none verifies."""
+    try:
+        return read_manifest(storage, folder).attempt_id
+    except (CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion):
+        return None
+
+
+def discard(
+    storage: Storage, attempt: str, folder: str, tell: Callable[[str], None], *, others_write: bool = False
+) -> None:
     """Remove what a failed attempt wrote. Never raises: the failure is what counts, and leftovers are swept later."""
     try:
-        remove_attempt(storage, folder)
+        # Where attempts are built in place, what is there may be another job's by now: its attempt, or its checkpoint.
+        if storage.atomic_rename or (
+            attempts_among(entries_in(storage, folder)) == [attempt]
+            and _committed_by(storage, folder) in (None, attempt)
+        ):
+            remove_attempt(storage, folder, keep_marks=others_write)
+        else:
+            storage.remove(join(folder, mark_name(attempt)))
+            remove_if_empty(storage, folder)
     except StorageError as error:
         tell(f"{storage.at(folder)}: leftovers of a failed save could not be removed: {error}")

@@ -9,7 +9,8 @@ import shutil
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ class LocalStorage(Storage):
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}" if path else str(self.root)
 
+    @contextmanager
+    def _inside(self, path: str) -> Iterator[tuple[int | None, str]]:
+        """(folder, name) to reach a path with, such that a folder that has just become a link is not followed."""
+        above, _, name = path.rpartition("/")
+        if not above:
+            yield None, self._full(path)
+            return
+        folder = os.open(self._full(above), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            yield folder, name
+        finally:
+            os.close(folder)
+
     def create(self, path: str, size: int) -> FileWriter:
         with translated(self, path, "creating the file"):
             # Mode 0666 less the umask, as any ordinary program creates files.
@@ -51,8 +65,8 @@ class LocalStorage(Storage):
         # Not through links, which could lead out of the checkpoint; and without waiting for the other end of a pipe.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            with translated(self, path, "opening the file"):
-                fd = os.open(self._full(path), flags)
+            with translated(self, path, "opening the file"), self._inside(path) as (folder, name):
+                fd = os.open(name, flags, dir_fd=folder)
         except StorageError as error:
             if error.errno == errno.ELOOP:
                 raise UnsafePath(
@@ -85,30 +99,28 @@ class LocalStorage(Storage):
 
     def make_folder(self, path: str) -> None:
         with translated(self, path, "creating the folder"):
+            # Names below the root are synced by those who need them; nobody else can see to the root itself.
+            new = [] if self.root.exists() else [f for f in (self.root, *self.root.parents) if not f.exists()]
             os.makedirs(self._full(path), exist_ok=True)
+            for folder in new:
+                _sync_folder(folder.parent)
 
     def sync_folder(self, path: str) -> None:
         with translated(self, path, "syncing the folder"):
-            fd = os.open(self._full(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            except OSError as error:
-                # Some network filesystems have no fsync for folders; their renames are durable on their own.
-                if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
-                    raise
-            finally:
-                os.close(fd)
+            _sync_folder(self._full(path))
 
     def rename(self, source: str, target: str) -> None:
         with translated(self, target, f"renaming {source}"):
             if os.path.isdir(self._full(source)) and os.path.isdir(self._full(target)):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))  # POSIX replaces an empty folder
-            os.rename(self._full(source), self._full(target))
+            with self._inside(source) as (old, name), self._inside(target) as (new, new_name):
+                os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
 
     def remove(self, path: str) -> None:
         with translated(self, path, "removing the file"):
             try:
-                os.unlink(self._full(path))
+                with self._inside(path) as (folder, name):
+                    os.unlink(name, dir_fd=folder)
             except FileNotFoundError:
                 pass
 
@@ -204,6 +216,18 @@ class _Reader(FileReader):
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
+
+
+def _sync_folder(path: str | Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network filesystems have no fsync for folders; their renames are durable on their own.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
 
 
 def _transfer(

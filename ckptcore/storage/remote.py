@@ -41,7 +41,9 @@ class FsspecStorage(Storage):
             if self.fs.exists(full):
                 raise FileExistsError(errno.EEXIST, "it exists")
             # Not committed on close: leaving an open file on an exception would publish what was written so far.
-            return _Writer(self, path, self.fs.open(full, "wb", autocommit=False))
+            handle = self.fs.open(full, "wb", autocommit=False)
+            _forget(getattr(handle, "fs", self.fs), handle)
+            return _Writer(self, path, handle)
 
     def open(self, path: str) -> FileReader:
         with _translated(self, path, "opening the object"):
@@ -140,6 +142,18 @@ class _Reader(FileReader):
 
     def close(self) -> None:
         pass
+
+
+def _forget(fs: Any, handle: Any) -> None:
+    """fsspec notes a file that is not committed on close for the end of a transaction. Ours end none, so that every file
+    ever written, and in memory:// its bytes, would be held for as long as the process lives."""
+    while True:
+        try:
+            fs.transaction.files.remove(handle)
+        except ValueError:  # it is not there (any more)
+            return
+        except IndexError:  # another thread has noted or forgotten a file meanwhile
+            pass
 
 
 @contextmanager
