@@ -3,7 +3,7 @@
     CheckpointManager(root, on_event=print)
     CheckpointManager(root, on_event=TensorBoardEvents("runs/a/tensorboard"))
 
-"queued" and "staged" come from the thread that calls `save_async`, the others from the one that writes, at the time when
+"queued" and "skipped" come from the thread that calls `save_async`, the others from the one that writes, at the time when
 it happens: "committed" means that the checkpoint exists. A watcher that raises is warned of and otherwise ignored.
 """
 

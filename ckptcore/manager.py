@@ -8,18 +8,12 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal
 
 from .choice import best_of, candidates, find, newest_that_loads
-from .coordinator import CheckpointCoordinator, default_io_threads
-from .errors import (
-    AsyncSaveError,
-    CheckpointNotFound,
-    CheckpointWarning,
-    InvalidState,
-    NoUsableCheckpoint,
-    RanksDisagree,
-)
+from .coordinator import CheckpointCoordinator, default_io_threads, meet
+from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, InvalidState, NoUsableCheckpoint
 from .events import OnEvent, SaveEvent
 from .loading.apply import LoadReport
 from .loading.view import CheckpointView, Problem
@@ -176,6 +170,7 @@ class CheckpointManager:
         written is raised here (CheckpointExists, UnsupportedValue, InvalidState), and so is the failure of the save
         before (AsyncSaveError); see SaveHandle for the rest.
         """
+        self._saves.check_process()
         if self.when_busy == "wait":
             self._saves.settle()
         saving, skip = self._saving(
@@ -217,10 +212,10 @@ class CheckpointManager:
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         how["broadcast"] = self.load_broadcast
         elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best")
-        coordinator, name = self._call(
+        coordinator, (name, how["step"]) = self._call(
             state,
             lambda: f"load of {step}",
-            lambda _: "" if elsewhere else self._find(step).name,  # type: ignore[arg-type]
+            lambda _: ["", None] if elsewhere else [(info := self._find(step)).name, info.step],  # type: ignore[arg-type]
         )
         if elsewhere:
             return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
@@ -326,15 +321,24 @@ class CheckpointManager:
             requests.append(
                 SaveRequest(number, self.run_id, measured, dict(metadata or {}), training_args_hash, replaces)
             )
-            self._saves.raise_failure()
+            if not self._saves.failed:
+                self._saves.raise_failure()  # its warnings
             return f"save of step {number}"
 
-        def busy_at_all(busy: Sequence[bool]) -> bool:
-            if any(busy) and when_busy == "raise":
+        def judge(calls: Sequence[Sequence[Any]]) -> str:
+            if any(failed for _, _, failed in calls):
+                return "failed"
+            if not any(busy for _, busy, _ in calls):
+                return "go"
+            if when_busy == "raise":
                 raise AsyncSaveError(f"a save is still being written; step {step} is not saved", step=step)
-            return any(busy)
+            return "skip"
 
-        coordinator, skip = self._call(state, request, busy_at_all)
+        coordinator, verdict = self._call(state, request, judge)
+        if verdict == "failed":  # told on all ranks at once, also where its end is still to come
+            self._saves.settle()
+            self.comm.together("failure", self._saves.raise_failure, lambda _: None)
+        skip = verdict == "skip"
         return coordinator.saving(self.storage, checkpoint_name(requests[0].step), requests[0]), skip
 
     def _after_commit(self, saving: Saving, info: CheckpointInfo) -> None:
@@ -349,38 +353,17 @@ class CheckpointManager:
         self._saves.tell(SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=info.size_bytes or 0))
 
     def _call(
-        self, state: Any, what: Callable[[], str], decide: Callable[[Sequence[bool]], Any]
+        self, state: Any, what: Callable[[], str], decide: Callable[[Sequence[Sequence[Any]]], Any]
     ) -> tuple[CheckpointCoordinator, Any]:
         """Meet the other ranks, which must make the same call; rank 0 decides what they need to know first, told on
         which of them a save is in the background.
 
         A state or an argument that one rank cannot make sense of fails here, on all ranks.
         """
-        made: list[CheckpointCoordinator] = []
-
-        def local() -> Sequence[Any]:
-            made.append(
-                CheckpointCoordinator(
-                    state,
-                    self.process_groups,
-                    comm=self.comm,
-                    io_threads=self.io_threads,
-                    writers=self.writers,
-                    workers=self._saves.workers,
-                )
-            )
-            return [what(), self._saves.busy]
-
-        def agree(calls: Sequence[Sequence[Any]]) -> Any:
-            wrong = [rank for rank, call in enumerate(calls) if call[0] != calls[0][0]]
-            if wrong:
-                raise RanksDisagree(
-                    f"rank 0 calls for a {calls[0][0]}, rank {wrong[0]} for a {calls[wrong[0]][0]}", ranks=wrong
-                )
-            return decide([busy for _, busy in calls])
-
-        decided = self.comm.together("checkpoint", local, agree, joining=True)
-        return made[0], decided
+        make = partial(
+            CheckpointCoordinator, state, self.process_groups, comm=self.comm, io_threads=self.io_threads,
+            writers=self.writers, workers=self._saves.workers)  # fmt: skip
+        return meet(self.comm, make, lambda: (what(), self._saves.busy, self._saves.failed), decide)
 
     def _find(self, step: int | str) -> CheckpointInfo:
         if step != "best":

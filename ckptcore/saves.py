@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from .coordinator import warn_all
-from .errors import AsyncSaveError, CheckpointWarning, InvalidState
+from .errors import AsyncSaveError, CheckpointWarning, InvalidState, RankFailed
 from .events import OnEvent, SaveEvent
 from .ranks.communicator import Communicator
 from .root import CheckpointInfo
-from .saving.background import Background, SaveHandle
+from .saving.background import Background, SaveHandle, at_exit
 from .saving.flow import Saving
 from .saving.staging import HostPool, Staging
 from .saving.workers import Workers
@@ -22,6 +23,8 @@ from .saving.workers import Workers
 __all__ = ["Saves"]
 
 log = logging.getLogger("ckptcore")
+
+JOIN_SECONDS = 5.0
 
 
 class Saves:
@@ -54,10 +57,19 @@ class Saves:
     def busy(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
-    def settle(self) -> None:
-        """Wait for the save in the background; its failure is for `raise_failure`. Raises InvalidState in a fork."""
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed and nobody was told."""
+        return self._pending is not None and self._pending.untold
+
+    def check_process(self) -> None:
+        """Raises InvalidState in a forked child: it has none of the threads."""
         if self._pid != os.getpid():
             raise InvalidState("this CheckpointManager was made in the parent process; make one here, or save there")
+
+    def settle(self) -> None:
+        """Wait for the save in the background; its failure is for `raise_failure`. Raises InvalidState in a fork."""
+        self.check_process()
         if self._pending is not None:
             if self.busy:
                 self.comm.stay()
@@ -97,12 +109,19 @@ class Saves:
         """Capture and stage now, and leave the rest to the background."""
         started = time.perf_counter()
         branch = self._prepared()
-        saving.begin()
-        handle = SaveHandle(saving.request.step, saving, self.on_error, self.drain_timeout)
-        self.emit("queued", saving, started)
-        saving.stage(self._pool)
-        self._pending = handle
-        self._background.submit(lambda: self._finish(handle, saving, started, branch))
+        with _no_garbage_collection():
+            saving.begin()
+            handle = SaveHandle(saving.request.step, saving, self.on_error, self.drain_timeout)
+            try:
+                self.emit("queued", saving, started)
+                saving.stage(self._pool)
+            except BaseException as error:  # Ctrl-C: the save fails on all ranks, and the caller is told by this
+                saving.failed = RankFailed(f"{type(error).__name__} while the state was copied")
+                handle.give_up()
+                raise
+            finally:
+                self._pending = handle
+                self._background.submit(handle, lambda: self._finish(saving, started, branch))
         return handle
 
     def rehearse(self, saving: Saving) -> None:
@@ -124,12 +143,15 @@ class Saves:
                 raise AsyncSaveError(what, step=pending.step)
             self.raise_failure()
         finally:
-            self._background.close()
-            self.workers.close()
-            if pending is None or pending.done():
+            ended = pending is None or pending.done()
+            self._background.close(JOIN_SECONDS if ended else 0.0)
+            self.workers.close(JOIN_SECONDS if ended else 0.0)
+            if ended:
                 self._pool.release()
             if self._branch is not None and self._branch is not self.comm:
                 self._branch.close()
+            if self._branch is not None:
+                at_exit.discard(self._branch)
 
     def emit(
         self,
@@ -155,10 +177,14 @@ class Saves:
         """Threads and connections, made before they are needed: at the end of a program none can be."""
         self.workers.start()
         self._background.start()
-        self._branch = self._branch or self.comm.branch("save")
+        if self._branch is None:
+            self._branch = self.comm.branch("save")
+            at_exit.add(self._branch)
         return self._branch
 
-    def _finish(self, handle: SaveHandle, saving: Saving, started: float, branch: Communicator) -> None:
+    def _finish(
+        self, saving: Saving, started: float, branch: Communicator
+    ) -> tuple[CheckpointInfo | None, BaseException | None]:
         """In the background: what is left of a save when its state is captured."""
         info: CheckpointInfo | None = None
         failed: BaseException | None = None
@@ -169,12 +195,29 @@ class Saves:
             info = saving.finish(branch)
         except BaseException as error:
             failed = error
-            self.failed_steps.append(handle.step)
-        self._ended(saving, started, info, failed)
-        if info is not None:
-            self.after(saving, info)
-        handle.end(info, failed)
+            self.failed_steps.append(saving.request.step)
+        try:
+            self._ended(saving, started, info, failed)
+            if info is not None:
+                self.after(saving, info)
+        except BaseException as error:  # the outcome is what it is all the same
+            outcome = "failed" if info is None else "is committed"
+            saving.told.append(f"{saving.name} {outcome}, and what comes after that went wrong: {error!r}")
+        return info, failed
 
     def _ended(self, saving: Saving, started: float, info: CheckpointInfo | None, error: BaseException | None) -> None:
         nbytes = 0 if info is None else info.size_bytes or 0
         self.emit("failed" if info is None else "committed", saving, started, nbytes, error)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Many small objects are made and go again while state is captured: in a large program enough to start a collection
+    of everything, a tenth of a second or more in the middle of a step."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -7,8 +7,11 @@ one rank raises, all ranks raise; a rank that dies, stops or never comes is name
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -112,10 +115,12 @@ class BoardCommunicator(Communicator):
         self._stop = threading.Event()
         self._silent = False
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._heart = threading.Thread(
             target=self._beat, args=(board.second(),), name="ckptcore-heartbeat", daemon=True
         )
         self._heart.start()
+        _beating.add(self)
 
     def _beat(self, board: Board) -> None:
         count = 0
@@ -133,6 +138,8 @@ class BoardCommunicator(Communicator):
             board.close()
 
     def close(self) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child has none of the threads, and the connections are its parent's
         for branch in self._branches:
             branch.close()
         if self._stop.is_set():
@@ -299,6 +306,19 @@ class BoardCommunicator(Communicator):
             self._lost.update(lost, left)
             what = f"the heartbeat of {_rank_names(lost)} stopped {self.liveness_timeout:g} s ago: dead, stopped or cut off"
             raise RankLost(f"{topic}: {what if lost else _rank_names(left) + ' left the job'}", ranks=lost or left)
+
+
+_beating: weakref.WeakSet[BoardCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """At the end of a program that has not closed them: a heart that beats into the end of the interpreter can crash it."""
+    hearts = list(_beating)
+    for comm in hearts:
+        comm._stop.set()
+    for comm in hearts:
+        comm._heart.join(1.0)
 
 
 def _rank_names(ranks: list[int]) -> str:

@@ -7,11 +7,13 @@ import os
 import queue
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import AsyncSaveError, CheckpointWarning
+from ..ranks.communicator import Communicator
 from ..root import CheckpointInfo
 from .flow import Saving
 
@@ -90,6 +92,11 @@ class SaveHandle:
                 raise self.failure()
             warnings.warn(str(self.failure()), CheckpointWarning, stacklevel=5)
 
+    @property
+    def untold(self) -> bool:
+        """Whether it has failed and nobody was told."""
+        return self._ended.is_set() and self.error is not None and self in _untold
+
     def give_up(self) -> None:
         """Nothing more is to be said of it at the end of the program."""
         _untold.discard(self)
@@ -103,10 +110,8 @@ class SaveHandle:
 
     def end(self, info: CheckpointInfo | None, error: BaseException | None) -> None:
         """For the thread that finishes it."""
-        saving = self._saving
-        if saving is not None:
-            self._written = saving.progress.written, saving.progress.total
-        self._info, self.error, self._saving = info, error, None  # lets go of the staged copy
+        self._written = self.progress
+        self._info, self.error, self._saving = info, error, None  # lets go of the state, here and not on the way out
         if error is None:
             self.give_up()
         self._ended.set()
@@ -119,6 +124,8 @@ class SaveHandle:
 
 # Saves of this process that have not ended, or have failed and nobody was told.
 _untold: set[SaveHandle] = set()
+# Conversations of saves that nobody has closed.
+at_exit: set[Communicator] = set()
 
 
 @atexit.register
@@ -128,15 +135,19 @@ def _drain() -> None:
     An exit code can only be changed by leaving at once, so this comes after everything that registered later.
     """
     failed = False
-    for handle in [h for h in _untold if h._pid == os.getpid()]:
+    stuck = False
+    for handle in [h for h in list(_untold) if h._pid == os.getpid()]:
         if handle.wait(handle.drain_timeout):
             error: Exception | None = handle.failure() if handle.error is not None else None
         else:
+            stuck = True
             error = TimeoutError(f"the save of step {handle.step} has not ended after {handle.drain_timeout:g} s")
         if error is not None:
             print(f"ckptcore: {error}", file=sys.stderr)
             failed |= handle.on_error == "raise"
     _untold.clear()
+    for branch in () if stuck else at_exit:
+        branch.close()  # rank 0 stays until the others have read that the save is committed
     # After an exception that nobody caught the exit code is not 0, and that exception remains the last word.
     if failed and getattr(sys, "last_value", None) is None:
         sys.stdout.flush()
@@ -144,33 +155,53 @@ def _drain() -> None:
         os._exit(1)
 
 
+Outcome = tuple[CheckpointInfo | None, BaseException | None]
+Task = tuple[SaveHandle, Callable[[], Outcome]]
+
+
 class Background:
     """One daemon thread, from `start` or the first save on, that finishes one save after another."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._started = False
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if not self._started:
-            self._started = True
-            threading.Thread(target=_work, args=(self._jobs,), name="ckptcore-save", daemon=True).start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._tasks,), name="ckptcore-save", daemon=True)
+            self._thread.start()
 
-    def submit(self, job: Callable[[], Any]) -> None:
+    def submit(self, handle: SaveHandle, work: Callable[[], Outcome]) -> None:
+        """Do `work`, which raises nothing, and end `handle` with what comes of it."""
         self.start()
-        self._jobs.put(job)
+        self._tasks.put((handle, work))
 
-    def close(self) -> None:
-        """Let the thread end when it is done."""
-        if self._started:
-            self._jobs.put(None)
-            self._started = False
+    def close(self, timeout: float = 0.0) -> None:
+        """Let the thread end when it is done, and wait for that for `timeout` seconds at most."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._tasks.put(None)
+            if timeout:
+                thread.join(timeout)
 
     def __del__(self) -> None:
         self.close()
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        job = None
+def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        handle, work = task
+        info, error = work()
+        # What the save held goes before anybody hears of its end: a program that ends then must not find this thread
+        # giving memory back.
+        task = work = None  # type: ignore[assignment]
+        _forget_locals(error)
+        handle.end(info, error)
+        del handle, info, error
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of the state that the frames of an error hold."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

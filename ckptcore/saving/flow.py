@@ -20,17 +20,17 @@ from typing import Any, Literal
 import torch
 
 from ..attempts import Attempt
-from ..errors import InvalidState, NoSpace, StorageError
+from ..errors import CheckpointExists, InvalidState, NoSpace, RankLost, StorageError
 from ..format.manifest import CheckpointManifest, Copy
 from ..ranks.communicator import Communicator
 from ..ranks.replication import validate
 from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
-from ..root import CheckpointInfo, mark_attempt, remove_attempt, remove_checkpoint_folder, scan
+from ..root import CheckpointInfo, mark_attempt, remove_checkpoint_folder, scan
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
 from ..state.streams import settle
 from ..state.tree import Captured, capture
 from ..storage.base import Storage
-from .commit import Receipt, Share, check_place, discard, files_and_components, publish, write_share
+from .commit import Receipt, Share, check_alone, check_place, discard, files_and_components, publish, write_share
 from .join import JoinedSave, SaveRequest, join_save
 from .plan import TensorSpec, plan_component
 from .staging import HostPool, StagedCopy, bytes_needed, stage
@@ -97,17 +97,22 @@ class Saving:
         try:
             self.plan()
             with self._phase("stage"):
-                full = {c.key for c in self.components if c.validated is ValidationLevel.FULL}
+                compared = [c for c in self.components if self._compared(c)]
                 self.staged = stage(
-                    pool, self.comm.rank, self.components, self.captured, self.shares, full, self.workers
+                    pool, self.comm.rank, compared, self.captured, self.shares, self._whole(), self.workers
                 )
         except Exception as error:
             self.failed = error
 
+    def _whole(self) -> set[str]:
+        """Components of which this rank keeps everything: they may have to be compared item by item."""
+        return {c.key for c in self.components if self._compared(c) and c.validated is ValidationLevel.FULL}
+
     def rehearse(self, pool: HostPool) -> None:
         """Have the pool ready for what `stage` will put there."""
         on_devices = any(device.type == "cuda" for device in self._devices())
-        pool.reserve(bytes_needed(self.comm.rank, self.shares), pinned=on_devices, workers=self.workers)
+        nbytes = bytes_needed(self.comm.rank, self.captured, self.shares, self._whole())
+        pool.reserve(nbytes, pinned=on_devices, workers=self.workers)
 
     def finish(self, comm: Communicator) -> CheckpointInfo:
         """Compare the replicas, write, commit. What one rank raises, all raise, and nothing of it stays."""
@@ -146,15 +151,17 @@ class Saving:
             comm.together("plan", self._planned_files, make_way)
             try:
                 encoded = comm.together("write", write, commit)
-            except BaseException:
-                if comm.rank == 0 and not published:  # the others have finished writing, or are lost
-                    discard(self.storage, folder, self.told.append)
+            except BaseException as error:
+                if comm.rank == 0 and not published:
+                    # When a rank is lost, or this one is on its way out, the others were not waited for.
+                    early = isinstance(error, RankLost) or not isinstance(error, Exception)
+                    discard(self.storage, self.joined.attempt, folder, self.told.append, others_write=early)
                 raise
         manifest = CheckpointManifest.decode(encoded, self.storage.at(self.name))
         return CheckpointInfo(self.name, self.storage.at(self.name), "committed", manifest.step, None, manifest)
 
     def _number(self) -> tuple[str, int]:
-        check_place(self.storage, self.name, self.request.step, self.request.overwrite)
+        self._check_place()
         last = max((info.sequence or 0 for info in scan(self.storage)), default=0)
         return str(Attempt.new(self.request.run_id)), last + 1
 
@@ -207,18 +214,23 @@ class Saving:
         return [plan.name for share in self.shares for plan in share.files if plan.writer == self.comm.rank]
 
     def _make_way(self, folder: str) -> None:
-        storage = self.storage
-        if not storage.atomic_rename and check_place(storage, self.name, self.request.step, self.request.overwrite):
+        storage, attempt = self.storage, self.joined.attempt
+        if not storage.atomic_rename and self._check_place():
             # Files go to their final keys here, so the old manifest has to be withdrawn first.
-            remove_checkpoint_folder(storage, self.name)
-            remove_attempt(storage, self.name)
+            remove_checkpoint_folder(storage, folder)
         try:
-            storage.make_folder(folder)
-            if not storage.atomic_rename:
-                mark_attempt(storage, folder, self.joined.attempt)
-        except StorageError:
-            discard(storage, folder, self.told.append)
+            if storage.atomic_rename:
+                storage.make_folder(folder)
+            else:
+                mark_attempt(storage, folder, attempt)
+                check_alone(storage, attempt, folder, {}, self.request.step)
+        except (StorageError, CheckpointExists):
+            discard(storage, attempt, folder, self.told.append)
             raise
+
+    def _check_place(self) -> bool:
+        request = self.request
+        return check_place(self.storage, self.name, request.step, request.run_id, request.overwrite)
 
     def _manifest(self, receipts: Sequence[Receipt]) -> CheckpointManifest:
         request, joined = self.request, self.joined

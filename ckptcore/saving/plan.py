@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import InvalidState
 from ..format.digest import content_digest
@@ -59,7 +60,21 @@ def plan_component(
     the least so far. A tensor stays in one file; a file stays below `max_file_bytes` unless one tensor is larger, and
     its header below `header_limit`. Raises InvalidState when a name alone is too long for a header.
     """
-    shares = _shares(tensors, writers)
+    return list(_planned(key, tuple(tensors), tuple(writers), label, MIN_SHARE_BYTES, max_file_bytes, header_limit))
+
+
+@lru_cache(maxsize=64)
+def _planned(
+    key: str,
+    tensors: tuple[TensorSpec, ...],
+    writers: tuple[int, ...],
+    label: str,
+    min_share: int,
+    max_file_bytes: int,
+    header_limit: int,
+) -> tuple[FilePlan, ...]:
+    """Kept from save to save: names, dtypes and shapes seldom change."""
+    shares = _shares(tensors, writers, min_share)
     parts: list[tuple[int, list[TensorSpec]]] = []
     for writer in writers:
         parts += [(writer, part) for part in _split(key, shares[writer], max_file_bytes, header_limit)]
@@ -70,7 +85,7 @@ def plan_component(
         numbers = {t.stored_name: t.number for t in part}
         places = tuple((numbers[place.name], place) for place in placed)
         files.append(FilePlan(f"{file_stem(key)}{label}{count}.safetensors", key, writer, header, places))
-    return files
+    return tuple(files)
 
 
 def file_stem(key: str) -> str:
@@ -91,9 +106,9 @@ def hugging_face_index(files: Sequence[FilePlan]) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _shares(tensors: Sequence[TensorSpec], writers: Sequence[int]) -> dict[int, list[TensorSpec]]:
+def _shares(tensors: Sequence[TensorSpec], writers: Sequence[int], min_share: int) -> dict[int, list[TensorSpec]]:
     total = sum(t.nbytes for t in tensors)
-    used = writers[: max(1, min(len(writers), total // MIN_SHARE_BYTES))]
+    used = writers[: max(1, min(len(writers), total // min_share))]
     loads = dict.fromkeys(used, 0)
     chosen: dict[int, int] = {}
     for tensor in sorted(tensors, key=lambda t: (-t.nbytes, t.number)):

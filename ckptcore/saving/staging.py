@@ -7,7 +7,7 @@ their own; devices.py says what keeps them from being changed meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
@@ -16,7 +16,7 @@ import torch
 
 from ..ranks.replication import compared_digest, take_fingerprints
 from ..state.component import StateComponent
-from ..state.layout import words
+from ..state.layout import LocalPart, words
 from ..state.tree import Captured, CapturedTensor
 from .commit import Share
 from .devices import DeviceCopy, Staging, pin, start_copies, unpin, watch_optimizers
@@ -42,7 +42,7 @@ class HostPool:
     def reserve(self, nbytes: int, *, pinned: bool, workers: Workers) -> torch.Tensor:
         """At least `nbytes` of touched memory. What was there before is given back first."""
         if self.block.numel() < nbytes or (nbytes and pinned and not self.pinned):
-            size = max(nbytes, self.block.numel())
+            size = _aligned(max(nbytes, self.block.numel()))
             self.release()
             self.block = torch.empty(size, dtype=torch.uint8)
             _touch(self.block, workers)
@@ -76,9 +76,9 @@ class StagedCopy:
         return all(copy.complete() for copy in self.devices)
 
 
-def bytes_needed(rank: int, shares: Iterable[Share]) -> int:
+def bytes_needed(rank: int, captured: Mapping[str, Captured], shares: Iterable[Share], whole: set[str]) -> int:
     """Bytes of the pool that a save takes."""
-    return sum(_aligned(t.nbytes) for t in _written(rank, shares).values())
+    return sum(_aligned(t.nbytes) for t in _kept(rank, captured, shares, whole).values())
 
 
 def stage(
@@ -95,30 +95,43 @@ def stage(
     compared: components whose replicas are compared later. Of what this rank does not write only the digest is kept
     that they are compared by; but everything of those in `whole`, which may have to be compared item by item.
     """
-    wanted = _written(rank, shares)
-    wanted |= {id(t): t for key in whole & captured.keys() for t in captured[key].tensors if t.alias_of is None}
+    wanted = _kept(rank, captured, shares, whole)
     _keep_digests(compared, captured, wanted)
     tensors = list(wanted.values())
     on_devices = any(t.tensor.device.type == "cuda" for t in tensors)
     size = sum(_aligned(t.nbytes) for t in tensors)
     block = pool.reserve(size, pinned=on_devices, workers=workers)
-    places: list[tuple[torch.Tensor, torch.Tensor]] = []
+    host: list[tuple[torch.Tensor, torch.Tensor]] = []
+    away: list[tuple[torch.Tensor, torch.Tensor]] = []
+    blocks: dict[torch.dtype, torch.Tensor] = {}
     at = 0
     for t in tensors:
-        source = t.tensor.detach()
-        place = block[at : at + t.nbytes].view(source.dtype).view(source.shape)
-        places.append((words(place), words(source)))
-        t.part, t.live = replace(t.part, tensor=place), None
-        at += _aligned(t.nbytes)
+        tensor = t.tensor
+        source, nbytes = words(tensor), tensor.nbytes
+        if source.dtype not in blocks:
+            blocks[source.dtype] = block.view(source.dtype)
+        first, count = at // source.element_size(), source.numel()
+        place = blocks[source.dtype][first : first + count].view(source.shape)
+        (host if tensor.device.type == "cpu" else away).append((place, source))
+        # Words are as good as items, but where they have a dimension more.
+        mine = place if source.shape == tensor.shape else place.view(tensor.dtype).view(tensor.shape)
+        t.part, t.live = LocalPart(mine, t.part.shape, t.part.box, t.part.layout), None
+        at += _aligned(nbytes)
     for state in captured.values():
         _settle(state, wanted)
-    host = [pair for pair in places if pair[1].device.type == "cpu"]
-    away = [pair for pair in places if pair[1].device.type != "cpu"]
     copies = start_copies(away, pool.staging)
     _copy_on_host(host, workers)
     for copy in copies:
         copy.returnable()
     return StagedCopy(size, copies)
+
+
+def _kept(
+    rank: int, captured: Mapping[str, Captured], shares: Iterable[Share], whole: set[str]
+) -> dict[int, CapturedTensor]:
+    """By identity, what is copied: what this rank writes, and all of the components in `whole`."""
+    kept = _written(rank, shares)
+    return kept | {id(t): t for key in whole & captured.keys() for t in captured[key].tensors if t.alias_of is None}
 
 
 def _written(rank: int, shares: Iterable[Share]) -> dict[int, CapturedTensor]:
@@ -156,7 +169,7 @@ def _settle(state: Captured, wanted: Mapping[int, CapturedTensor]) -> None:
             tensor = target.tensor
         else:
             tensor = torch.empty(t.shape, dtype=t.tensor.dtype, device="meta")
-        t.part = replace(t.part, tensor=tensor)
+        t.part = LocalPart(tensor, t.part.shape, t.part.box, t.part.layout)
 
 
 def _aligned(nbytes: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,16 +22,19 @@ class Workers:
         self._jobs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started_in: int | None = None
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start the threads now: at the exit of the interpreter none can be started any more."""
         with self._lock:
             if self._started_in != os.getpid():  # threads do not come along into a forked child
                 self._started_in, self._jobs = os.getpid(), queue.SimpleQueue()
-                for number in range(self.count):
-                    threading.Thread(
-                        target=_work, args=(self._jobs,), name=f"{self.name}-{number}", daemon=True
-                    ).start()
+                self._threads = [
+                    threading.Thread(target=_work, args=(self._jobs,), name=f"{self.name}-{number}", daemon=True)
+                    for number in range(self.count)
+                ]
+                for thread in self._threads:
+                    thread.start()
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Do all of `jobs`, in this order as far as several threads keep one. On return none of them runs any more.
@@ -47,12 +51,15 @@ class Workers:
             self._jobs.put(run)
         run.wait()
 
-    def close(self) -> None:
-        """Let the threads end when they are done."""
+    def close(self, timeout: float = 0.0) -> None:
+        """Let the threads end when they are done, and wait for that for `timeout` seconds at most."""
         if self._started_in == os.getpid():
             self._started_in = None
             for _ in range(self.count):
                 self._jobs.put(None)
+            deadline = time.monotonic() + timeout
+            for thread in self._threads if timeout else ():
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def __del__(self) -> None:
         self.close()
@@ -76,6 +83,8 @@ class _Run:
                 with self.changed:
                     self.error = self.error or error
                     self.exhausted = True
+            # Before anybody hears of it: when the program ends then, memory must not be given back on this thread.
+            job = None
             with self.changed:
                 self.working -= 1
                 self.changed.notify_all()

@@ -1,0 +1,119 @@
+"""The pool of host memory: allocated and touched once, for all saves of a run."""
+
+import pytest
+import torch
+
+from ckptcore import CheckpointManager, SharingPattern, StateComponent, ValidationLevel, open_storage
+from ckptcore.testing import FaultStorage
+from ckptcore.testing.ranks import run_ranks
+
+PATTERNS = SharingPattern
+MIB = 1 << 20
+
+
+def state(mark, items=50_000):
+    return {"m": {f"w{n}": torch.full((items + n,), float(mark)) for n in range(3)}, "o": {"step": torch.tensor(mark)}}
+
+
+def block(ckpt):
+    pool = ckpt._saves._pool.block
+    return pool.data_ptr(), pool.numel()
+
+
+def resident(address, nbytes):
+    """Bytes of a block that have a page behind them."""
+    total = 0
+    with open("/proc/self/smaps") as maps:
+        inside = False
+        for line in maps:
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                start, stop = (int(part, 16) for part in head.split("-"))
+                inside = start < address + nbytes and stop > address
+            elif inside and head == "Rss:":
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_prewarm_allocates_and_touches_once(tmp_path):
+    faults = FaultStorage(open_storage(tmp_path))
+    with CheckpointManager(faults) as ckpt:
+        assert block(ckpt)[1] == 0
+        ckpt.prewarm(state(0, 4 * MIB))
+        warm = block(ckpt)
+        nbytes = sum(t.nbytes for part in state(0, 4 * MIB).values() for t in part.values())
+        assert nbytes <= warm[1] < nbytes + 4 * 64
+        assert resident(*warm) >= nbytes  # every page is there, before a byte was copied
+        assert faults.count() == 0 and list(tmp_path.iterdir()) == []
+        for step in range(1, 6):
+            ckpt.save_async(step, state(step, 4 * MIB)).result(30)
+            assert block(ckpt) == warm
+        ckpt.prewarm(state(0, 4 * MIB))
+        ckpt.save_async(6, state(6)).result(30)
+        assert block(ckpt) == warm  # a smaller one fits into it
+        assert [info.step for info in ckpt.list()] == [1, 2, 3, 4, 5, 6]
+    assert block(ckpt)[1] == 0
+
+
+def test_without_prewarm_the_first_save_does_it(tmp_path):
+    with CheckpointManager(tmp_path) as ckpt:
+        blocks = set()
+        for step in range(1, 5):
+            ckpt.save_async(step, state(step)).result(30)
+            blocks.add(block(ckpt))
+        assert len(blocks) == 1
+        ckpt.save(5, state(5, 80_000))  # copies nothing
+        assert {block(ckpt)} == blocks
+        ckpt.save_async(6, state(6, 80_000)).result(30)
+        assert {block(ckpt)} != blocks and block(ckpt)[1] >= 3 * 80_000 * 4
+
+
+def test_prewarm_starts_the_threads(tmp_path):
+    import threading
+
+    with CheckpointManager(tmp_path, io_threads=3) as ckpt:
+        ckpt.prewarm(state(0))
+        before = set(threading.enumerate())
+        assert sum(thread.name.startswith("ckptcore-io") for thread in before) >= 3
+        ckpt.save_async(1, state(1)).result(30)
+        assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(
+    ("pattern", "level"),
+    [
+        *((PATTERNS.REPLICATED, level) for level in ValidationLevel),
+        (PATTERNS.PER_GROUP, ValidationLevel.FULL),
+        (PATTERNS.PER_RANK, None),
+        (PATTERNS.GLOBAL, None),
+        (PATTERNS.SHARDED, ValidationLevel.QUICK),
+        (PATTERNS.SHARDED, ValidationLevel.FULL),
+    ],
+)
+def test_prewarm_on_several_ranks(tmp_path, sharded_part, monkeypatch, pattern, level):
+    """What a rank keeps depends on what it writes and on how closely replicas are compared: the pool is for all of it."""
+    monkeypatch.setattr("ckptcore.saving.plan.MIN_SHARE_BYTES", 1)
+    group = "dp" if pattern is PATTERNS.PER_GROUP else None
+
+    def program(comm):
+        live = sharded_part(comm.rank, 4, 1) if pattern is PATTERNS.SHARDED else state(1)["m"]
+        declared = [StateComponent("m", live, pattern, group, validation_level=level or "QUICK")]
+        with CheckpointManager(tmp_path, comm=comm, process_groups={"dp": [[0, 2], [1, 3]]}) as ckpt:
+            ckpt.prewarm(declared)
+            warm = block(ckpt)
+            found = set()
+            for step in (1, 2, 3):
+                ckpt.save_async(step, declared).result(30)
+                found.add(block(ckpt))
+            return warm, found
+
+    results = run_ranks(4, program)
+    assert [found for _, found in results] == [{warm} for warm, _ in results]
+    sizes = [size for (_, size), _ in results]
+    whole = sum(-(-t.nbytes // 64) * 64 for t in state(1)["m"].values())
+    if pattern is PATTERNS.GLOBAL:
+        assert sizes == [whole, 0, 0, 0]
+    elif pattern is PATTERNS.PER_RANK or (level is ValidationLevel.FULL and pattern is not PATTERNS.SHARDED):
+        assert sizes == [whole] * 4
+    elif pattern is PATTERNS.REPLICATED:
+        assert sum(sizes) == whole
