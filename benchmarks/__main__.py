@@ -1,6 +1,7 @@
 """`python -m benchmarks NAME`: ours, the peers and the machine's own limit, measured in one run.
 
 Examples:  python -m benchmarks save --size 2GiB --rounds 7
+           python -m benchmarks cost --device cuda --only tc --only ours-auto
            python -m benchmarks all --json results.json --markdown results.md
 """
 
@@ -14,10 +15,23 @@ from typing import Any
 import click
 
 from .frame import Report
-from .ground import GIB, parse_size, work_folder
+from .ground import GIB, MIB, parse_size, work_folder
 from .report import as_json, as_markdown, machine, show
 
 __all__ = ["main"]
+
+SAVERS_BY_NAME = [
+    "torch",
+    "dcp",
+    "dcp-async",
+    "dcp-kept",
+    "dcp-pinned",
+    "tc",
+    "ours",
+    "ours-copy",
+    "ours-overlap",
+    "ours-auto",
+]
 
 
 class Size(click.ParamType):
@@ -39,6 +53,25 @@ def progress(text: str) -> None:
         sys.stderr.flush()
 
 
+# What --quick makes of options that are not given: a run of seconds that shows whether everything works.
+QUICK = {
+    "size": 2 * MIB,
+    "memory_size": 0,
+    "settle": 0.0,
+    "rounds": 1,
+    "tensors": 50,
+    "window": 4,
+    "saves": 3,
+    "step_ms": 2.0,
+}
+
+
+def quick(context: click.Context, _: click.Parameter, value: bool) -> bool:
+    if value:
+        context.default_map = {**(context.default_map or {}), **QUICK}
+    return value
+
+
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that every benchmark takes."""
     options = [
@@ -46,46 +79,128 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--markdown", "markdown_file", type=click.Path(path_type=Path), help="Write the tables here as Markdown."
         ),
-        click.option("--rounds", type=click.IntRange(1), help="Counted rounds [default: by benchmark, 5 to 7]."),
+        click.option("--rounds", type=click.IntRange(1), help="Counted rounds [default: by benchmark, 2 to 7]."),
         click.option(
             "--dir",
             "parent",
             type=click.Path(path_type=Path, exists=True, file_okay=False),
             help="Folder on the disk to be measured [default: the temp folder].",
         ),
-    ]
+        click.option(
+            "--quick", is_flag=True, is_eager=True, expose_value=False, callback=quick,
+            help="Tiny sizes and one round: shows that everything works, its figures mean nothing."),
+    ]  # fmt: skip
     for option in reversed(options):
         command = option(command)
     return command
 
 
-size_option = click.option("--size", type=Size(), default=GIB, show_default="1GiB", help="Bytes of state.")
+size_option = click.option(
+    "--size", type=Size(), help="Bytes of state [default: 1GiB; on a GPU 6GiB; cost on the CPU 48MiB; memory 256MiB]."
+)
 memory_option = click.option(
     "--memory-size", type=Size(), default=2 * GIB, show_default="2GiB", help="State of the memory check; 0: none."
 )
 settle_option = click.option(
-    "--settle", type=click.FloatRange(0), default=3.0, show_default=True, help="Seconds of rest before each round."
+    "--settle",
+    type=click.FloatRange(0),
+    help="Seconds of rest before each round [default: 3, or 1 for saves in the background].",
 )
 tensors_option = click.option("--tensors", type=click.IntRange(1), default=10_000, show_default=True)
+device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+only_option = click.option(
+    "--only", multiple=True, type=click.Choice(SAVERS_BY_NAME), help="These savers only; may be given several times."
+)
+window_option = click.option("--window", type=click.IntRange(2), default=270, show_default=True, help="Steps a window.")
+step_option = click.option(
+    "--step-ms",
+    type=click.FloatRange(0.1),
+    help="What a training step is to take [default: 40; background on the CPU 30].",
+)
+limit_option = click.option(
+    "--limit-seconds", type=click.FloatRange(1), default=470.0, show_default=True,
+    help="No further round of `cost` is begun that would end later than this.",
+)  # fmt: skip
+saves_option = click.option("--saves", type=click.IntRange(2), default=50, show_default=True)
 
 Measure = Callable[[Path, dict[str, Any]], Report]
 
 
-def run_save(folder: Path, given: dict[str, Any]) -> Report:
-    from . import save
+def size_of(given: dict[str, Any], cpu: int = GIB, gpu: int = 6 * GIB) -> int:
+    size = given["size"] or (cpu if device_of(given) == "cpu" else gpu)
+    return int(size)
 
+
+def device_of(given: dict[str, Any]) -> str:
+    return str(given.get("device", "cpu"))
+
+
+def settle_of(given: dict[str, Any], default: float) -> float:
+    return default if given["settle"] is None else float(given["settle"])
+
+
+def run_save(folder: Path, given: dict[str, Any]) -> Report:
+    from . import cuda, save
+
+    size, rest = size_of(given), settle_of(given, 3.0)
+    if device_of(given) != "cpu":
+        return cuda.run_save(folder, size=size, rounds=given["rounds"] or 3, settle_seconds=rest, progress=progress)
     return save.run(
-        folder, size=given["size"], rounds=given["rounds"] or 5, settle=given["settle"],
-        memory_size=given["memory_size"] or None, progress=progress,
+        folder, size=size, rounds=given["rounds"] or 5, settle=rest, memory_size=given["memory_size"] or None,
+        progress=progress,
     )  # fmt: skip
 
 
 def run_load(folder: Path, given: dict[str, Any]) -> Report:
-    from . import load
+    from . import cuda, load
 
+    size = size_of(given)
+    if device_of(given) != "cpu":
+        return cuda.run_load(
+            folder, size=size, rounds=given["rounds"] or 5, settle_seconds=settle_of(given, 0.0), progress=progress
+        )
     return load.run(
-        folder, size=given["size"], rounds=given["rounds"] or 7, settle_seconds=given["settle"], progress=progress
+        folder, size=size, rounds=given["rounds"] or 7, settle_seconds=settle_of(given, 3.0), progress=progress
     )
+
+
+def run_stall(folder: Path, given: dict[str, Any]) -> Report:
+    from . import stall
+
+    return stall.run(
+        folder, size=size_of(given), rounds=given["rounds"] or (7 if device_of(given) == "cpu" else 3),
+        device=device_of(given), settle_seconds=settle_of(given, 1.0), only=given.get("only", ()), progress=progress,
+    )  # fmt: skip
+
+
+def run_cost(folder: Path, given: dict[str, Any]) -> Report:
+    from . import cost
+
+    return cost.run(
+        folder, size=size_of(given, cpu=48 * MIB), rounds=given["rounds"] or 2, device=device_of(given),
+        window=given["window"], step_seconds=(given["step_ms"] or 40.0) / 1000, limit_seconds=given["limit_seconds"],
+        settle_seconds=settle_of(given, 0.0), only=given.get("only", ()), progress=progress,
+    )  # fmt: skip
+
+
+def run_background(folder: Path, given: dict[str, Any]) -> Report:
+    from . import background
+
+    cpu = device_of(given) == "cpu"
+    return background.run(
+        folder, size=size_of(given), rounds=given["rounds"] or (7 if cpu else 3), device=device_of(given),
+        step_seconds=(given["step_ms"] or (30.0 if cpu else 40.0)) / 1000, settle_seconds=settle_of(given, 1.0),
+        only=given.get("only", ()), progress=progress,
+    )  # fmt: skip
+
+
+def run_memory(folder: Path, given: dict[str, Any]) -> Report:
+    from . import held
+
+    return held.run(
+        folder, size=size_of({**given, "size": given.get("held_size") or given["size"]}, GIB // 4, GIB // 4),
+        saves=given["saves"], device=device_of(given), only=given.get("only", ()), progress=progress,
+    )  # fmt: skip
 
 
 def run_inspect(folder: Path, given: dict[str, Any]) -> Report:
@@ -97,7 +212,7 @@ def run_inspect(folder: Path, given: dict[str, Any]) -> Report:
 def run_reshard(folder: Path, given: dict[str, Any]) -> Report:
     from . import reshard
 
-    return reshard.run(folder, size=given["size"], rounds=given["rounds"] or 5, progress=progress)
+    return reshard.run(folder, size=size_of(given), rounds=given["rounds"] or 5, progress=progress)
 
 
 def run_plan(folder: Path, given: dict[str, Any]) -> Report:
@@ -111,20 +226,27 @@ def run_validate(folder: Path, given: dict[str, Any]) -> Report:
 
     return validate.run(
         folder,
-        size=min(given["size"], GIB // 4),
+        size=min(size_of(given), GIB // 4),
         rounds=given["rounds"] or 7,
-        settle_seconds=given["settle"],
+        settle_seconds=settle_of(given, 3.0),
         progress=progress,
     )
 
 
-ALL: list[Measure] = [run_save, run_load, run_reshard, run_plan, run_validate, run_inspect]
+ALL: list[Measure] = [
+    run_save, run_load, run_stall, run_background, run_memory, run_reshard, run_plan, run_validate, run_inspect,
+]  # fmt: skip
+ON_GPU: list[Measure] = [run_save, run_load, run_stall, run_cost, run_background, run_memory]
+
+
+def on_gpu(measure: Measure) -> Measure:
+    return lambda folder, given: measure(folder, {**given, "device": "cuda"})
 
 
 def carry_out(measures: list[Measure], given: dict[str, Any]) -> None:
     """Run, print and write; the exit code says nothing about targets, only whether it could be measured."""
     where = machine()
-    reports = []
+    reports: list[Report] = []
     try:
         with work_folder(given["parent"]) as folder:
             for measure in measures:
@@ -132,13 +254,14 @@ def carry_out(measures: list[Measure], given: dict[str, Any]) -> None:
                 progress("")
                 show(report)
                 reports.append(report)
+                # After each, so that a run which is cut short leaves what it found.
+                if given["json_file"]:
+                    given["json_file"].write_text(as_json(reports, where))
+                if given["markdown_file"]:
+                    given["markdown_file"].write_text(as_markdown(reports, where))
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"load average at the start {where['load'][0]}, at the end {machine()['load'][0]}")
-    if given["json_file"]:
-        given["json_file"].write_text(as_json(reports, where))
-    if given["markdown_file"]:
-        given["markdown_file"].write_text(as_markdown(reports, where))
 
 
 @click.group(help=(__doc__ or "").partition("\n")[0], context_settings={"help_option_names": ["-h", "--help"]})
@@ -148,21 +271,71 @@ def main() -> None:
 
 @main.command("save")
 @common
+@device_option
 @size_option
 @memory_option
 @settle_option
 def save_command(**given: Any) -> None:
-    """Durable saves of CPU tensors, and the memory that each adds."""
+    """Durable saves, and the memory that they add."""
     carry_out([run_save], given)
 
 
 @main.command("load")
 @common
+@device_option
 @size_option
 @settle_option
 def load_command(**given: Any) -> None:
-    """Loads into live CPU tensors, page cache warm."""
+    """Loads into live tensors, page cache warm."""
     carry_out([run_load], given)
+
+
+@main.command("stall")
+@common
+@device_option
+@size_option
+@settle_option
+@only_option
+def stall_command(**given: Any) -> None:
+    """Seconds that an async save holds training."""
+    carry_out([run_stall], given)
+
+
+@main.command("cost")
+@common
+@device_option
+@size_option
+@settle_option
+@only_option
+@window_option
+@step_option
+@limit_option
+def cost_command(**given: Any) -> None:
+    """Seconds of training that one checkpoint costs."""
+    carry_out([run_cost], given)
+
+
+@main.command("background")
+@common
+@device_option
+@size_option
+@settle_option
+@only_option
+@step_option
+def background_command(**given: Any) -> None:
+    """Longer steps while a save is written in the background."""
+    carry_out([run_background], given)
+
+
+@main.command("memory")
+@common
+@device_option
+@size_option
+@only_option
+@saves_option
+def memory_command(**given: Any) -> None:
+    """Host memory that async saves hold, and add over many saves."""
+    carry_out([run_memory], given)
 
 
 @main.command("inspect")
@@ -203,9 +376,23 @@ def validate_command(**given: Any) -> None:
 @memory_option
 @settle_option
 @tensors_option
-def all_command(**given: Any) -> None:
+@only_option
+@window_option
+@step_option
+@limit_option
+@saves_option
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Only what runs there [default: everything that can run]."
+)
+def all_command(device: str | None, **given: Any) -> None:
     """Every benchmark, one after another."""
-    carry_out(ALL, given)
+    from .training import has_cuda
+
+    measures = [] if device == "cuda" else list(ALL)
+    if device == "cuda" or (device is None and has_cuda()):
+        measures += [on_gpu(measure) for measure in ON_GPU]
+    # The memory check has a size of its own: it saves many times.
+    carry_out(measures, {**given, "held_size": min(given["size"] or GIB // 4, GIB // 4)})
 
 
 if __name__ == "__main__":

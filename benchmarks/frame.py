@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Check", "Contender", "Report", "Row", "Sample", "best_limit", "measure", "rows_of"]
+__all__ = ["Check", "Contender", "Kind", "Report", "Row", "Sample", "best_limit", "measure", "problem_of", "rows_of"]
+
+Kind = Literal["limit", "ours", "peer", "note"]
 
 # What a peer may reasonably raise; our own errors derive from these too, and are let through.
 PEER_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
@@ -26,7 +28,7 @@ class Contender:
 
     name: str
     run: Callable[[], None]
-    kind: Literal["limit", "ours", "peer", "note"] = "peer"
+    kind: Kind = "peer"
     prepare: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
     missing: str | None = None  # why it cannot run here, shown in its row
@@ -111,11 +113,13 @@ def measure(
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
+    strict: bool = True,
 ) -> dict[str, Sample]:
     """Time all contenders in interleaved rounds, each round in another order, so that drift meets all of them alike.
 
     The first `warmup` rounds are not counted. A peer that fails is left out from then on, with its reason; an error
-    of ours or of the machine's limit is raised.
+    of ours or of the machine's limit is raised, unless `strict` is False: on a machine that is there for minutes the
+    other rows are worth having.
     """
     samples = {c.name: Sample(c, problem=c.missing) for c in contenders}
     if len(samples) != len(contenders):
@@ -129,14 +133,18 @@ def measure(
             try:
                 seconds = _timed(contender, clock)
             except PEER_ERRORS as error:
-                if contender.kind not in ("peer", "note"):
+                if strict and contender.kind not in ("peer", "note"):
                     raise
-                first_line = str(error).strip().partition("\n")[0]
-                samples[contender.name].problem = f"failed: {type(error).__name__}: {first_line}"
+                samples[contender.name].problem = problem_of(error)
                 continue
             if number >= 0:
                 samples[contender.name].seconds.append(seconds)
     return samples
+
+
+def problem_of(error: BaseException) -> str:
+    """What a row says of a failure."""
+    return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _timed(contender: Contender, clock: Callable[[], float]) -> float:

@@ -23,7 +23,7 @@ from .frame import PEER_ERRORS
 from .ground import MIB, make_state, parse_size
 from .savers import SAVERS, Saver, State
 
-__all__ = ["added_by_saves", "peak_added"]
+__all__ = ["added_by_saves", "high_water", "peak_added", "resident"]
 
 
 def added_by_saves(size: int, folder: Path) -> dict[str, dict[str, int | str]]:
@@ -38,10 +38,20 @@ def added_by_saves(size: int, folder: Path) -> dict[str, dict[str, int | str]]:
 
 def peak_added(work: Callable[[], None]) -> int:
     """Bytes by which `work` raised this process's resident set at its highest. Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident now
-    before = _status("VmRSS")
+    before = resident()
+    return max(0, high_water(work) - before)
+
+
+def high_water(work: Callable[[], None]) -> int:
+    """The highest resident set of this process while `work` ran. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # the mark starts again from what is resident now
     work()
-    return max(0, _status("VmHWM") - before)
+    return _status("VmHWM")
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    return _status("VmRSS")
 
 
 def _status(key: str) -> int:

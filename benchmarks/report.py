@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .frame import Report, Row
+from .summary import as_table
 
 __all__ = ["as_json", "as_markdown", "as_text", "machine", "show"]
 
@@ -33,6 +34,7 @@ def machine() -> dict[str, Any]:
         "processor": _first_value("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": _first_value("/proc/meminfo", "MemTotal"),
+        "gpu": _gpu(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": versions,
@@ -79,13 +81,16 @@ def as_text(report: Report) -> str:
 
 
 def as_markdown(reports: Sequence[Report], where: dict[str, Any]) -> str:
-    """All reports as Markdown tables, with the machine that gave the figures."""
+    """All reports as Markdown tables, the README's small one before them, with the machine that gave the figures."""
     parts = [
         f"Measured {where['time']} on {where['cores']} cores ({where['processor']}), {where['system']}, "
         f"Python {where['python']}, "
         + ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+        + (f", {where['gpu']}" if where.get("gpu") else "")
         + f"; load average at the start {where['load'][0]}."
     ]
+    if table := as_table(reports):
+        parts.append(table)
     for report in reports:
         head, body = _cells(report)
         lines = [f"**{report.title}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -129,6 +134,15 @@ def _number(value: float) -> str:
     if value == int(value):
         return f"{int(value):,}"
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _gpu() -> str | None:
+    """Name of the first GPU; None without one."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
 def _first_value(path: str, key: str) -> str | None:

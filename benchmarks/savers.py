@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from .frame import Kind
 from .ground import MIB, fsync_tree, memory_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LOADERS", "SAVERS", "Loader", "Saver", "State", "cores"]
+__all__ = ["LOADERS", "SAVERS", "Loader", "Saver", "State", "cores", "dcp_errors", "in_threads", "missing_package"]
 
 State = Mapping[str, "torch.Tensor"]
-Kind = Literal["limit", "ours", "peer", "note"]
 PIECE = 4 * MIB
 # A safetensors file of this state begins with about this much header. The raw writes leave room for it, because the
 # place of the data matters: at multiples of large powers of two some kernels fill the page cache in huge pages, which
@@ -81,7 +81,7 @@ def _pieces(state: State, start: int = HEADER) -> list[tuple[int, memoryview]]:
     return found
 
 
-def _in_threads(threads: int, work: Callable[[int], None]) -> None:
+def in_threads(threads: int, work: Callable[[int], None]) -> None:
     if threads == 1:
         work(0)
         return
@@ -116,7 +116,7 @@ def raw_save(threads: int) -> Callable[[State, Path], None]:
                     done += os.pwrite(fd, view[done:], offset + done)
 
         try:
-            _in_threads(threads, work)
+            in_threads(threads, work)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -140,7 +140,7 @@ def direct_save(state: State, folder: Path) -> None:
             os.pwrite(fd, buffer[:length], offset)
 
     try:
-        _in_threads(2, work)
+        in_threads(2, work)
         os.ftruncate(fd, end)
         os.fsync(fd)
     finally:
@@ -178,7 +178,7 @@ def safetensors_save(state: State, folder: Path) -> None:
 
 
 @contextmanager
-def _dcp_errors() -> Iterator[None]:
+def dcp_errors() -> Iterator[None]:
     """Its CheckpointException is a BaseException, which would end the whole run; and it warns when used alone."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -193,7 +193,7 @@ def _dcp_errors() -> Iterator[None]:
 def dcp_save(state: State, folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    with _dcp_errors():
+    with dcp_errors():
         dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
     _fsync_folder(folder)
 
@@ -203,7 +203,7 @@ def dcp_best_save(state: State, folder: Path) -> None:
 
     # Its SAFETENSORS serialization copies the whole state and is far slower.
     writer = dcp.FileSystemWriter(folder, thread_count=cores(), single_file_per_rank=True)
-    with _dcp_errors():
+    with dcp_errors():
         dcp.save(dict(state), storage_writer=writer, no_dist=True)
     _fsync_folder(folder)
 
@@ -258,7 +258,7 @@ def raw_load(threads: int) -> Callable[[State, Path], None]:
                     done += got
 
         try:
-            _in_threads(threads, work)
+            in_threads(threads, work)
         finally:
             os.close(fd)
 
@@ -301,7 +301,7 @@ def safetensors_load(state: State, folder: Path) -> None:
 def dcp_load(state: State, folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    with _dcp_errors():
+    with dcp_errors():
         dcp.load(dict(state), checkpoint_id=folder, no_dist=True)
 
 

@@ -169,17 +169,21 @@ def test_system_calls_are_added_up_by_file() -> None:
 def test_all_from_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     files = [f"--json={tmp_path / 'r.json'}", f"--markdown={tmp_path / 'r.md'}"]
-    tiny = ["--size", "1MiB", "--memory-size", "0", "--rounds", "1", "--settle", "0", "--tensors", "50"]
+    tiny = ["--quick", "--size", "1MiB", "--only", "ours-copy", "--device", "cpu"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "all", *tiny, *files],
         cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "r.json").read_text())["benchmarks"]
-    assert [report["name"] for report in found] == ["save", "load", "reshard", "plan", "validate", "inspect"]
+    assert [report["name"] for report in found] == [
+        "save", "load", "stall", "background", "memory", "reshard", "plan", "validate", "inspect",
+    ]  # fmt: skip
     for report in found:
         ours = [row for row in report["rows"] if row["kind"] == "ours"]
-        assert ours and all(row["median"] > 0 and row["problem"] is None for row in ours)
+        assert ours
+        if report["name"] != "background":  # may be over before a step is, and a step may be shorter by chance
+            assert all(row["median"] > 0 and row["problem"] is None for row in ours)
     assert "ckptcore save" in done.stdout
     assert "| ckptcore load, verified |" in (tmp_path / "r.md").read_text()
     assert not list(tmp_path.glob("ckptcore-bench-*"))  # cleaned up
