@@ -8,5 +8,15 @@ it is imported by its own name only). ranks.run_ranks: threads that are the rank
 from .faults import FaultStorage, Gate, Operation
 from .killed import KILLED_EXIT_CODE, Killed
 from .power import Unsynced, VolatileStorage
+from .ranks import run_ranks
 
-__all__ = ["KILLED_EXIT_CODE", "FaultStorage", "Gate", "Killed", "Operation", "Unsynced", "VolatileStorage"]
+__all__ = [
+    "KILLED_EXIT_CODE",
+    "FaultStorage",
+    "Gate",
+    "Killed",
+    "Operation",
+    "Unsynced",
+    "VolatileStorage",
+    "run_ranks",
+]
