@@ -53,6 +53,7 @@ class PreemptionGuard:
         self._told = False
         self._stop_at: int | None = None
         self._before: dict[int, Any] = {}
+        self._seen: set[int] = set()
 
     def __enter__(self) -> PreemptionGuard:
         for number in self.signals:
@@ -111,8 +112,9 @@ class PreemptionGuard:
         return found
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        if self.signaled:  # asked again: as if nobody had been here
+        if number in self._seen:  # asked again: as if nobody had been here
             before = self._before.get(number, signal.SIG_DFL)
             signal.signal(number, before)
             signal.raise_signal(signal.Signals(number))
+        self._seen.add(number)
         self.signaled = True

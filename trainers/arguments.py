@@ -26,6 +26,8 @@ _NOT_COMPUTED = {
     "report_to",
     "save_steps",
     "save_total_limit",
+    "save_async",
+    "enable_jit_checkpoint",
     "overwrite_output_dir",
     "resume_from_checkpoint",
     "on_world_size_change",
@@ -109,6 +111,8 @@ class TrainingArguments:
     # Checkpoints
     save_steps: int = 1000
     save_total_limit: int | None = 2
+    save_async: bool = False  # written in the background; the last one of a run is waited for
+    enable_jit_checkpoint: bool = False  # SIGTERM to any rank: all save the same step, and train() returns
     overwrite_output_dir: bool = False
     resume_from_checkpoint: bool | str = True  # True: the newest good one, else a fresh start
     on_world_size_change: str = "error"  # "continue": same data position, random streams start anew

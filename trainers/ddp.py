@@ -94,9 +94,9 @@ class DDPTrainer(Trainer):
         self.share_buffers()
         return super().evaluate()
 
-    def save(self, checkpoints: CheckpointManager, logging_dir: str) -> None:
+    def save(self, checkpoints: CheckpointManager, logging_dir: str, wait: bool) -> None:
         self.share_buffers()
-        super().save(checkpoints, logging_dir)
+        super().save(checkpoints, logging_dir, wait)
 
     def share_buffers(self) -> None:
         """Such as running statistics: rank 0's count, as DDP has it in the next forward pass anyway."""

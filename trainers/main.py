@@ -135,6 +135,13 @@ OPTIMIZER, CADENCE, CHECKPOINTS = "Optimizer and schedule", "Logging and evaluat
 )
 @option(CHECKPOINTS, "--save-steps", default=50, help="Steps between two checkpoints; the last step is always saved.")
 @option(CHECKPOINTS, "--save-total-limit", default=2, help="Newest checkpoints to keep; 0 keeps all.")
+@option(CHECKPOINTS, "--save-async", is_flag=True, help="Write checkpoints in the background, while training goes on.")
+@option(
+    CHECKPOINTS,
+    "--enable-jit-checkpoint",
+    is_flag=True,
+    help="On SIGTERM, to any process of a job, save the step at hand and end well.",
+)
 @option(
     CHECKPOINTS,
     "--resume-from-checkpoint",
@@ -217,7 +224,8 @@ def _train(args: TrainingArguments, threads: int | None, job: Job) -> None:
     job.start()
     result = _trainer(args, job).train()
     if result.steps_run and job.rank == 0:
-        click.echo(f"finished: {result.steps_run} steps to step {result.global_step}, loss {result.losses[-1]:.4f}")
+        ending = "stopped by SIGTERM" if result.stop_reason else "finished"
+        click.echo(f"{ending}: {result.steps_run} steps to step {result.global_step}, loss {result.losses[-1]:.4f}")
     job.finish()
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 import random
 import secrets
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from ckptcore import CheckpointExists, CheckpointManager, KeepLast, RNGState, SharingPattern, StateComponent
+from ckptcore import (
+    CheckpointExists,
+    CheckpointManager,
+    KeepLast,
+    PreemptionGuard,
+    RNGState,
+    SharingPattern,
+    StateComponent,
+)
 
 from .arguments import InvalidArgument, TrainingArguments
 from .data import ResumableLoader, SizedDataset, read_corpus, split_corpus
@@ -36,6 +45,7 @@ class TrainResult:
     resumed_from: int | None  # step of the checkpoint that was restored
     losses: list[float]  # of the steps that this call ran
     log_history: list[dict[str, Any]]  # of the whole run
+    stop_reason: str | None = None  # "sigterm" where one stopped the run, else None
 
 
 class Trainer:
@@ -154,6 +164,12 @@ class Trainer:
             records = open_until_the_end.enter_context(
                 closing(Records(args, progress.step, self.total_steps, logging_dir, silent=self.rank != 0))
             )
+            guard = (
+                open_until_the_end.enter_context(PreemptionGuard(checkpoints, [signal.SIGTERM]))
+                if args.enable_jit_checkpoint
+                else None
+            )
+            stopping = False
             first = progress.step + 1
             for step in range(first, self.total_steps + 1):
                 loss, grad_norm = self.training_step()
@@ -173,10 +189,16 @@ class Trainer:
                     progress.log(eval_loss=self.evaluate())
                 if progress.log_history and progress.log_history[-1]["step"] == step:
                     records.entry(progress.log_history[-1])
-                if step % args.save_steps == 0 or last:
+                stopping = guard is not None and guard.should_stop(step)
+                if step % args.save_steps == 0 or last or stopping:
                     records.sync()
-                    self.save(checkpoints, stored_logging_dir(args, logging_dir))
-        return TrainResult(progress.step, len(losses), resumed_from, losses, progress.log_history)
+                    wait = not args.save_async or last or stopping
+                    self.save(checkpoints, stored_logging_dir(args, logging_dir), wait)
+                if stopping:
+                    break
+        return TrainResult(
+            progress.step, len(losses), resumed_from, losses, progress.log_history, "sigterm" if stopping else None
+        )
 
     def training_step(self) -> tuple[float, float | None]:
         """One optimizer step: mean loss over its samples, and the norm of its gradient before clipping."""
@@ -265,12 +287,14 @@ class Trainer:
             )
         return self.progress.step, metadata
 
-    def save(self, checkpoints: CheckpointManager, logging_dir: str) -> None:
+    def save(self, checkpoints: CheckpointManager, logging_dir: str, wait: bool) -> None:
+        """wait: until the checkpoint is committed; else it is written in the background."""
         args, metrics = self.args, {}
         for entry in self.progress.log_history[-1:]:
             if entry["step"] == self.progress.step:  # else they were measured on other weights
                 metrics = {name: value for name, value in entry.items() if name != "step"}
-        checkpoints.save(
+        save = checkpoints.save if wait else checkpoints.save_async
+        save(
             self.progress.step,
             self,
             metrics=metrics,

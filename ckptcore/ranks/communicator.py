@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,7 @@ class BoardCommunicator(Communicator):
         self._unread: list[str] = []
         self._pulses: dict[int, _Pulse] = {}
         self._branches: list[BoardCommunicator] = []
+        self._named: Counter[str] = Counter()
         self._lost: set[int] = set()
         self._stop = threading.Event()
         self._silent = False
@@ -155,8 +157,10 @@ class BoardCommunicator(Communicator):
             self.board.put("leader", b"%d" % (self._round + 1))
 
     def branch(self, name: str) -> BoardCommunicator:
+        # What an earlier branch of that name left on the board is none of this one's.
+        self._named[name] += 1
         made = BoardCommunicator(
-            PartOfBoard(self.board.second(), name), self.rank, self.world_size, node=self.node,
+            PartOfBoard(self.board.second(), f"{name}/{self._named[name]}"), self.rank, self.world_size, node=self.node,
             join_timeout=self.join_timeout, liveness_timeout=self.liveness_timeout, work_timeout=self.work_timeout)  # fmt: skip
         made.nodes = self.nodes
         self._branches.append(made)

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,7 @@ class Watched(DDPTrainer):
 
     stop: int | None = None
     forgotten: str | None = None
+    sigterm: tuple[int, float] | None = None
 
     def __init__(self, args: TrainingArguments, **what: Any) -> None:
         self.watching = False
@@ -115,6 +117,12 @@ class Watched(DDPTrainer):
     def training_step(self) -> tuple[float, float | None]:
         if self.progress.step == self.stop:
             os._exit(DIED)
+        if self.sigterm is not None and self.rank == self.sigterm[0]:
+            seconds, self.sigterm = self.sigterm[1], None
+            if seconds:
+                threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
         self.own_losses: list[str] = []
         seen: dict[str, Any] = {"streams": streams(), "epoch": self.loader.epoch}
         seen["samples"] = self.samples_of_step()
@@ -149,10 +157,10 @@ class Watched(DDPTrainer):
         return loss
 
 
-def train(arguments: dict[str, Any], stop: int | None, forgotten: str | None) -> int:
+def train(arguments: dict[str, Any], stop: int | None, forgotten: str | None, sigterm: tuple[int, float] | None) -> int:
     dist.init_process_group()
     args = TrainingArguments(**arguments)
-    Watched.stop, Watched.forgotten = stop, forgotten
+    Watched.stop, Watched.forgotten, Watched.sigterm = stop, forgotten, sigterm
     Watched(args, model_init=lambda: Normed(args.model)).train()
     dist.destroy_process_group()
     return 0

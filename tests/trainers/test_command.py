@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -15,7 +16,8 @@ from ckpt_trainers import trainer as trainer_module
 from ckpt_trainers.main import main
 from click.testing import CliRunner, Result
 
-from ckptcore import scan_root
+from ckptcore import CheckpointManager, open_storage, scan_root
+from ckptcore.testing.faults import FaultStorage
 
 TINY = [
     *("--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-size", "4"),
@@ -198,6 +200,42 @@ def test_an_interrupted_run_says_where_it_stands(run: list[str], monkeypatch: py
     result = train(*run)
     assert result.exit_code == 130
     assert "the latest checkpoint is checkpoint-2 in" in result.stderr
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_save_that_fails_in_the_background_fails_the_run(
+    run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    storage = FaultStorage(open_storage(tmp_path / "run"))
+    storage.fail(kind="write_at", path="checkpoint-2*", error=number, times=None)
+    monkeypatch.setattr(trainer_module, "CheckpointManager", lambda root, **how: CheckpointManager(storage, **how))
+    result = train(*run, "--save-async", "--max-steps", 6)
+    assert result.exit_code not in (0, 2), result.output
+    said = one_line(result)
+    assert "the save of step 2 in the background failed" in said and os.strerror(number) in said
+    assert "finished" not in result.stdout
+    assert [entry.step for entry in scan_root(str(tmp_path / "run")) if entry.status == "committed"] == []
+
+
+@pytest.mark.parametrize("words", [[], ["--save-async"]])
+def test_sigterm_is_a_good_end_when_asked_for(
+    run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    step = trainer_module.Trainer.training_step
+
+    def terminated(self: trainer_module.Trainer) -> tuple[float, float | None]:
+        if self.progress.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self)
+
+    monkeypatch.setattr(trainer_module.Trainer, "training_step", terminated)
+    result = train(*run, "--enable-jit-checkpoint", *words)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^stopped by SIGTERM: 3 steps to step 3, loss \d\.\d{4}$", result.stdout, re.MULTILINE)
+    assert [entry.step for entry in scan_root(str(tmp_path / "run"))] == [2, 3]
+    result = train(*run, *words)
+    assert result.exit_code == 0, result.output
+    assert "resumed from step 3" in result.stdout and "finished: 1 steps to step 4" in result.stdout
 
 
 def test_ctrl_c_on_the_real_command(run: list[str], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -54,10 +55,16 @@ class Ranks:
         return codes
 
     def train(
-        self, world_size: int, args: TrainingArguments, stop: int | None = None, forgotten: str | None = None
+        self,
+        world_size: int,
+        args: TrainingArguments,
+        stop: int | None = None,
+        forgotten: str | None = None,
+        sigterm: tuple[int, float] | None = None,
     ) -> list[int]:
-        """Exit codes. stop: the ranks die when so many steps are done. forgotten: a component not to be restored."""
-        return self._run(world_size, "train", arguments=asdict(args), stop=stop, forgotten=forgotten)
+        """Exit codes. stop: the ranks die when so many steps are done. forgotten: a component not to be restored.
+        sigterm: the rank that gets one, and so many seconds after its first step."""
+        return self._run(world_size, "train", arguments=asdict(args), stop=stop, forgotten=forgotten, sigterm=sigterm)
 
     def command(self, world_size: int, words: list[str], output: Path) -> list[int]:
         return self._run(world_size, "command", words=words, output=str(output))
@@ -124,16 +131,53 @@ def assert_same_run(one: TrainingArguments, other: TrainingArguments, world_size
 
 # Case B14. Two ranks: stopped at the end of an epoch and in the middle of one; before the first save, and in the last
 # and short step of an epoch. Four: at its end, and in the middle, which is before that short step.
-@pytest.mark.parametrize(("world_size", "lives"), [(2, [(4, 6), (5, 7)]), (2, [(3, 2), (3, 4)]), (4, [(2, 5), (3, 8)])])
+# The first once more with saves in the background, where the end of the ranks may come in the middle of one.
+@pytest.mark.parametrize(
+    ("world_size", "lives", "save_async"),
+    [
+        (2, [(4, 6), (5, 7)], False),
+        (2, [(4, 6), (5, 7)], True),
+        (2, [(3, 2), (3, 4)], False),
+        (4, [(2, 5), (3, 8)], False),
+    ],
+)
 def test_b14_resuming_is_exact_on_every_rank(
-    ranks: Ranks, ddp_args: MakeArgs, references: MakeArgs, world_size: int, lives: list[tuple[int, int]]
+    ranks: Ranks,
+    ddp_args: MakeArgs,
+    references: MakeArgs,
+    world_size: int,
+    lives: list[tuple[int, int]],
+    save_async: bool,
 ) -> None:
     reference = references(world_size, ddp_args)
     for save_steps, stop in lives:
-        stopped = ddp_args("stopped", save_steps=save_steps)
+        stopped = ddp_args("stopped", save_steps=save_steps, save_async=save_async)
         assert ranks.train(world_size, stopped, stop) == [DIED] * world_size
     assert ranks.train(world_size, stopped) == [0] * world_size
     assert_same_run(reference, stopped, world_size)
+
+
+def test_a_sigterm_to_one_rank_is_a_checkpoint_that_all_go_on_from(
+    ranks: Ranks, ddp_args: MakeArgs, references: MakeArgs
+) -> None:
+    reference = references(2, ddp_args)
+    args = ddp_args("stopped", save_steps=1000, save_async=True, enable_jit_checkpoint=True, eval_strategy="no")
+    endless = ddp_args("stopped", **{**asdict(args), "max_steps": 100_000, "output_dir": args.output_dir})
+    assert ranks.train(2, endless, sigterm=(1, random.random() / 4)) == [0, 0]
+    (entry,) = scan_root(args.output_dir)
+    assert entry.status == "committed" and entry.step is not None
+    assert [max(rank) + 1 for rank in seen(args.output_dir, 2)] == [entry.step] * 2
+    assert sorted(read_losses(args.root)) == list(range(1, entry.step + 1))
+    shutil.rmtree(args.root)
+    for rank in range(2):
+        Path(f"{args.output_dir}.rank{rank}.jsonl").unlink()
+
+    early = ddp_args("stopped", save_steps=3, save_async=True, enable_jit_checkpoint=True)
+    assert ranks.train(2, early, sigterm=(1, 0.0)) == [0, 0]
+    (stopped,) = scan_root(early.output_dir)
+    assert (stopped.status, stopped.step in (1, 2, 3)) == ("committed", True)
+    assert ranks.train(2, early) == [0, 0]
+    assert_same_run(reference, early, 2)
 
 
 def test_ranks_share_the_data_and_nothing_random(ranks: Ranks, ddp_args: MakeArgs, references: MakeArgs) -> None:

@@ -82,8 +82,15 @@ def reference(make_args: MakeArgs, tmp_path: Path) -> Path:
 # 7 batches to an epoch, 2 to a step: 4 steps to an epoch, the last of them of 1 batch. With save_steps=4 a
 # run goes on from exactly the end of an epoch; with 5 from the middle of one; 3 is in the last, short step.
 @pytest.mark.parametrize(
-    ("save_steps", "stops", "epoch_and_position"),
-    [(4, [9], (2, 0)), (5, [6], (1, 8)), (5, [14, 19], (3, 24)), (3, [3, 4], (0, 24)), (4, [3], (0, 0))],
+    ("save_steps", "stops", "epoch_and_position", "save_async"),
+    [
+        (4, [9], (2, 0), False),
+        (5, [6], (1, 8), False),
+        (5, [14, 19], (3, 24), False),
+        (5, [14, 19], (3, 24), True),
+        (3, [3, 4], (0, 24), False),
+        (4, [3], (0, 0), False),
+    ],
 )
 def test_resuming_is_exact_wherever_the_run_stopped(
     make_args: MakeArgs,
@@ -92,8 +99,9 @@ def test_resuming_is_exact_wherever_the_run_stopped(
     save_steps: int,
     stops: list[int],
     epoch_and_position: tuple[int, int],
+    save_async: bool,
 ) -> None:
-    args = make_args("stopped", save_steps=save_steps)
+    args = make_args("stopped", save_steps=save_steps, save_async=save_async)
     for stop in stops:
         run(args, stop)
     trainer = Trainer(args)

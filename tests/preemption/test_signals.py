@@ -1,0 +1,145 @@
+"""What a signal does: the first is a wish to stop, the second is what it was before."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckptcore import PreemptionGuard, open_checkpoint, scan_root
+
+Handled = list[signal.Signals]
+
+
+@pytest.fixture
+def handled() -> Iterator[Handled]:
+    """What reaches the handlers that were there before a guard was."""
+    seen: Handled = []
+    before = {
+        number: signal.signal(number, lambda number, _: seen.append(signal.Signals(number)))
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    }
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_after_the_step_at_hand(handled: Handled, number: signal.Signals) -> None:
+    with PreemptionGuard() as guard:
+        assert guard.should_stop(0) is False
+        signal.raise_signal(number)
+        assert guard.should_stop(1) is True
+    assert handled == []
+
+
+def test_handlers_are_those_of_before_when_the_guard_is_left(handled: Handled) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+    with pytest.raises(KeyError), PreemptionGuard():
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] != before[:2]
+        assert signal.getsignal(signal.SIGUSR2) == before[2]
+        raise KeyError("the loop fails")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)] == before
+    signal.raise_signal(signal.SIGTERM)
+    assert handled == [signal.SIGTERM]
+
+
+def test_only_the_signals_asked_for_are_caught(handled: Handled) -> None:
+    with PreemptionGuard(signals=[signal.SIGUSR2]) as guard:
+        signal.raise_signal(signal.SIGTERM)
+        assert guard.should_stop(0) is False
+        signal.raise_signal(signal.SIGUSR2)
+        assert guard.should_stop(1) is True
+    assert handled == [signal.SIGTERM]
+
+
+def test_a_second_signal_of_the_same_kind_is_for_the_handler_of_before(handled: Handled) -> None:
+    with PreemptionGuard():
+        for _ in range(3):
+            signal.raise_signal(signal.SIGUSR1)
+        assert handled == [signal.SIGUSR1, signal.SIGUSR1]
+    signal.raise_signal(signal.SIGUSR1)
+    assert handled == [signal.SIGUSR1] * 3
+
+
+def test_a_warning_and_then_the_request_are_of_two_kinds(handled: Handled) -> None:
+    """Schedulers send SIGUSR1 some time before SIGTERM: the second is no impatience, the save may be under way."""
+    with PreemptionGuard() as guard:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert guard.should_stop(0) is True
+        assert handled == []
+        signal.raise_signal(signal.SIGTERM)
+        assert handled == [signal.SIGTERM]
+
+
+# Real processes.
+
+
+def start(*words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).with_name("loop.py")), *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise AssertionError(process.communicate())
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Programs that are ended with the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def make(*words: object) -> subprocess.Popen[str]:
+        processes.append(start(*words))
+        return processes[-1]
+
+    yield make
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_two_processes_save_the_same_step_when_one_is_told_to_stop(started: Callable[..., Any], tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [started(tmp_path, rank, 2, store.port) for rank in range(2)]
+    for process in ranks:
+        ready(process)
+    time.sleep(random.random() * 0.3)
+    ranks[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=60) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    (said,) = {said for said, _ in outputs}
+    stopped = int(said.removeprefix("stopped after "))
+    (entry,) = scan_root(str(tmp_path))
+    assert (entry.status, entry.step) == ("committed", stopped)
+    with open_checkpoint(tmp_path / entry.name) as view:
+        assert view.manifest.world_size == 2
+        assert view.read("state/done").tolist() == [2.0 * stopped]
+
+
+def test_a_process_is_saved_at_the_first_sigterm_and_killed_by_the_second(
+    started: Callable[..., Any], tmp_path: Path
+) -> None:
+    saves, holds = started(tmp_path / "saves"), started(tmp_path / "holds", "hold")
+    for process in (saves, holds):
+        ready(process)
+        process.send_signal(signal.SIGTERM)
+    said, errors = saves.communicate(timeout=60)
+    assert saves.returncode == 0, errors
+    (entry,) = scan_root(str(tmp_path / "saves"))
+    assert (entry.status, said) == ("committed", f"stopped after {entry.step}\n")
+    assert holds.stdout.readline() == "caught\n"
+    holds.send_signal(signal.SIGTERM)
+    holds.communicate(timeout=60)
+    assert holds.returncode == -signal.SIGTERM
