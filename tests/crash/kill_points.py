@@ -4,7 +4,7 @@
 
 Run in a process of its own: it imports torch once and forks a child for each kill point, which saves and dies there;
 then it restores and goes on as a restarted job would. Takes each EVERY-th kill point from the FIRST on, and prints a
-line of JSON for each argument. --save says how to save (see SAVES).
+line of JSON for each argument. --save says how to save (see kill_saves.py).
 
 KIND is "local", the same on a machine that loses power ("local-lost": all that was not made durable; "local-some": a
 random part of it; "local-newest": all but the last change), "folder" (object-store rules over a real folder) or
@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from kill_saves import SAVES, begin, chosen, held, in_training, saved
 
 from ckptcore import CheckpointManager, CheckpointWarning, KeepLast, open_storage
 from ckptcore.format.manifest import MANIFEST_NAME
@@ -36,20 +37,6 @@ from ckptcore.testing import KILLED_EXIT_CODE, FaultStorage, Killed, Unsynced, V
 torch.set_num_threads(1)
 # Several files per component, so that there is something between the first and the last.
 plan_component.__kwdefaults__["max_file_bytes"] = 3000
-
-
-# How a scenario saves: another way of saving goes through the same kill points. The kinds that end a process take any
-# of them; where only a thread dies instead ("memory", and "rank-..." of rank_kill_points.py) it has to be "sync", since
-# other threads of what should be dead would live on.
-SAVES = {
-    "sync": CheckpointManager.save,
-    "async": lambda manager, *args, **how: manager.save_async(*args, **how).result(60),
-}
-chosen = {"save": "sync"}
-
-
-def saved(manager: CheckpointManager, step: int, state, **how) -> None:
-    SAVES[chosen["save"]](manager, step, state, **how)
 
 
 def state_of(mark: int) -> dict:
@@ -105,7 +92,7 @@ class Scenario:
 
 
 def save(root, step: int, mark: int, keep: int | None = None, **how) -> None:
-    manager = CheckpointManager(root, keep=KeepLast(keep) if keep else None, io_threads=1, run_id="run")
+    manager = CheckpointManager(root, keep=KeepLast(keep) if keep else None, io_threads=1, run_id="run", on_event=held)
     saved(manager, step, state_of(mark), **how)
 
 
@@ -165,12 +152,20 @@ def torn(root) -> None:
 
 
 def resume_and_save(root, arm) -> None:
-    manager = CheckpointManager(root, io_threads=1, run_id="run")
+    manager = CheckpointManager(root, io_threads=1, run_id="run", on_event=held)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         assert manager.restore(blank()).step == 10
     arm()
     saved(manager, 20, state_of(20))
+
+
+def save_while_busy(root) -> None:
+    """Save, train, and save again when the first save may not have ended; only in the background."""
+    manager = CheckpointManager(root, keep=KeepLast(1), io_threads=1, run_id="run", on_event=held)
+    begin(manager, 20, state_of(20))
+    saved(manager, 30, state_of(30))
+    in_training[0][0][1] = in_training[0][1][0]
 
 
 def acting(call: Callable) -> Callable:
@@ -193,6 +188,7 @@ SCENARIOS = {
     "sweep": Scenario(leave_leftovers, acting(lambda r: save(r, 20, 20)), (10,), 20, {10: [10, 20], 20: [10, 20, 30]}),
     "sweep-objects": Scenario(leave_leftovers_in_objects, acting(lambda r: save(r, 20, 20)), (10,), 20,
                               {10: [10, 20], 20: [10, 20, 30]}),
+    "busy": Scenario(first, acting(save_while_busy), (10, 20), 30, {10: [20], 20: [30], 30: [40]}, keep=1),
 }  # fmt: skip
 
 
@@ -293,19 +289,21 @@ def check_root(storage, manager: CheckpointManager, expected: list[int]) -> None
 def restart(ground: Ground, scenario: Scenario) -> int | None:
     """What a restarted job does: restore, save on, clean up. Returns the mark restored (None: fresh)."""
     storage = ground.storage()
-    manager = CheckpointManager(storage, keep=KeepLast(scenario.keep) if scenario.keep else None, io_threads=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CheckpointWarning)
-        report = manager.restore(blank(), "auto")
-    told = [str(w.message) for w in caught if issubclass(w.category, CheckpointWarning)]
-    assert len(told) == (1 if report.skipped else 0), told
-    assert not ground.local or scenario.prepare is torn or not told, told
-    mark = None if report.fresh else mark_of(report.values)
-    step = next_step(report)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CheckpointWarning)
-        saved(manager, step, state_of(step))
-    check_root(storage, manager, scenario.after[mark])
+    keep = KeepLast(scenario.keep) if scenario.keep else None
+    # Closed before the next child is forked, which would lack its threads.
+    with CheckpointManager(storage, keep=keep, io_threads=1, on_event=held) as manager:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
+            report = manager.restore(blank(), "auto")
+        told = [str(w.message) for w in caught if issubclass(w.category, CheckpointWarning)]
+        assert len(told) == (1 if report.skipped else 0), told
+        assert not ground.local or scenario.prepare is torn or not told, told
+        mark = None if report.fresh else mark_of(report.values)
+        step = next_step(report)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CheckpointWarning)
+            saved(manager, step, state_of(step))
+        check_root(storage, manager, scenario.after[mark])
     again = CheckpointManager(ground.storage(), io_threads=1).restore(blank(), "auto")
     assert (again.step, mark_of(again.values)) == (step, step)
     return mark
@@ -321,6 +319,7 @@ def die_and_restart(ground: Ground, scenario: Scenario, k: int) -> dict:
     def die() -> dict:
         faults = FaultStorage(ground.mortal(str(k)))
         started = [0]
+        in_training[0].clear()
 
         def arm() -> None:
             started[0] = faults.count()
@@ -331,19 +330,21 @@ def die_and_restart(ground: Ground, scenario: Scenario, k: int) -> dict:
             scenario.act(faults, arm)
         except Killed:
             pass
-        found = {"operations": faults.count() - started[0]}
+        ranges = [[number - started[0] for number in ends] for ends in in_training[0]]
+        found = {"operations": faults.count() - started[0], "training": ranges}
         return {**found, **attempted(lambda: restart(ground, scenario))} if ground.kind == "memory" else found
 
     ground.reset()
     code, text = forked(die)
-    if code not in (0, KILLED_EXIT_CODE):
-        raise RuntimeError(text)
+    if code != (KILLED_EXIT_CODE if k and ground.kind != "memory" else 0):
+        raise RuntimeError(f"exit code {code} {text}")
     found = json.loads(text) if text else {"operations": k}
     return found if ground.kind == "memory" else {**found, **attempted(lambda: restart(ground, scenario))}
 
 
 def run(scenario: Scenario, ground: Ground, every: int, first_point: int) -> dict:
-    """points: the operations killed; marks: what was restored then, and at last after the work that nobody killed."""
+    """points: the operations killed; training: how many of them after `save_async` had returned; marks: what was
+    restored then, and at last after the work that nobody killed."""
     if ground.kind == "memory":
         scenario.prepare(ground.storage())
     else:
@@ -356,8 +357,9 @@ def run(scenario: Scenario, ground: Ground, every: int, first_point: int) -> dic
         k: result["problem"] for k, result in zip([*points, 0], [*found, whole], strict=True) if result["problem"]
     }
     marks = [result["mark"] for result in (*found, whole)]
-    return {"operations": whole["operations"], "points": points, "marks": marks, "problems": problems,
-            "old": scenario.old, "new": scenario.new}  # fmt: skip
+    training = sum(first < k <= last for k in points for first, last in whole["training"])
+    return {"operations": whole["operations"], "points": points, "training": training, "marks": marks,
+            "problems": problems, "old": scenario.old, "new": scenario.new}  # fmt: skip
 
 
 def main(run_scenario: Callable[[str, str, Path, int, int], dict]) -> None:
@@ -368,6 +370,8 @@ def main(run_scenario: Callable[[str, str, Path, int, int], dict]) -> None:
     parser.add_argument("--save", choices=list(SAVES), default="sync")
     given = parser.parse_args()
     chosen["save"] = given.save
+    if given.save != "sync" and any(item.startswith(("memory/", "rank-")) for item in given.items):
+        parser.error(f"--save {given.save} needs kinds that end the process")
     gc.freeze()  # children that never collect what the parent made copy far fewer pages
     for item in given.items:
         kind, name, every, first_point = item.split("/")

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from kill_points import Ground, attempted, check_root, done_in_child, forked, main, next_step, saved, volatile
+from kill_points import Ground, attempted, check_root, done_in_child, forked, main, next_step, volatile
+from kill_saves import begin, held, in_training, saved
 
 import ckptcore.saving.plan
 from ckptcore import CheckpointManager, CheckpointWarning, KeepLast, RankLost, Shard, SharingPattern, StateComponent
@@ -74,7 +75,8 @@ def job(storage, work: Callable[[CheckpointManager], object], keep: int | None =
 
     def program(comm):
         policy = KeepLast(keep) if keep else None
-        with CheckpointManager(storage(comm.rank), comm=comm, keep=policy, io_threads=1, run_id="run") as manager:
+        how = {"comm": comm, "keep": policy, "io_threads": 1, "run_id": "run", "on_event": held}
+        with CheckpointManager(storage(comm.rank), **how) as manager:
             return work(manager)
 
     return run_ranks(RANKS, program, **how)
@@ -82,7 +84,8 @@ def job(storage, work: Callable[[CheckpointManager], object], keep: int | None =
 
 @dataclass(frozen=True)
 class Scenario:
-    """As in kill_points.py; prepare: what was saved before, as [step, mark]; leftovers: a job died in a save of 12."""
+    """As in kill_points.py; prepare: what was saved before, as [step, mark]; leftovers: a job died in a save of 12.
+    busy: the step before was begun to be saved when this one is."""
 
     prepare: list[tuple[int, int]]
     step: int
@@ -91,6 +94,7 @@ class Scenario:
     keep: int | None = None
     overwrite: bool = False
     leftovers: bool = False
+    busy: bool = False
 
 
 SCENARIOS = {
@@ -100,6 +104,7 @@ SCENARIOS = {
     "overwrite": Scenario([(10, 10), (20, 19)], 20, (19,), {19: [10, 20, 30], 20: [10, 20, 30], 10: [10, 20]},
                           overwrite=True),
     "sweep": Scenario([(5, 5), (10, 10)], 20, (10,), {10: [10, 20], 20: [10, 20, 30]}, leftovers=True),
+    "busy": Scenario([(10, 10)], 30, (10, 20), {10: [20], 20: [30], 30: [40]}, keep=1, busy=True),
 }  # fmt: skip
 
 
@@ -114,17 +119,19 @@ def prepare(ground: Ground, scenario: Scenario) -> None:
 def die(ground: Ground, kind: str, where: dict, work: Callable, keep: int | None = None) -> dict:
     """Kill ranks at their n-th operation of a kind; "rank-..." ends those ranks only, else the process ends.
 
-    Returns the number of operations by rank, and what each rank raised.
+    Returns the number of operations by rank, those of them in which training went on, and what each rank raised.
     """
     shared = ground.storage()
     if kind in ("job-lost", "job-some", "job-newest"):
         shared = volatile(shared, kind, json.dumps(where))
     faults = [FaultStorage(shared) for _ in range(RANKS)]
+    for ranges in in_training:
+        ranges.clear()
     for rank, (what, number) in where.items():
         faults[rank].kill(number, kind=what, how="raise" if kind.startswith("rank") else "exit")
     # The others must see at once that a rank is lost: waiting for its heartbeat would take longer than the deadline.
     results = job(faults.__getitem__, work, keep, errors=True, notice=True, liveness_timeout=60, deadline=40)
-    return {"operations": [f.count() for f in faults], "raised": results}
+    return {"operations": [f.count() for f in faults], "training": in_training, "raised": results}
 
 
 def check_survivors(victim: int, raised: list) -> None:
@@ -163,7 +170,12 @@ def restart(ground: Ground, scenario: Scenario) -> int | None:
 
 def die_and_restart(ground: Ground, kind: str, scenario: Scenario, victim: int, k: int) -> dict:
     def work(manager: CheckpointManager) -> None:
+        rank, before = manager.comm.rank, scenario.step - 10
+        if scenario.busy:
+            begin(manager, before, components(values_of(before, rank), rank))
         save(manager, scenario.step, scenario.step, overwrite=scenario.overwrite)
+        if scenario.busy:
+            in_training[rank][0][1] = in_training[rank][1][0]
 
     def perish() -> dict:
         return die(ground, kind, {victim: (None, k)} if k else {}, work, scenario.keep)
@@ -175,11 +187,12 @@ def die_and_restart(ground: Ground, kind: str, scenario: Scenario, victim: int, 
             raise RuntimeError(str(done["raised"]))
         outcome = attempted(lambda: check_survivors(victim, done["raised"]) if k else None)
         found = attempted(lambda: restart(ground, scenario))
-        return {"operations": done["operations"], **found, "problem": outcome["problem"] or found["problem"]}
-    code, text = forked(lambda: perish()["operations"])
+        counted = {"operations": done["operations"], "training": done["training"]}
+        return {**counted, **found, "problem": outcome["problem"] or found["problem"]}
+    code, text = forked(lambda: {**perish(), "raised": None})
     if code != (KILLED_EXIT_CODE if k else 0):
         raise RuntimeError(f"exit code {code} {text}")
-    return {"operations": None if k else json.loads(text), **attempted(lambda: restart(ground, scenario))}
+    return {**({} if k else json.loads(text)), **attempted(lambda: restart(ground, scenario))}
 
 
 def run(name: str, kind: str, folder: Path, every: int, first: int) -> dict:
@@ -195,8 +208,9 @@ def run(name: str, kind: str, folder: Path, every: int, first: int) -> dict:
     problems = {str(point): result["problem"] for point, result in zip([*points, 0], [*found, whole], strict=True)
                 if result["problem"]}  # fmt: skip
     marks = [result["mark"] for result in (*found, whole)]
-    return {"operations": len(every_point), "points": points, "marks": marks, "problems": problems,
-            "old": scenario.old, "new": scenario.step}  # fmt: skip
+    training = sum(start < k <= end for rank, k in points for start, end in whole["training"][rank])
+    return {"operations": len(every_point), "points": points, "training": training, "marks": marks,
+            "problems": problems, "old": scenario.old, "new": scenario.step}  # fmt: skip
 
 
 if __name__ == "__main__":
