@@ -46,6 +46,8 @@ class Saves:
         self.comm, self.on_error, self.drain_timeout, self.on_event = comm, on_error, drain_timeout, on_event
         self.after = after
         self.workers = Workers(io_threads)
+        # Half as many: where training keeps every core busy, a core that is taken from it holds up the others too.
+        self._modest = Workers(max(1, io_threads // 2), "ckptcore-background", modest=True)
         self.failed_steps: list[int] = []
         self._pool = HostPool(staging)
         self._background = Background()
@@ -146,6 +148,7 @@ class Saves:
             ended = pending is None or pending.done()
             self._background.close(JOIN_SECONDS if ended else 0.0)
             self.workers.close(JOIN_SECONDS if ended else 0.0)
+            self._modest.close(JOIN_SECONDS if ended else 0.0)
             if ended:
                 self._pool.release()
             if self._branch is not None and self._branch is not self.comm:
@@ -176,6 +179,7 @@ class Saves:
     def _prepared(self) -> Communicator:
         """Threads and connections, made before they are needed: at the end of a program none can be."""
         self.workers.start()
+        self._modest.start()
         self._background.start()
         if self._branch is None:
             self._branch = self.comm.branch("save")
@@ -189,6 +193,7 @@ class Saves:
         info: CheckpointInfo | None = None
         failed: BaseException | None = None
         try:
+            saving.workers = self._modest
             if saving.staged is not None:
                 saving.staged.wait()
                 self.emit("staged", saving, started, saving.staged.nbytes)

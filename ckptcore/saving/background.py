@@ -16,6 +16,7 @@ from ..errors import AsyncSaveError, CheckpointWarning
 from ..ranks.communicator import Communicator
 from ..root import CheckpointInfo
 from .flow import Saving
+from .workers import be_modest
 
 __all__ = ["Background", "SaveHandle"]
 
@@ -189,6 +190,7 @@ class Background:
 
 
 def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+    be_modest()
     while (task := tasks.get()) is not None:
         handle, work = task
         info, error = work()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "be_modest"]
+
+MODEST = 10  # as `nice` counts
 
 Job = Callable[[], None]
 
 
 class Workers:
-    """`count` threads, from the first `run` on. Several threads may call `run` at once."""
+    """`count` threads, from the first `run` on. Several threads may call `run` at once. modest: they take what computing
+    time others leave them (where the system has priorities of threads)."""
 
-    def __init__(self, count: int, name: str = "ckptcore-io") -> None:
-        self.count, self.name = count, name
+    def __init__(self, count: int, name: str = "ckptcore-io", *, modest: bool = False) -> None:
+        self.count, self.name, self.modest = count, name, modest
         self._jobs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started_in: int | None = None
@@ -30,7 +35,9 @@ class Workers:
             if self._started_in != os.getpid():  # threads do not come along into a forked child
                 self._started_in, self._jobs = os.getpid(), queue.SimpleQueue()
                 self._threads = [
-                    threading.Thread(target=_work, args=(self._jobs,), name=f"{self.name}-{number}", daemon=True)
+                    threading.Thread(
+                        target=_work, args=(self._jobs, self.modest), name=f"{self.name}-{number}", daemon=True
+                    )
                     for number in range(self.count)
                 ]
                 for thread in self._threads:
@@ -114,7 +121,16 @@ class _Run:
                 self.error = None  # no cycle of error, frame and this
 
 
-def _work(jobs: queue.SimpleQueue[Any]) -> None:
+def be_modest() -> None:
+    """Lower the priority of the calling thread: it yields to training, which often keeps every core busy."""
+    if sys.platform == "linux":  # elsewhere this call is about the whole process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), MODEST)
+
+
+def _work(jobs: queue.SimpleQueue[Any], modest: bool) -> None:
+    if modest:
+        be_modest()
     while (run := jobs.get()) is not None:
         run.help()
         run = None
