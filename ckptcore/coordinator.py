@@ -24,6 +24,8 @@ from .storage.base import Storage, open_storage
 
 __all__ = ["CheckpointCoordinator"]
 
+JOIN_SECONDS = 5.0
+
 
 class CheckpointCoordinator:
     """Saves and loads single checkpoints of the given components, on all ranks together.
@@ -51,6 +53,7 @@ class CheckpointCoordinator:
             process_groups = state_components.get_process_groups()
         self.process_groups = dict(process_groups or {})
         self.io_threads = io_threads or default_io_threads()
+        self._own_workers = workers is None
         self.workers = workers or Workers(self.io_threads)
         if writers not in ("split", "lowest"):
             raise InvalidState(f"writers must be 'split' or 'lowest', not {writers!r}")
@@ -97,6 +100,9 @@ class CheckpointCoordinator:
             with suppress(CheckpointWarning):  # as an error it must not take the place of the one that counts
                 warn_all(saving.told)
             raise
+        finally:
+            if self._own_workers:
+                self.workers.close(JOIN_SECONDS)
         warn_all(saving.told)
         return info
 

@@ -57,8 +57,7 @@ class CheckpointInfo:
     step: int | None = None
     reason: str | None = None
     manifest: CheckpointManifest | None = None
-    # The commit went through and the mark of the attempt is still there.
-    marked: bool = False
+    marked: bool = False  # the commit went through, and the mark of the attempt is still there
     # Somebody asked for it to stay, whatever its status; retention and `delete` leave it alone.
     pinned: bool = False
 
@@ -319,8 +318,11 @@ def _finish_deletion(storage: Storage, folder: str) -> None:
             storage.remove(join(folder, name))
         if not storage.atomic_rename:
             unmark_attempts(storage, folder)
-        # What says which files are to go may not be gone before they are: nobody would finish the deletion.
-        storage.sync_folder(folder)
+        try:  # before what says which files are to go is gone: nobody would finish the deletion
+            storage.sync_folder(folder)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:  # somebody else has finished it
+                raise
         storage.remove(join(folder, WITHDRAWN_NAME))
     remove_if_empty(storage, folder)
 

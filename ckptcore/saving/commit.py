@@ -256,6 +256,10 @@ def check_place(storage: Storage, name: str, step: int | None, run_id: str, over
                 f"{where} holds {foreign[0]!r}, which no checkpoint of ours has; move the folder away or use another root",
                 path=where, step=step) from None  # fmt: skip
         return bool(entries) or storage.atomic_rename
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return False  # deleted by somebody else meanwhile
     except UnsupportedVersion as error:
         raise CheckpointExists(f"{where} is in the way: {error}", path=where, step=step) from None
     if not overwrite:
