@@ -210,8 +210,8 @@ def scan_root(url: str | os.PathLike[str], storage_options: dict[str, Any] | Non
 
 
 def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
-    """The run that committed last in this root, by commit sequence."""
-    last = max((i for i in infos if i.status == "committed"), key=lambda i: (i.sequence or 0, *i.order), default=None)
+    """The run that committed last in this root, by commit sequence; also when what it committed is damaged now."""
+    last = max((i for i in infos if i.manifest), key=lambda i: (i.sequence or 0, *i.order), default=None)
     return last.run_id if last else None
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore import CheckpointManager, CheckpointNotFound, CheckpointWarning, KeepLast, scan_root
+from ckptcore import CheckpointManager, CheckpointNotFound, CheckpointWarning, KeepLast, NoUsableCheckpoint, scan_root
 
 
 def state(value: float = 0.0) -> dict:
@@ -200,3 +200,17 @@ def test_latest_is_the_highest_step_of_the_run(tmp_path_factory: pytest.TempPath
         latest = CheckpointManager(root, run_id=run).latest()
         assert (latest.step if latest else None) == (mine[-1] if mine else None)
     assert CheckpointManager(root).latest().run_id == saves[-1][0]
+
+
+def test_a_damaged_checkpoint_does_not_hand_over_to_another_run(tmp_path: Path) -> None:
+    for run, step in (("old", 1), ("new", 2)):
+        with CheckpointManager(tmp_path, run_id=run) as ckpt:
+            ckpt.save(step, {"m": {"w": torch.full((3,), float(step))}})
+    with (tmp_path / "checkpoint-2" / "m.safetensors").open("ab") as file:
+        file.write(b"x")
+    live = {"m": {"w": torch.zeros(3)}}
+    with pytest.raises(NoUsableCheckpoint) as caught:
+        CheckpointManager(tmp_path).restore(live)
+    assert list(caught.value.reasons) == ["checkpoint-2"]
+    assert torch.equal(live["m"]["w"], torch.zeros(3))
+    assert CheckpointManager(tmp_path, run_id="old").restore(live).step == 1
