@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Iterable, Sequence
 
 from .errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnsupportedVersion
-from .loading.apply import LoadReport
+from .loading.report import PARTLY_OVERWRITTEN, LoadReport
 from .retention import KeepBest
 from .root import CheckpointInfo, committed, newest_run, scan
 from .storage.base import Storage
@@ -73,6 +73,7 @@ def newest_that_loads(
                     raise
                 reason = str(error)
             else:
+                skipped = {name: why.replace(PARTLY_OVERWRITTEN, "") for name, why in skipped.items()}
                 report.skipped = skipped
                 return report, skipped
         elif status == "unreadable":

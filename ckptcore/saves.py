@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from .coordinator import warn_all
+from .coordinator import JOIN_SECONDS, warn_all
 from .errors import AsyncSaveError, CheckpointWarning, InvalidState, RankFailed
 from .events import OnEvent, SaveEvent
 from .ranks.communicator import Communicator
@@ -23,8 +23,6 @@ from .saving.workers import Workers
 __all__ = ["Saves"]
 
 log = logging.getLogger("ckptcore")
-
-JOIN_SECONDS = 5.0
 
 
 class Saves:

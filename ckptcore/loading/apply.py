@@ -34,7 +34,7 @@ from .broadcast import read_shared
 from .place import Place, copy_for
 from .plan import Words, read_of
 from .reader import TensorRead, read_tensors
-from .report import LoadReport
+from .report import PARTLY_OVERWRITTEN, LoadReport
 from .view import CheckpointView, StoredComponent
 
 __all__ = ["LoadReport", "Loading"]
@@ -124,9 +124,7 @@ class Loading:
             read_tensors(self.view.storage, self.view.folder, self.reads, self.io_threads)
         except CheckpointError as error:
             if self.fits.in_place:
-                error.message += (
-                    "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
-                )
+                error.message += PARTLY_OVERWRITTEN
             raise
 
     def apply(self) -> None:

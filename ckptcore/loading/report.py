@@ -7,7 +7,10 @@ from typing import Any
 
 from ..format.manifest import CheckpointManifest
 
-__all__ = ["LoadReport"]
+__all__ = ["PARTLY_OVERWRITTEN", "LoadReport"]
+
+# Ends the message of a load that failed halfway; no longer true when another checkpoint was loaded over it.
+PARTLY_OVERWRITTEN = "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
 
 
 @dataclass(slots=True)

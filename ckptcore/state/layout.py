@@ -248,18 +248,18 @@ class TensorBytes:
         """Copy bytes from `start` on into `buffer`. Both are multiples of the item size."""
         host, size = self._host(buffer), self._words.element_size()
         with own_stream(self._words.device):
-            _copy_range(self._words, start // size, host, to_host=True)
+            _copy_range(self._words, start // size, host)
 
     def _host(self, buffer: memoryview) -> torch.Tensor:
         return torch.frombuffer(buffer, dtype=self._words.dtype)
 
 
-def _copy_range(tensor: torch.Tensor, start: int, host: torch.Tensor, *, to_host: bool) -> None:
-    """Copy items `start` ... of `tensor` in C order to or from the flat `host`, as few block copies."""
+def _copy_range(tensor: torch.Tensor, start: int, host: torch.Tensor) -> None:
+    """Copy items `start` ... of `tensor` in C order to the flat `host`, as few block copies."""
     count = host.numel()
     if tensor.is_contiguous():
         part = tensor.reshape(-1)[start : start + count]
-        host.copy_(part) if to_host else part.copy_(host)
+        host.copy_(part)
         return
     row = tensor[0].numel()
     at = 0
@@ -267,10 +267,10 @@ def _copy_range(tensor: torch.Tensor, start: int, host: torch.Tensor, *, to_host
         index, within = divmod(start + at, row)
         if within or count - at < row:
             n = min(row - within, count - at)
-            _copy_range(tensor[index], within, host[at : at + n], to_host=to_host)
+            _copy_range(tensor[index], within, host[at : at + n])
         else:
             rows = (count - at) // row
             n = rows * row
             block, flat = tensor[index : index + rows], host[at : at + n]
-            flat.view(block.shape).copy_(block) if to_host else block.copy_(flat.view(block.shape))
+            flat.view(block.shape).copy_(block)
         at += n

@@ -233,3 +233,17 @@ def test_explicit_choices(root: Path) -> None:
         assert held(live) == [value] * 5, which
     with pytest.raises(CheckpointNotFound):
         ckpt.restore(state(), 3)
+
+
+def test_a_fallback_does_not_warn_of_what_it_has_overwritten(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"m": {"a": torch.full((3,), float(step))}})
+    flip(tmp_path / "checkpoint-2" / "m.safetensors")
+    live = {"m": {"a": torch.zeros(3)}}
+    with pytest.warns(CheckpointWarning, match="is damaged") as told:
+        report = CheckpointManager(tmp_path).restore(live)
+    assert (report.step, live["m"]["a"].tolist()) == (1, [1.0, 1.0, 1.0])
+    assert "do not train on it" not in str(told[0].message) + report.skipped["checkpoint-2"]
+    with pytest.raises(CheckpointCorrupt, match="do not train on it"):
+        CheckpointManager(tmp_path).load(live, 2)
