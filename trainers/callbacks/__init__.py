@@ -1,0 +1,1 @@
+"""What a trainer calls while it runs, and what of it is kept in the checkpoints."""
