@@ -25,6 +25,7 @@ from .workers import Workers
 __all__ = ["HostPool", "StagedCopy", "Staging", "bytes_needed", "stage"]
 
 ALIGNMENT = 64
+PAGE = 4096
 PIECE_BYTES = 16 << 20
 # Tensors smaller than this are copied many at a time by one thread: each costs more to hand over than to copy.
 SMALL_BYTES = 256 << 10
@@ -44,7 +45,9 @@ class HostPool:
         if self.block.numel() < nbytes or (nbytes and pinned and not self.pinned):
             size = _aligned(max(nbytes, self.block.numel()))
             self.release()
-            self.block = torch.empty(size, dtype=torch.uint8)
+            memory = torch.empty(size + PAGE, dtype=torch.uint8)
+            start = -memory.data_ptr() % PAGE
+            self.block = memory[start : start + size]
             _touch(self.block, workers)
             if pinned:
                 pin(self.block)
@@ -78,7 +81,7 @@ class StagedCopy:
 
 def bytes_needed(rank: int, captured: Mapping[str, Captured], shares: Iterable[Share], whole: set[str]) -> int:
     """Bytes of the pool that a save takes."""
-    return sum(_aligned(t.nbytes) for t in _kept(rank, captured, shares, whole).values())
+    return _places(rank, captured, shares, whole)[1]
 
 
 def stage(
@@ -95,19 +98,17 @@ def stage(
     compared: components whose replicas are compared later. Of what this rank does not write only the digest is kept
     that they are compared by; but everything of those in `whole`, which may have to be compared item by item.
     """
-    wanted = _kept(rank, captured, shares, whole)
+    places, size = _places(rank, captured, shares, whole)
+    wanted = {id(t) for t, _ in places}
     _keep_digests(compared, captured, wanted)
-    tensors = list(wanted.values())
-    on_devices = any(t.tensor.device.type == "cuda" for t in tensors)
-    size = sum(_aligned(t.nbytes) for t in tensors)
+    on_devices = any(t.tensor.device.type == "cuda" for t, _ in places)
     block = pool.reserve(size, pinned=on_devices, workers=workers)
     host: list[tuple[torch.Tensor, torch.Tensor]] = []
     away: list[tuple[torch.Tensor, torch.Tensor]] = []
     blocks: dict[torch.dtype, torch.Tensor] = {}
-    at = 0
-    for t in tensors:
+    for t, at in places:
         tensor = t.tensor
-        source, nbytes = words(tensor), tensor.nbytes
+        source = words(tensor)
         if source.dtype not in blocks:
             blocks[source.dtype] = block.view(source.dtype)
         first, count = at // source.element_size(), source.numel()
@@ -116,7 +117,6 @@ def stage(
         # Words are as good as items, but where they have a dimension more.
         mine = place if source.shape == tensor.shape else place.view(tensor.dtype).view(tensor.shape)
         t.part, t.live = LocalPart(mine, t.part.shape, t.part.box, t.part.layout), None
-        at += _aligned(nbytes)
     for state in captured.values():
         _settle(state, wanted)
     copies = start_copies(away, pool.staging)
@@ -126,27 +126,39 @@ def stage(
     return StagedCopy(size, copies)
 
 
-def _kept(
+def _places(
     rank: int, captured: Mapping[str, Captured], shares: Iterable[Share], whole: set[str]
-) -> dict[int, CapturedTensor]:
-    """By identity, what is copied: what this rank writes, and all of the components in `whole`."""
-    kept = _written(rank, shares)
-    return kept | {id(t): t for key in whole & captured.keys() for t in captured[key].tensors if t.alias_of is None}
+) -> tuple[list[tuple[CapturedTensor, int]], int]:
+    """What is copied, each with the byte of the pool where its copy begins, and the bytes of all.
 
-
-def _written(rank: int, shares: Iterable[Share]) -> dict[int, CapturedTensor]:
-    """By identity, what this rank writes, in the order of its files."""
-    found: dict[int, CapturedTensor] = {}
+    What this rank writes lies as in its files, each file's data from a page on: whole pages can then go to the disk
+    from where they are. After that comes what is not in any file, of the components in `whole`.
+    """
+    found: dict[int, tuple[CapturedTensor, int]] = {}
+    apart: dict[int, CapturedTensor] = {}
+    end = 0
     for share in shares:
         for plan in share.files:
             if plan.writer == rank:
-                found |= {id(t): t for t in (share.tensors[number] for number, _ in plan.places)}
-    return found
+                first = _aligned(end, PAGE) - len(plan.header)
+                for number, place in plan.places:
+                    t = share.tensors[number]
+                    # Items of dtypes that no stock reader knows need not begin at a multiple of their size.
+                    if (first + place.start) % max(1, t.tensor.element_size()):
+                        apart[id(t)] = t
+                    else:
+                        found[id(t)] = (t, first + place.start)
+                end = first + plan.size
+    for key in whole & captured.keys():
+        apart |= {id(t): t for t in captured[key].tensors if t.alias_of is None and id(t) not in found}
+    for t in apart.values():
+        end = _aligned(end)
+        found[id(t)] = (t, end)
+        end += t.nbytes
+    return list(found.values()), end
 
 
-def _keep_digests(
-    compared: Sequence[StateComponent], captured: Mapping[str, Captured], wanted: Mapping[int, CapturedTensor]
-) -> None:
+def _keep_digests(compared: Sequence[StateComponent], captured: Mapping[str, Captured], wanted: set[int]) -> None:
     """Digests, taken now, of what is compared and not copied, and of all that is compared on its accelerator."""
     take_fingerprints(compared, captured)
     for c in compared:
@@ -156,7 +168,7 @@ def _keep_digests(
                     t.digest = compared_digest(c, t)
 
 
-def _settle(state: Captured, wanted: Mapping[int, CapturedTensor]) -> None:
+def _settle(state: Captured, wanted: set[int]) -> None:
     """Let go of live memory: aliases follow what they are one with, the rest keeps its shape alone."""
     for t in state.tensors:
         if id(t) in wanted:
@@ -172,8 +184,8 @@ def _settle(state: Captured, wanted: Mapping[int, CapturedTensor]) -> None:
         t.part = LocalPart(tensor, t.part.shape, t.part.box, t.part.layout)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def _aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment
 
 
 def _touch(block: torch.Tensor, workers: Workers) -> None:

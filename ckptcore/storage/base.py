@@ -173,7 +173,8 @@ def open_storage(url: str | os.PathLike[str] | Storage, storage_options: dict[st
     if scheme is None or scheme.group(1) in ("file", "local"):
         from .local import LocalStorage
 
-        return LocalStorage(Path(text[scheme.end() :] if scheme else text))
+        path = Path(text[scheme.end() :] if scheme else text)
+        return LocalStorage(path, direct_io=bool((storage_options or {}).get("direct_io", True)))
     from .remote import FsspecStorage
 
     return FsspecStorage(text, storage_options or {})

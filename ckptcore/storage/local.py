@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import shutil
 import stat
@@ -21,6 +22,8 @@ __all__ = ["LocalStorage"]
 
 IOV_MAX = 1024  # buffers that one preadv or pwritev takes (Linux and macOS)
 STREAM_BYTES = 128 << 20
+PAGE = mmap.PAGESIZE
+DIRECT_BYTES = 256 << 10  # fewer are not worth a way past the page cache
 
 # Linux only; flags from linux/fs.h.
 WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4
@@ -35,9 +38,12 @@ class LocalStorage(Storage):
     atomic_rename = True
     positional_writes = True
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, direct_io: bool = True) -> None:
+        """direct_io: bytes that lie in memory as they will on the disk, page by page (those of background saves do), go
+        there without a copy in the page cache, where the filesystem can do that."""
         self.root = Path(os.path.abspath(root.expanduser()))
         self.url = str(self.root)
+        self.direct_flag: int = getattr(os, "O_DIRECT", 0) if direct_io else 0
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}" if path else str(self.root)
@@ -179,16 +185,63 @@ class _Stream:
 class _Writer(FileWriter):
     def __init__(self, storage: LocalStorage, path: str, fd: int, stream: _Stream | None) -> None:
         self.storage, self.path, self.fd, self.stream = storage, path, fd, stream
+        self.direct: int | None = None if storage.direct_flag else -1  # -1: not to be tried, or not any more
+        self.lock = threading.Lock()
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         with translated(self.storage, self.path, "writing"):
-            _transfer(os.pwritev, self.fd, offset, buffers)
-            if self.stream is not None:
-                self.stream.wrote(offset, sum(len(buffer) for buffer in buffers))
+            # A header comes from elsewhere in memory than the tensors after it.
+            skip = 0 if len(buffers) == 1 or offset else 1
+            start = offset + sum(len(b) for b in buffers[:skip])
+            data = _neighbours(start, buffers[skip:]) if self.direct != -1 else None
+            if data is None:
+                self._write(offset, buffers)
+                return
+            if skip:
+                self._write(offset, buffers[:skip])
+            first, end = self._write_direct(start, data)
+            self._write(start, [data[: first - start]])
+            self._write(end, [data[end - start :]])
+
+    def _write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        _transfer(os.pwritev, self.fd, offset, buffers)
+        if self.stream is not None and (length := sum(len(b) for b in buffers)):
+            self.stream.wrote(offset, length)
+
+    def _write_direct(self, offset: int, data: memoryview) -> tuple[int, int]:
+        """Write the whole pages of `data` past the page cache; the first and the end of the bytes that were written.
+
+        No byte of these pages is written in another way, so that the kernel has nothing to reconcile.
+        """
+        start = at = -(-offset // PAGE) * PAGE
+        end = (offset + len(data)) // PAGE * PAGE
+        try:
+            with self.lock:
+                if self.direct is None:
+                    # The same file by another door, even when its name is taken by another one meanwhile.
+                    flags = os.O_WRONLY | os.O_CLOEXEC | self.storage.direct_flag
+                    self.direct = os.open(f"/proc/self/fd/{self.fd}", flags)
+            while at < end and self.direct != -1:
+                done = os.pwrite(self.direct, data[at - offset : end - offset], at)
+                at += done // PAGE * PAGE
+                if not done or done % PAGE:
+                    break
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EFAULT, errno.ENOTSUP, errno.ENOENT, errno.EACCES, errno.EPERM):
+                raise
+            self._close_direct()  # this filesystem, or this memory, is not made for it
+        return start, at
+
+    def _close_direct(self) -> None:
+        with self.lock:
+            fd, self.direct = self.direct, -1
+        if fd is not None and fd >= 0:
+            os.close(fd)
 
     def close(self) -> None:
         with translated(self.storage, self.path, "syncing"):
             try:
+                self._close_direct()
                 os.fsync(self.fd)
             finally:
                 fd, self.fd = self.fd, -1
@@ -196,6 +249,7 @@ class _Writer(FileWriter):
 
     def abort(self) -> None:
         try:
+            self._close_direct()
             if self.fd >= 0:
                 fd, self.fd = self.fd, -1
                 os.close(fd)
@@ -228,6 +282,24 @@ def _sync_folder(path: str | Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def _neighbours(offset: int, buffers: Sequence[memoryview]) -> memoryview | None:
+    """Buffers for byte `offset` on of a file that follow each other in memory, as one; None where they do not, or where
+    their pages are not those of the file, or are not worth it."""
+    total = sum(len(b) for b in buffers)
+    if total < DIRECT_BYTES:
+        return None
+    try:
+        places = [ctypes.addressof(ctypes.c_char.from_buffer(b)) for b in buffers if len(b)]
+    except TypeError:  # read-only memory tells no address
+        return None
+    sizes = [len(b) for b in buffers if len(b)]
+    if places[0] % PAGE != offset % PAGE:
+        return None
+    if any(place + size != after for place, size, after in zip(places, sizes, places[1:], strict=False)):
+        return None
+    return memoryview((ctypes.c_ubyte * total).from_address(places[0])).cast("B")
 
 
 def _transfer(

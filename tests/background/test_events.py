@@ -86,7 +86,7 @@ def test_what_is_told_and_when(tmp_path):
         assert found["committed"].error is None and found["committed"].seconds > 0
         assert set(found["committed"].timings) == PHASES - ({"stage"} if info is third else set())
         if info is not third:
-            assert found["staged"].nbytes == 3 * 4032  # each on a boundary of 64 bytes
+            assert found["staged"].nbytes == 3 * 4000  # as they lie in the file
             assert 0 <= found["queued"].seconds <= found["staged"].seconds <= found["committed"].seconds
             assert set(found["queued"].timings) == {"capture", "layouts"}
             assert threads["committed", info.step] == "ckptcore-save"

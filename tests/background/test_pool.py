@@ -42,7 +42,7 @@ def test_prewarm_allocates_and_touches_once(tmp_path):
         ckpt.prewarm(state(0, 4 * MIB))
         warm = block(ckpt)
         nbytes = sum(t.nbytes for part in state(0, 4 * MIB).values() for t in part.values())
-        assert nbytes <= warm[1] < nbytes + 4 * 64
+        assert nbytes <= warm[1] < nbytes + 4 * 4096  # each file from a page on
         assert resident(*warm) >= nbytes  # every page is there, before a byte was copied
         assert faults.count() == 0 and list(tmp_path.iterdir()) == []
         for step in range(1, 6):
@@ -109,11 +109,13 @@ def test_prewarm_on_several_ranks(tmp_path, sharded_part, monkeypatch, pattern, 
 
     results = run_ranks(4, program)
     assert [found for _, found in results] == [{warm} for warm, _ in results]
+    whole = sum(t.nbytes for t in state(1)["m"].values())
+    # A block is as long as its bytes, up to the next multiple of 64, with as much before each tensor that is in no file.
     sizes = [size for (_, size), _ in results]
-    whole = sum(-(-t.nbytes // 64) * 64 for t in state(1)["m"].values())
+    assert all(size % 64 == 0 for size in sizes)
     if pattern is PATTERNS.GLOBAL:
-        assert sizes == [whole, 0, 0, 0]
+        assert sizes == [-(-whole // 64) * 64, 0, 0, 0]
     elif pattern is PATTERNS.PER_RANK or (level is ValidationLevel.FULL and pattern is not PATTERNS.SHARDED):
-        assert sizes == [whole] * 4
+        assert all(whole <= size < whole + 4 * 64 for size in sizes)
     elif pattern is PATTERNS.REPLICATED:
-        assert sum(sizes) == whole
+        assert whole <= sum(sizes) < whole + 4 * 64
