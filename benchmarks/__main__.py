@@ -21,17 +21,8 @@ from .report import as_json, as_markdown, machine, show
 __all__ = ["main"]
 
 SAVERS_BY_NAME = [
-    "torch",
-    "dcp",
-    "dcp-async",
-    "dcp-kept",
-    "dcp-pinned",
-    "tc",
-    "ours",
-    "ours-copy",
-    "ours-overlap",
-    "ours-auto",
-]
+    "torch", "dcp", "dcp-async", "dcp-kept", "dcp-pinned", "tc", "ours", "ours-copy", "ours-overlap", "ours-auto",
+]  # fmt: skip
 
 
 class Size(click.ParamType):
@@ -55,15 +46,8 @@ def progress(text: str) -> None:
 
 # What --quick makes of options that are not given: a run of seconds that shows whether everything works.
 QUICK = {
-    "size": 2 * MIB,
-    "memory_size": 0,
-    "settle": 0.0,
-    "rounds": 1,
-    "tensors": 50,
-    "window": 4,
-    "saves": 3,
-    "step_ms": 2.0,
-}
+    "size": 2 * MIB, "memory_size": 0, "settle": 0.0, "rounds": 1, "tensors": 50, "window": 4, "saves": 3, "step_ms": 2.0,
+}  # fmt: skip
 
 
 def quick(context: click.Context, _: click.Parameter, value: bool) -> bool:
@@ -215,6 +199,12 @@ def run_reshard(folder: Path, given: dict[str, Any]) -> Report:
     return reshard.run(folder, size=size_of(given), rounds=given["rounds"] or 5, progress=progress)
 
 
+def run_remote(folder: Path, given: dict[str, Any]) -> Report:
+    from . import remote
+
+    return remote.run(folder, size=size_of(given), rounds=given["rounds"] or 5, progress=progress)
+
+
 def run_plan(folder: Path, given: dict[str, Any]) -> Report:
     from . import plan
 
@@ -352,6 +342,14 @@ def inspect_command(**given: Any) -> None:
 def reshard_command(**given: Any) -> None:
     """Loads onto another layout with real processes, against dcp.load."""
     carry_out([run_reshard], given)
+
+
+@main.command("remote")
+@common
+@size_option
+def remote_command(**given: Any) -> None:
+    """Saves to and loads from S3, against boto3 and s3fs."""
+    carry_out([run_remote], given)
 
 
 @main.command("plan")

@@ -16,15 +16,17 @@ from typing import Any, Literal
 
 __all__ = ["OnEvent", "SaveEvent", "TensorBoardEvents"]
 
-Kind = Literal["queued", "staged", "committed", "failed", "skipped", "deleted"]
+Kind = Literal["queued", "staged", "committed", "failed", "skipped", "deleted", "uploaded", "upload_failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveEvent:
-    """One event of one save, or one deletion, as this rank sees it ("deleted" is seen by rank 0 alone).
+    """One event of one save, one deletion or one upload, as this rank sees it (the latter two are seen by rank 0 alone).
 
-    seconds: since the save was called for. nbytes: staged, or committed on all ranks, or deleted. timings: seconds by
-    phase on this rank. error: what a failed save failed with. time: seconds since the epoch.
+    seconds: since the save was called for, or the upload began. nbytes: staged, or committed on all ranks, deleted or
+    uploaded. timings: seconds by phase on this rank. error: what a failed save or upload failed with. time: seconds since the
+    epoch. root: the tier that something was uploaded to, or deleted from; None for the manager's own root. retries:
+    requests to the storage that this rank has tried again since the save was called for.
     """
 
     kind: Kind
@@ -36,13 +38,15 @@ class SaveEvent:
     timings: dict[str, float] = field(default_factory=dict)
     error: BaseException | None = None
     time: float = field(default_factory=time.time)
+    root: str | None = None
+    retries: int = 0
 
 
 OnEvent = Callable[[SaveEvent], Any]
 
 
 class TensorBoardEvents:
-    """Writes events as scalars: checkpoint/<kind> (1 at the step), /seconds, /megabytes and /seconds_<phase>.
+    """Writes events as scalars: checkpoint/<kind> (1 at the step), /seconds, /retries, /megabytes and /seconds_<phase>.
 
     writer: a SummaryWriter, or the folder for a new one.
     """
@@ -61,6 +65,7 @@ class TensorBoardEvents:
         put(event.kind, 1.0)
         if event.kind in ("committed", "failed"):
             put("seconds", event.seconds)
+            put("retries", event.retries)
             for phase, seconds in event.timings.items():
                 put(f"seconds_{phase}", seconds)
         if event.kind == "committed":

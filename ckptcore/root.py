@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,22 +34,16 @@ PIN_NAME = "checkpoint.pinned"
 _MARKER = re.compile(r"attempt\.([A-Za-z0-9_.-]+)\.partial")
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
 _OURS = re.compile(
-    r".*\.safetensors|.*\.safetensors\.index\.json|index\.rank\d{5,}\.msgpack|"
-    + re.escape(MANIFEST_NAME)
-    + "|"
-    + re.escape(WITHDRAWN_NAME)
-    + "|"
-    + re.escape(PIN_NAME)
-    + "|"
-    + _MARKER.pattern
+    r".*\.safetensors|.*\.safetensors\.index\.json|index\.rank\d{5,}\.msgpack|upload\.[0-9a-f]+\.partial|"
+    rf"{re.escape(MANIFEST_NAME)}|{re.escape(WITHDRAWN_NAME)}|{re.escape(PIN_NAME)}|{_MARKER.pattern}"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
     """One entry of a root. `status` is "committed", "uncommitted" (no manifest), "damaged" (it does not verify, or a
-    listed file is missing or of another size), "unsupported" (of a newer format), "unreadable" (the storage refuses)
-    or "partial" (an attempt, overwrite or deletion that was not finished)."""
+    listed file is missing or of another size), "unsupported" (of a newer format), "unreadable" (the storage refuses),
+    "partial" (an attempt, overwrite or deletion not finished) or "elsewhere" (see ranks/nodes.py)."""
 
     name: str
     url: str
@@ -116,10 +110,14 @@ def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
     return CheckpointManifest.decode(data, storage.at(folder))
 
 
-def check_files(storage: Storage, folder: str, manifest: CheckpointManifest) -> set[str]:
-    """The names in the folder. Raises CheckpointCorrupt, naming the first file that is missing or has another size than
-    the manifest says."""
-    sizes = {entry.name: entry.size for entry in storage.list(folder)}
+def check_files(
+    storage: Storage, folder: str, manifest: CheckpointManifest, listed: Sequence[Entry] | None = None
+) -> set[str]:
+    """The names in the folder, if all is there as it was `listed` a moment ago. Raises CheckpointCorrupt, naming the
+    first file that is missing or has another size than the manifest says."""
+    sizes = {entry.name: entry.size for entry in listed or ()}
+    if listed is None or any(sizes.get(name) != record.size for name, record in manifest.files.items()):
+        sizes = {entry.name: entry.size for entry in storage.list(folder)}
     for name, record in manifest.files.items():
         if name not in sizes:
             raise CheckpointCorrupt(
@@ -139,13 +137,14 @@ def check_files(storage: Storage, folder: str, manifest: CheckpointManifest) -> 
 def scan(storage: Storage) -> list[CheckpointInfo]:
     """Every checkpoint-like entry, ordered by (step, commit sequence). A root that does not exist has none."""
     try:
-        entries = storage.list()
+        folders = storage.list_folders("checkpoint-")
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
         return []
-    found = [_look(storage, entry.name, match) for entry in entries
-             if entry.is_folder and (match := _FOLDER.fullmatch(entry.name))]  # fmt: skip
+    found = [
+        _look(storage, name, match, listed) for name, listed in folders.items() if (match := _FOLDER.fullmatch(name))
+    ]
     whole = {info.name for info in found if info.status == "committed"}
     result = []
     for info in found:
@@ -158,14 +157,14 @@ def scan(storage: Storage) -> list[CheckpointInfo]:
     return sorted(result, key=lambda info: (*info.order, info.name))
 
 
-def _look(storage: Storage, name: str, match: re.Match[str]) -> CheckpointInfo:
+def _look(storage: Storage, name: str, match: re.Match[str], listed: Sequence[Entry] | None = None) -> CheckpointInfo:
     step, kind, url = int(match.group(1)), match.group(2), storage.at(name)
     if kind == "partial":
         return CheckpointInfo(name, url, "partial", step, "an attempt that was not published")
     manifest = None
     try:
         manifest = read_manifest(storage, name)
-        names = check_files(storage, name, manifest)
+        names = check_files(storage, name, manifest, listed)
     except CheckpointNotFound:
         try:
             entries = storage.list(name)
@@ -314,8 +313,8 @@ def _finish_deletion(storage: Storage, folder: str) -> None:
         if error.errno != errno.ENOENT:
             raise
     else:
-        for name in manifest.files.keys() - {WITHDRAWN_NAME}:  # that one says what is left to do, and goes last
-            storage.remove(join(folder, name))
+        # That one says what is left to do, and goes last.
+        storage.remove_all([join(folder, name) for name in manifest.files.keys() - {WITHDRAWN_NAME}])
         if not storage.atomic_rename:
             unmark_attempts(storage, folder)
         try:  # before what says which files are to go is gone: nobody would finish the deletion
@@ -344,11 +343,11 @@ def remove_attempt(storage: Storage, folder: str, *, keep_marks: bool = False) -
     """
     names = [entry.name for entry in entries_in(storage, folder) if not entry.is_folder and is_ours(entry.name)]
     marks = [name for name in names if _MARKER.fullmatch(name)]
-    for name in sorted({*names}.difference(marks), key=lambda name: (name != MANIFEST_NAME, name)):
-        storage.remove(join(folder, name))
+    if MANIFEST_NAME in names:
+        storage.remove(join(folder, MANIFEST_NAME))
+    storage.remove_all([join(folder, name) for name in sorted({*names}.difference(marks, [MANIFEST_NAME]))])
     # Without the mark, what is still there would count as a checkpoint that lost its manifest.
-    for name in [] if keep_marks else marks:
-        storage.remove(join(folder, name))
+    storage.remove_all([] if keep_marks else [join(folder, name) for name in marks])
     remove_if_empty(storage, folder)
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .coordinator import JOIN_SECONDS, warn_all
 from .errors import AsyncSaveError, CheckpointWarning, InvalidState, RankFailed
@@ -19,6 +19,7 @@ from .saving.background import Background, SaveHandle, at_exit
 from .saving.flow import Saving
 from .saving.staging import HostPool, Staging
 from .saving.workers import Workers
+from .tiers import Uploads
 
 __all__ = ["Saves"]
 
@@ -28,7 +29,8 @@ log = logging.getLogger("ckptcore")
 class Saves:
     """Keeps what outlives a save: threads, the pool of host memory, a conversation of the ranks for the background.
 
-    after: what the run does after each commit, on the thread that committed, given what to tell warnings to.
+    after: what the run does after each commit, on the thread that committed, given what to tell warnings to. uploads: to
+    other roots, whose failures are told like those of saves.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class Saves:
         drain_timeout: float,
         on_event: OnEvent | None,
         after: Callable[[Saving, CheckpointInfo], None],
+        uploads: Uploads,
     ) -> None:
         self.comm, self.on_error, self.drain_timeout, self.on_event = comm, on_error, drain_timeout, on_event
-        self.after = after
+        self.after, self.uploads = after, uploads
         self.workers = Workers(io_threads)
         # Half as many: where training keeps every core busy, a core that is taken from it holds up the others too.
         self._modest = Workers(max(1, io_threads // 2), "ckptcore-background", modest=True)
@@ -59,8 +62,8 @@ class Saves:
 
     @property
     def failed(self) -> bool:
-        """Whether a save in the background has failed and nobody was told."""
-        return self._pending is not None and self._pending.untold
+        """Whether a save in the background, or an upload, has failed and nobody was told."""
+        return (self._pending is not None and self._pending.untold) or self.uploads.failed
 
     def check_process(self) -> None:
         """Raises InvalidState in a forked child: it has none of the threads."""
@@ -76,22 +79,26 @@ class Saves:
             self._pending.wait(None)
 
     def raise_failure(self) -> None:
-        """Raise, or warn of, the failure of a save in the background that nobody was told of."""
+        """Raise, or warn of, the failure of a save in the background or an upload that nobody was told of."""
         pending = self._pending
         if pending is not None and pending.done():
             self._pending = None
             pending.collect()
+        self.uploads.raise_failure()
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether no save is being written any more, after at most `timeout` seconds. Raises AsyncSaveError."""
+        """Whether no save is being written or uploaded any more, after at most `timeout` seconds. Raises AsyncSaveError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         if self._pending is not None and not self._pending.wait(timeout):
+            return False
+        if not self.uploads.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
             return False
         self.raise_failure()
         return True
 
     def now(self, saving: Saving) -> CheckpointInfo:
         """Do all of a save."""
-        started = time.perf_counter()
+        started = _Start.of(saving)
         try:
             saving.begin()
             info = saving.finish(self.comm)
@@ -107,7 +114,7 @@ class Saves:
 
     def later(self, saving: Saving) -> SaveHandle:
         """Capture and stage now, and leave the rest to the background."""
-        started = time.perf_counter()
+        started = _Start.of(saving)
         branch = self._prepared()
         with _no_garbage_collection():
             saving.begin()
@@ -135,6 +142,13 @@ class Saves:
         """Wait, bounded in time, then give everything back. Raises AsyncSaveError."""
         if self._pid != os.getpid():
             return  # a forked child has neither the threads nor the connections
+        deadline = time.monotonic() + self.drain_timeout
+        try:
+            self._close_saves()
+        finally:
+            self.uploads.close(deadline)
+
+    def _close_saves(self) -> None:
         pending = self._pending
         try:
             if pending is not None and not pending.wait(self.drain_timeout):
@@ -158,14 +172,15 @@ class Saves:
         self,
         kind: Literal["queued", "staged", "committed", "failed", "skipped"],
         saving: Saving,
-        started: float | None = None,
+        started: _Start | None = None,
         nbytes: int = 0,
         error: BaseException | None = None,
     ) -> None:
         """Tell the watcher of one more event of a save."""
-        seconds = 0.0 if started is None else time.perf_counter() - started
-        step, name = saving.request.step, saving.name
-        self.tell(SaveEvent(kind, step, self.comm.rank, name, seconds, nbytes, dict(saving.seconds), error))
+        seconds = 0.0 if started is None else time.perf_counter() - started.seconds
+        retries = 0 if started is None else saving.storage.retries - started.retries
+        step, name, timings = saving.request.step, saving.name, dict(saving.seconds)
+        self.tell(SaveEvent(kind, step, self.comm.rank, name, seconds, nbytes, timings, error, retries=retries))
 
     def tell(self, event: SaveEvent) -> None:
         if self.on_event is not None:
@@ -185,7 +200,7 @@ class Saves:
         return self._branch
 
     def _finish(
-        self, saving: Saving, started: float, branch: Communicator
+        self, saving: Saving, started: _Start, branch: Communicator
     ) -> tuple[CheckpointInfo | None, BaseException | None]:
         """In the background: what is left of a save when its state is captured."""
         info: CheckpointInfo | None = None
@@ -208,9 +223,20 @@ class Saves:
             saving.told.append(f"{saving.name} {outcome}, and what comes after that went wrong: {error!r}")
         return info, failed
 
-    def _ended(self, saving: Saving, started: float, info: CheckpointInfo | None, error: BaseException | None) -> None:
+    def _ended(self, saving: Saving, started: _Start, info: CheckpointInfo | None, error: BaseException | None) -> None:
         nbytes = 0 if info is None else info.size_bytes or 0
         self.emit("failed" if info is None else "committed", saving, started, nbytes, error)
+
+
+class _Start(NamedTuple):
+    """When a save was called for, and how often its storage had tried something again by then."""
+
+    seconds: float
+    retries: int
+
+    @classmethod
+    def of(cls, saving: Saving) -> _Start:
+        return cls(time.perf_counter(), saving.storage.retries)
 
 
 @contextmanager

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, time
 from decimal import Decimal
 from typing import Any
@@ -77,3 +81,57 @@ def same() -> Callable[..., None]:
 def bits() -> Callable[[torch.Tensor], bytes]:
     """The bytes of a tensor's items in C order."""
     return _bits
+
+
+# An S3 server in a process of its own, on a port that it chooses; it ends when its standard input does.
+SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+from werkzeug.serving import WSGIRequestHandler
+WSGIRequestHandler.protocol_version = "HTTP/1.1"
+WSGIRequestHandler.log = lambda *_: None
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass
+class S3:
+    """A server over HTTP, with a bucket in it."""
+
+    port: int
+    bucket: str = "runs"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.options_at(self.port)
+
+    def options_at(self, port: int, **more: Any) -> dict[str, Any]:
+        """storage_options for this server, reached by way of another port."""
+        where = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "some-key", "secret": "some-secret"}
+        return {**where, "client_kwargs": {"region_name": "us-east-1"}, **more}
+
+    def new_root(self) -> str:
+        return f"s3://{self.bucket}/{uuid.uuid4().hex}/run"
+
+    def client(self) -> Any:
+        """A plain client, none of ours."""
+        boto3 = pytest.importorskip("boto3")
+        return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", region_name="us-east-1",
+                            aws_access_key_id="some-key", aws_secret_access_key="some-secret")  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3]:
+    for needed in ("s3fs", "moto.server", "flask"):
+        pytest.importorskip(needed)
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            found = S3(int(server.stdout.readline()))
+            found.client().create_bucket(Bucket=found.bucket)
+            yield found
+        finally:
+            server.kill()

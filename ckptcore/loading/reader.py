@@ -65,7 +65,8 @@ def read_tensors(
     on_corrupt: Callable[[CheckpointCorrupt], None] | None = None,
 ) -> None:
     """Do all `reads`. The first damage raises CheckpointCorrupt (file, tensor, digests), unless `on_corrupt` takes
-    each. Memory beyond the targets is bounded by `io_threads` x 8 MiB. Raises StorageError."""
+    each. Memory beyond the targets is bounded by `io_threads` x 8 MiB. With one of them all is done on the calling
+    thread, and each file in its order. Raises StorageError."""
     files: dict[str, list[TensorRead]] = {}
     for read in reads:
         if read.entry.file is not None and read.entry.nbytes:
@@ -74,16 +75,26 @@ def read_tensors(
         return
     stop = threading.Event()
     scratch = Scratch()
+    # Where each read is a request of its own, few of them count for more than a warm cache.
+    step_bytes = CHUNK_BYTES if storage.request_bytes else STEP_BYTES
 
     def run(reader: FileReader, file: str, parts: list[_Part]) -> None:
         if not stop.is_set():
             with _present(storage, folder, file, absent=_GONE):
-                found = list(_read_batch(reader, file, storage.at(join(folder, file)), parts, scratch))
+                found = list(_read_batch(reader, file, storage.at(join(folder, file)), parts, scratch, step_bytes))
             for error in found:
                 if on_corrupt is None:
                     raise error
                 on_corrupt(error)
 
+    if io_threads == 1:
+        for file, wanted in files.items():
+            with _present(storage, folder, file):
+                opened = storage.open(join(folder, file))
+            with opened:
+                for batch in _batches(wanted):
+                    run(opened, file, batch)
+        return
     readers: list[FileReader] = []
     pool = ThreadPoolExecutor(io_threads, "ckptcore-read")
     try:
@@ -121,7 +132,7 @@ def _batches(reads: list[TensorRead]) -> Iterator[list[_Part]]:
 
 
 def _read_batch(
-    reader: FileReader, file: str, where: str, parts: list[_Part], scratch: Scratch
+    reader: FileReader, file: str, where: str, parts: list[_Part], scratch: Scratch, step_bytes: int
 ) -> Iterator[CheckpointCorrupt]:
     """Read, verify and deliver one batch; yields what is damaged."""
     places = [part.read.entry.chunk(part.chunk) for part in parts]
@@ -143,7 +154,7 @@ def _read_batch(
             file=file, kind="size", tensor=parts[-1].read.name, expected=first + total, actual=reader.size)  # fmt: skip
     if len(parts) == 1:
         # Bytes for an accelerator go through memory that stays warm; and each step takes its turn at the interpreter.
-        digests = [_read_hashing(reader, first, buffers[0], STEP_BYTES if direct[0] else CHUNK_BYTES)]
+        digests = [_read_hashing(reader, first, buffers[0], step_bytes if direct[0] else CHUNK_BYTES)]
     else:
         reader.read_into(first, buffers)
         digests = [chunk_digest(buffer) for buffer in buffers]
@@ -204,8 +215,8 @@ def open_member(storage: Storage, folder: str, file: str, size: int) -> FileRead
     return reader
 
 
-def check_header(storage: Storage, folder: str, file: str, known: FileEntry) -> None:
-    """Raises CheckpointCorrupt when a tensor file is missing, or its size or header is not what was saved."""
+def check_header(storage: Storage, folder: str, file: str, known: FileEntry) -> bytearray:
+    """The header. Raises CheckpointCorrupt when a tensor file is missing, or its size or header is not what was saved."""
     with open_member(storage, folder, file, known.size) as reader:
         head = bytearray(known.header_size)
         reader.read_into(0, [memoryview(head)])
@@ -215,3 +226,4 @@ def check_header(storage: Storage, folder: str, file: str, known: FileEntry) -> 
             f"{storage.at(join(folder, file))}: the header is damaged: digest {actual.hex()}, "
             f"{known.header_digest.hex()} was saved", path=storage.at(folder), file=file, kind="header",
             expected=known.header_digest.hex(), actual=actual.hex())  # fmt: skip
+    return head

@@ -18,7 +18,7 @@ from ..root import CheckpointInfo
 from .flow import Saving
 from .workers import be_modest
 
-__all__ = ["Background", "SaveHandle"]
+__all__ = ["Background", "SaveHandle", "expect"]
 
 
 class SaveHandle:
@@ -94,6 +94,10 @@ class SaveHandle:
             warnings.warn(str(self.failure()), CheckpointWarning, stacklevel=5)
 
     @property
+    def what(self) -> str:
+        return f"the save of step {self.step}"
+
+    @property
     def untold(self) -> bool:
         """Whether it has failed and nobody was told."""
         return self._ended.is_set() and self.error is not None and self in _untold
@@ -104,7 +108,7 @@ class SaveHandle:
 
     def failure(self) -> AsyncSaveError:
         """What there is to raise for a failed save."""
-        what = f"the save of step {self.step} in the background failed: {self.error}"
+        what = f"{self.what} in the background failed: {self.error}"
         made = AsyncSaveError(what, step=self.step, causes=getattr(self.error, "causes", None))
         made.__cause__ = self.error
         return made
@@ -125,6 +129,15 @@ class SaveHandle:
 
 # Saves of this process that have not ended, or have failed and nobody was told.
 _untold: set[SaveHandle] = set()
+
+
+def expect(handle: SaveHandle) -> None:
+    """The handle is of something that has begun and will end, though it is no save of its own."""
+    handle.skipped = False
+    handle._ended.clear()
+    _untold.add(handle)
+
+
 # Conversations of saves that nobody has closed.
 at_exit: set[Communicator] = set()
 
@@ -137,15 +150,17 @@ def _drain() -> None:
     """
     failed = False
     stuck = False
-    for handle in [h for h in list(_untold) if h._pid == os.getpid()]:
+    while mine := [h for h in list(_untold) if h._pid == os.getpid()]:  # a save may begin an upload when it ends
+        handle = min(mine, key=lambda h: not h.done())
         if handle.wait(handle.drain_timeout):
             error: Exception | None = handle.failure() if handle.error is not None else None
         else:
             stuck = True
-            error = TimeoutError(f"the save of step {handle.step} has not ended after {handle.drain_timeout:g} s")
+            error = TimeoutError(f"{handle.what} has not ended after {handle.drain_timeout:g} s")
         if error is not None:
             print(f"ckptcore: {error}", file=sys.stderr)
             failed |= handle.on_error == "raise"
+        _untold.discard(handle)
     _untold.clear()
     for branch in () if stuck else at_exit:
         branch.close()  # rank 0 stays until the others have read that the save is committed
@@ -163,13 +178,14 @@ Task = tuple[SaveHandle, Callable[[], Outcome]]
 class Background:
     """One daemon thread, from `start` or the first save on, that finishes one save after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "ckptcore-save") -> None:
+        self.name = name
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._tasks,), name="ckptcore-save", daemon=True)
+            self._thread = threading.Thread(target=_work, args=(self._tasks,), name=self.name, daemon=True)
             self._thread.start()
 
     def submit(self, handle: SaveHandle, work: Callable[[], Outcome]) -> None:

@@ -1,42 +1,17 @@
-"""Committing: the index, the receipts, the manifest, and the one step that makes a checkpoint exist."""
+"""What a rank writes and says of it: tensor files, index, receipt; and the manifest's account of all receipts."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..attempts import Attempt
-from ..errors import (
-    CheckpointCorrupt,
-    CheckpointExists,
-    CheckpointNotFound,
-    CoordinationError,
-    StorageError,
-    UnsupportedVersion,
-)
+from ..errors import CoordinationError
 from ..format.digest import combined_digest, content_digest
 from ..format.index import ComponentIndex, FileEntry, Index, Piece, TensorEntry, index_file_name
 from ..format.layout import LogicalTensor, encode_layouts
-from ..format.manifest import MANIFEST_NAME, CheckpointManifest, ComponentManifest, FileRecord
-from ..format.tensorfile import tensor_nbytes
-from ..ranks.sharding import ShardedState
-from ..root import (
-    PIN_NAME,
-    WITHDRAWN_NAME,
-    attempts_among,
-    check_files,
-    entries_in,
-    is_ours,
-    join,
-    mark_name,
-    read_manifest,
-    remove_attempt,
-    remove_checkpoint_folder,
-    remove_if_empty,
-    unmark_attempts,
-)
+from ..format.manifest import ComponentManifest, FileRecord
+from ..root import join
 from ..state.component import StateComponent
 from ..state.layout import TensorBytes
 from ..state.tree import CapturedTensor
@@ -46,26 +21,19 @@ from .plan import FilePlan, hugging_face_index
 from .workers import Workers
 from .writer import WrittenFile, write_files
 
-__all__ = [
-    "Receipt",
-    "Share",
-    "check_alone",
-    "check_place",
-    "discard",
-    "files_and_components",
-    "publish",
-    "write_share",
-]
+__all__ = ["Receipt", "Share", "files_and_components", "write_share"]
 
 
 @dataclass(slots=True)
 class CopyReceipt:
-    """What the lowest rank of a copy says about it: its planned files as [name, size, writer]."""
+    """What the lowest rank of a copy says about it: its planned files as [name, size, writer]. whole: of a sharded
+    component, the bytes that all ranks together have to write."""
 
     values: str
     tensors: int
     nbytes: int
     files: list[list[Any]]
+    whole: int = 0
 
 
 @dataclass(slots=True)
@@ -143,7 +111,9 @@ def _copy_receipt(share: Share) -> CopyReceipt:
     files = [[plan.name, plan.size, plan.writer] for plan in share.files]
     nbytes = sum(place.nbytes for plan in share.files for _, place in plan.places)
     count = len(share.tensors if share.table is None else share.table)
-    return CopyReceipt(content_digest(share.tree or b""), count if share.tree is not None else 0, nbytes, files)
+    first = share.tree is not None
+    whole = sum(t.stored_nbytes for t in share.table) if first and share.table is not None else 0
+    return CopyReceipt(content_digest(share.tree or b""), count if first else 0, nbytes, files, whole)
 
 
 def _indexed(share: Share, written: Sequence[WrittenFile]) -> ComponentIndex:
@@ -167,15 +137,13 @@ def _indexed(share: Share, written: Sequence[WrittenFile]) -> ComponentIndex:
 
 
 def files_and_components(
-    components: Sequence[StateComponent],
-    joined: JoinedSave,
-    receipts: Sequence[Receipt],
-    sharded: Mapping[str, ShardedState],
+    components: Sequence[StateComponent], joined: JoinedSave, receipts: Sequence[Receipt]
 ) -> tuple[dict[str, FileRecord], dict[str, ComponentManifest]]:
-    """The manifest's account of what the ranks wrote.
+    """The manifest's account of what the ranks wrote: all of them, or those of a node that keeps a part of its own.
 
     Raises CoordinationError unless the receipts cover every planned file exactly once.
     """
+    ranks = {receipt.rank for receipt in receipts}
     files: dict[str, FileRecord] = {}
     for receipt in receipts:
         for name, (size, digest) in receipt.files.items():
@@ -186,12 +154,14 @@ def files_and_components(
     manifests = {}
     for component in components:
         copies = [receipt.copies[component.key] for receipt in receipts if component.key in receipt.copies]
-        expected = len(receipts) if component.sharded else len(joined.copies[component.key])
+        expected = len(receipts)
+        if not component.sharded:
+            expected = sum(not ranks.isdisjoint(copy.members) for copy in joined.copies[component.key])
         if len(copies) != expected:
             raise CoordinationError(f"component {component.key!r}: {len(copies)} copies were written, not "
                                     f"{expected}")  # fmt: skip
         if component.sharded:
-            whole = sum(tensor_nbytes(t.dtype, t.shape) for t in sharded[component.key].tensors if t.alias_of is None)
+            whole = sum(copy.whole for copy in copies)
             if (stored := sum(copy.nbytes for copy in copies)) != whole:
                 raise CoordinationError(f"component {component.key!r}: {stored:,} bytes were written of {whole:,}")
         names = []
@@ -220,158 +190,3 @@ def files_and_components(
             metadata=component.metadata,
         )
     return files, manifests
-
-
-def check_place(storage: Storage, name: str, step: int | None, run_id: str, overwrite: bool) -> bool:
-    """Whether something at `name` must give way to a new checkpoint of the run.
-
-    A committed checkpoint does so only with `overwrite`, and so does a damaged one that is pinned; what never became one,
-    or is damaged, always. Raises CheckpointExists for the rest: a committed one, a pinned one, one of a newer format,
-    what another job may be writing in that place now, or files that are not ours.
-    """
-    where = storage.at(name)
-    try:
-        entries = storage.list(name)
-    except StorageError as error:
-        if error.errno == errno.ENOENT:
-            return False
-        raise
-    attempts = [] if storage.atomic_rename else attempts_among(entries)
-    writing = [attempt for attempt in attempts if not Attempt.parse(attempt).is_abandoned(run_id)]
-    try:
-        names = check_files(storage, name, read_manifest(storage, name))
-    except (CheckpointNotFound, CheckpointCorrupt) as error:
-        if writing:
-            what = f"is being written by another job ({writing[0]})"
-            raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
-        there = {entry.name for entry in entries}
-        if not overwrite and PIN_NAME in there and WITHDRAWN_NAME not in there and there != {PIN_NAME}:
-            what = f"is pinned, and damaged ({error}); pass overwrite=True to replace it"
-            raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
-        if isinstance(error, CheckpointCorrupt):
-            return True
-        foreign = [entry.name for entry in entries if entry.is_folder or not is_ours(entry.name)]
-        if foreign:
-            raise CheckpointExists(
-                f"{where} holds {foreign[0]!r}, which no checkpoint of ours has; move the folder away or use another root",
-                path=where, step=step) from None  # fmt: skip
-        return bool(entries) or storage.atomic_rename
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        return False  # deleted by somebody else meanwhile
-    except UnsupportedVersion as error:
-        raise CheckpointExists(f"{where} is in the way: {error}", path=where, step=step) from None
-    if not overwrite:
-        raise CheckpointExists(
-            f"{where} is a committed checkpoint; pass overwrite=True to replace it", path=where, step=step
-        )
-    if PIN_NAME in names:
-        raise CheckpointExists(f"{where} is pinned; unpin it before it is replaced", path=where, step=step)
-    return True
-
-
-def check_alone(storage: Storage, attempt: str, folder: str, files: Mapping[str, FileRecord], step: int | None) -> None:
-    """Where attempts are built in place: that of our kind, just the mark and `files` of this attempt are in the folder.
-
-    Raises CheckpointExists when another job has come between.
-    """
-    expected = {mark_name(attempt): 0} | {name: record.size for name, record in files.items()}
-    found = {e.name: e.size for e in entries_in(storage, folder) if is_ours(e.name) and not e.is_folder}
-    if found != expected:
-        other = next(name for name in sorted(found | expected) if found.get(name) != expected.get(name))
-        where = storage.at(folder)
-        raise CheckpointExists(f"another job saves at {where} (see {other})", path=where, step=step)
-
-
-def publish(
-    storage: Storage,
-    attempt: str,
-    folder: str,
-    name: str,
-    manifest: CheckpointManifest,
-    overwrite: bool,
-    tell: Callable[[str], None],
-) -> None:
-    """Make the files in `folder` the checkpoint `name`. On return it exists and survives a crash.
-
-    What cannot be cleaned up after that is no error; it is told.
-
-    With atomic rename: manifest into the attempt, then the attempt takes the name; what had it is put aside first and
-    removed after, so at every instant the old or the new one counts. Elsewhere the manifest's put is the commit.
-    """
-    if not storage.atomic_rename:
-        check_alone(storage, attempt, folder, manifest.files, manifest.step)
-    storage.write(join(folder, MANIFEST_NAME), manifest.encode())
-    if not storage.atomic_rename:
-        try:
-            unmark_attempts(storage, folder)
-        except StorageError as error:
-            tell(f"{storage.at(folder)}: the mark of the attempt was left: {error}")
-        return
-    storage.sync_folder(folder)
-    aside = f"{name}.replaced-{attempt}"
-    gives_way = check_place(storage, name, manifest.step, manifest.run_id, overwrite)
-    if gives_way:
-        storage.rename(name, aside)
-    moved = False
-    try:
-        _rename_once(storage, attempt, folder, name)
-        moved = True
-        storage.sync_folder("")
-    except StorageError as error:
-        if moved:  # it may not survive a crash, so the save has failed: nothing of it stays
-            storage.rename(name, folder)
-        if gives_way:
-            storage.rename(aside, name)
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            where = storage.at(name)
-            raise CheckpointExists(
-                f"{where} was made by somebody else meanwhile", path=where, step=manifest.step
-            ) from None
-        raise
-    if gives_way:
-        try:
-            remove_checkpoint_folder(storage, aside)
-        except (StorageError, CheckpointCorrupt) as error:
-            tell(f"{storage.at(aside)}, which was replaced, could not be removed: {error}")
-
-
-def _rename_once(storage: Storage, attempt: str, folder: str, name: str) -> None:
-    """Rename, and believe what lies there more than the answer: a network filesystem that sends a request again because
-    the first answer was lost says ENOENT, EEXIST or ESTALE of a rename that it has done."""
-    try:
-        storage.rename(folder, name)
-    except StorageError:
-        try:
-            done = _committed_by(storage, name) == attempt
-        except StorageError:
-            done = False
-        if not done:
-            raise
-
-
-def _committed_by(storage: Storage, folder: str) -> str | None:
-    """The attempt whose manifest is in a folder; None when none verifies."""
-    try:
-        return read_manifest(storage, folder).attempt_id
-    except (CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion):
-        return None
-
-
-def discard(
-    storage: Storage, attempt: str, folder: str, tell: Callable[[str], None], *, others_write: bool = False
-) -> None:
-    """Remove what a failed attempt wrote. Never raises: the failure is what counts, and leftovers are swept later."""
-    try:
-        # Where attempts are built in place, what is there may be another job's by now: its attempt, or its checkpoint.
-        if storage.atomic_rename or (
-            attempts_among(entries_in(storage, folder)) == [attempt]
-            and _committed_by(storage, folder) in (None, attempt)
-        ):
-            remove_attempt(storage, folder, keep_marks=others_write)
-        else:
-            storage.remove(join(folder, mark_name(attempt)))
-            remove_if_empty(storage, folder)
-    except StorageError as error:
-        tell(f"{storage.at(folder)}: leftovers of a failed save could not be removed: {error}")

@@ -77,10 +77,20 @@ class Storage(ABC):
     atomic_rename: bool
     # FileWriter.write_at may be called out of order and from several threads.
     positional_writes: bool
+    # Of several that write one name at the same time, one succeeds and the others get EEXIST. Without it the name is
+    # looked at before, so that the later one may win.
+    create_only: bool = False
+    # What a read should have at least, where each is a request of its own; 0: any size is as good.
+    request_bytes: int = 0
+
+    @property
+    def retries(self) -> int:
+        """How many requests were tried again so far."""
+        return 0
 
     @abstractmethod
     def create(self, path: str, size: int) -> FileWriter:
-        """A new file of `size` bytes; EEXIST when the name is taken."""
+        """A new file of `size` bytes; EEXIST when the name is taken, at the latest when it is closed."""
 
     @abstractmethod
     def open(self, path: str) -> FileReader: ...
@@ -88,6 +98,12 @@ class Storage(ABC):
     @abstractmethod
     def list(self, path: str = "") -> list[Entry]:
         """What is in a folder now (never a cached answer), sorted by name; ENOENT when there is none."""
+
+    def list_folders(self, beginning: str) -> dict[str, Sequence[Entry] | None]:
+        """The folders of the root whose names begin so, sorted; with what is in them now (never a cached answer) where
+        the storage says that in the same breath, else None. ENOENT when there is no root."""
+        found = [entry.name for entry in self.list() if entry.is_folder and entry.name.startswith(beginning)]
+        return dict.fromkeys(found)
 
     @abstractmethod
     def make_folder(self, path: str) -> None:
@@ -104,6 +120,11 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, path: str) -> None:
         """Remove a file; one that is gone already is fine."""
+
+    def remove_all(self, paths: Sequence[str]) -> None:
+        """Remove files, in this order where the storage does not take many at once; ones that are gone are fine."""
+        for path in paths:
+            self.remove(path)
 
     @abstractmethod
     def remove_folder(self, path: str) -> None:
@@ -136,7 +157,8 @@ class Storage(ABC):
 
     def at(self, path: str) -> str:
         """How messages name a path of this storage."""
-        return f"{self.url.rstrip('/')}/{path}" if path else self.url
+        root = self.url if self.url.endswith("://") else f"{self.url.rstrip('/')}/"
+        return f"{root}{path}" if path else self.url
 
 
 @contextmanager
@@ -175,6 +197,6 @@ def open_storage(url: str | os.PathLike[str] | Storage, storage_options: dict[st
 
         path = Path(text[scheme.end() :] if scheme else text)
         return LocalStorage(path, direct_io=bool((storage_options or {}).get("direct_io", True)))
-    from .remote import FsspecStorage
+    from .remote import remote_storage
 
-    return FsspecStorage(text, storage_options or {})
+    return remote_storage(text, storage_options or {})

@@ -1,64 +1,144 @@
-"""Any other fsspec filesystem: objects that appear whole when they are complete, and no rename of folders."""
+"""Any other fsspec filesystem: objects that appear whole when they are complete, and no rename of folders.
+
+S3 has a class of its own (s3.py), which speaks to the filesystem's client directly. Here is what fsspec offers for all:
+
+* A small file is one `pipe_file`, tried again where that may help. A large one is written through an open handle that is
+  closed only when all is there: that is when object stores show it (`AbstractBufferedFile`). What fails in the middle of
+  that is left to the retries of the filesystem's own client.
+* Filesystems that rename (a folder, SFTP, SMB, HDFS) would show a file from its first byte on. There the bytes go into
+  `upload.<random>.partial` beside it, which is renamed when it is complete.
+* A name that is taken is refused. Where the filesystem has no create-only put this is a question before the write, so of
+  two jobs that write one name at the same moment the later one wins; `create_only` says which it is.
+"""
 
 from __future__ import annotations
 
 import errno
+import os
+import re
+import secrets
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from ..errors import CheckpointError, StorageError
 from .base import Entry, FileReader, FileWriter, Storage, translated
+from .retry import RETRY_SECONDS, Retries, http_code
 
-__all__ = ["FsspecStorage"]
+__all__ = ["FsspecStorage", "remote_storage", "translating"]
+
+# Files up to this size are one request; requests of larger ones are of this size.
+PIECE_BYTES = 8 << 20
+# Filesystems whose pipe_file(mode="create") fails, whoever else writes, when the name is taken.
+CREATE_ONLY = frozenset({"memory", "gs", "gcs"})
+
+
+def remote_storage(url: str, options: dict[str, Any]) -> FsspecStorage:
+    """The storage at an fsspec URL. Raises StorageError for a scheme that no installed filesystem knows."""
+    if re.match(r"s3a?://", url):
+        from .s3 import S3Storage
+
+        return S3Storage(url, options)
+    return FsspecStorage(url, options)
 
 
 class FsspecStorage(Storage):
-    """`url` is any fsspec URL; `options` go to the filesystem and appear in no message."""
+    """`url` is any fsspec URL; `options` go to the filesystem and appear in no message.
+
+    One option is ours: `retry_deadline`, the seconds for which an operation that fails is tried again.
+    """
 
     atomic_rename = False
     positional_writes = False
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
-        self.url = url
-        try:
-            self.fs, root = fsspec.core.url_to_fs(url, **options)
-        except (ImportError, ValueError) as error:
-            raise StorageError(f"{url}: no filesystem for this URL ({error})", path=url, errno=errno.EINVAL) from None
-        self.root = "/".join(part for part in root.split("/") if part)
-        if root.startswith("/"):
-            self.root = "/" + self.root
+        self._options = dict(options)
+        seconds = self._options.pop("retry_deadline", RETRY_SECONDS)
+        if not isinstance(seconds, int | float) or not seconds >= 0:
+            raise StorageError(f"retry_deadline must be a number of seconds, not {seconds!r}", errno=errno.EINVAL)
+        self._opened, self._pid = url, 0
+        self.url = re.sub(
+            r"(://[^/@:]*):[^/@]*@", r"\1:***@", url
+        )  # a password in the URL appears in no message either
+        self._retries = Retries(float(seconds))
+        self._secrets = sorted(
+            _secrets_in(options) | {*re.findall(r"://[^/@:]*:([^/@]+)@", url)}, key=len, reverse=True
+        )
+        fs = self.fs
+        real = _real(fs)
+        # What moves by copying and deleting (fsspec's own `mv`) shows objects when they are complete.
+        self._renames = type(real).mv is not AbstractFileSystem.mv
+        protocols = (real.protocol,) if isinstance(real.protocol, str) else tuple(real.protocol)
+        self.create_only = not CREATE_ONLY.isdisjoint(protocols)
+        self._in_memory = "memory" in protocols
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem: one per process, since connections and threads do not come along into a forked child."""
+        if self._pid != os.getpid():
+            try:
+                self._fs, root = self._connect()
+            except (ImportError, ValueError, TypeError, KeyError) as error:
+                why = self.scrubbed(str(error))
+                raise StorageError(
+                    f"{self.url}: no filesystem for this URL ({why})", path=self.url, errno=errno.EINVAL
+                ) from None
+            self.root = ("/" if root.startswith("/") else "") + "/".join(part for part in root.split("/") if part)
+            self._asking = threading.Lock()
+            self._pid = os.getpid()
+        return self._fs
+
+    def _connect(self) -> tuple[Any, str]:
+        # An instance of our own, without a cache of listings: another process may have changed what is there.
+        fs, root = fsspec.core.url_to_fs(self._opened, **{"skip_instance_cache": True, **self._options})
+        if hasattr(_real(fs), "dircache"):
+            _real(fs).dircache.use_listings_cache = False
+        return fs, root
+
+    @property
+    def retries(self) -> int:
+        return self._retries.count
+
+    def scrubbed(self, text: str) -> str:
+        """`text` without anything that was given as a credential."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root
 
+    def _now(self, ask: str, path: str, **how: Any) -> Any:
+        """An answer that is not from a cache, nor from one that another thread has filled meanwhile."""
+        fs = self.fs
+        with self._asking:
+            fs.invalidate_cache()
+            return getattr(fs, ask)(self._full(path), **how)
+
     def create(self, path: str, size: int) -> FileWriter:
-        full = self._full(path)
-        with _translated(self, path, "creating the object"):
-            self.fs.invalidate_cache()
-            if self.fs.exists(full):
-                raise FileExistsError(errno.EEXIST, "it exists")
-            # Not committed on close: leaving an open file on an exception would publish what was written so far.
-            handle = self.fs.open(full, "wb", autocommit=False)
-            _forget(getattr(handle, "fs", self.fs), handle)
-            return _Writer(self, path, handle)
+        with translating(self, path, "creating the object"):
+            try:
+                self._retries.run(lambda: self._now("info", path))
+            except FileNotFoundError:
+                return _Writer(self, path, size)
+            raise FileExistsError(errno.EEXIST, "it exists")
 
     def open(self, path: str) -> FileReader:
-        with _translated(self, path, "opening the object"):
-            full = self._full(path)
-            self.fs.invalidate_cache()
-            info = self.fs.info(full)
+        with translating(self, path, "opening the object"):
+            info = self._retries.run(lambda: self._now("info", path))
             if info["type"] != "file":
                 raise StorageError(f"{self.at(path)} is not a file", path=path, errno=errno.EISDIR)
             return _Reader(self, path, int(info["size"]))
 
     def list(self, path: str = "") -> list[Entry]:
-        with _translated(self, path, "listing"):
-            self.fs.invalidate_cache()
-            full = self._full(path)
-            found = self.fs.ls(full, detail=True)
+        full = self._full(path)
+        with translating(self, path, "listing"):
+            found = self._retries.run(lambda: self._now("ls", path, detail=True))
         entries = {}
         for item in found:
             name = item["name"].rstrip("/").rsplit("/", 1)[-1]
@@ -68,80 +148,183 @@ class FsspecStorage(Storage):
         return [entries[name] for name in sorted(entries)]
 
     def make_folder(self, path: str) -> None:
-        with _translated(self, path, "creating the folder"):
-            self.fs.makedirs(self._full(path), exist_ok=True)
+        with translating(self, path, "creating the folder"):
+            self._retries.run(lambda: self.fs.makedirs(self._full(path), exist_ok=True))
 
     def sync_folder(self, path: str) -> None:
         pass  # an object that was put is there
 
     def rename(self, source: str, target: str) -> None:
-        with _translated(self, target, f"renaming {source}"):
-            # Not mv: it takes [, * and ? in names for patterns.
-            self.fs.cp_file(self._full(source), self._full(target))
-            self.fs.rm_file(self._full(source))
+        with translating(self, target, f"renaming {source}"):
+            self._move(self._full(source), self._full(target))
+
+    def _move(self, source: str, target: str) -> None:
+        tries = 0
+
+        def move() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                if self._renames:
+                    self.fs.mv(source, target)
+                else:  # not mv: it takes [, * and ? in names for patterns
+                    self.fs.cp_file(source, target)
+            except FileNotFoundError:
+                if tries == 1 or not self.fs.exists(target):
+                    raise  # else an earlier try was done, and its answer was lost
+
+        self._retries.run(move)
+        if not self._renames:
+            self._remove(source)
 
     def remove(self, path: str) -> None:
-        with _translated(self, path, "removing the object"):
-            try:
-                self.fs.rm_file(self._full(path))
-            except FileNotFoundError:
-                pass
+        with translating(self, path, "removing the object"):
+            self._remove(self._full(path))
+
+    def _remove(self, full: str) -> None:
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self.fs.rm_file(full)
+
+        self._retries.run(remove)
 
     def remove_folder(self, path: str) -> None:
-        with _translated(self, path, "removing the folder"):
-            self.fs.invalidate_cache()
-            try:
-                self.fs.rmdir(self._full(path))
-            except FileNotFoundError:
-                pass
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._now("rmdir", path)
+
+        with translating(self, path, "removing the folder"):
+            self._retries.run(remove)
 
 
 class _Writer(FileWriter):
-    def __init__(self, storage: FsspecStorage, path: str, handle: Any) -> None:
-        self.storage, self.path, self.handle = storage, path, handle
+    """Collects PIECE_BYTES, then opens a handle and passes everything on; what stays smaller is one request."""
+
+    def __init__(self, storage: FsspecStorage, path: str, size: int) -> None:
+        self.storage, self.path = storage, path
+        self.final = storage._full(path)
+        folder, _, _ = self.final.rpartition("/")
+        self.full = f"{folder}/upload.{secrets.token_hex(8)}.partial" if storage._renames else self.final
+        self.held = bytearray()
+        self.whole = storage._in_memory or size <= PIECE_BYTES
+        self.handle: Any = None
+        self.touched = False  # something may be there that is to go again on abort
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        with _translated(self.storage, self.path, "writing"):
+        with translating(self.storage, self.path, "writing"):
             for buffer in buffers:
+                if self.whole:
+                    self.held += buffer
+                    continue
+                if self.handle is None:
+                    self.handle = self._handle()
                 self.handle.write(buffer)
 
+    def _handle(self) -> Any:
+        fs = self.storage.fs
+        self.touched = True
+        if self.storage._renames:
+            return fs.open(self.full, "wb")
+        # Not committed on close: leaving an open file on an exception would publish what was written so far.
+        handle = fs.open(self.full, "wb", autocommit=False, block_size=PIECE_BYTES)
+        _forget(getattr(handle, "fs", fs), handle)
+        return handle
+
     def close(self) -> None:
-        with _translated(self.storage, self.path, "completing the object"):
-            self.handle.close()
-            self.handle.commit()
+        storage = self.storage
+        with translating(storage, self.path, "completing the object"):
+            if self.whole:
+                self._put()
+            elif self.handle is None:
+                raise OSError(errno.EIO, "nothing was written")
+            else:
+                self.handle.close()
+                if not storage._renames and hasattr(self.handle, "commit"):
+                    self.handle.commit()
+            if storage._renames:
+                storage._move(self.full, self.final)
+                self.full = self.final
+
+    def _put(self) -> None:
+        storage, data, tries = self.storage, bytes(self.held), 0
+
+        def put() -> None:
+            nonlocal tries
+            tries += 1
+            if not storage.create_only:
+                self.touched = True
+                storage.fs.pipe_file(self.full, data)
+                return
+            try:
+                storage.fs.pipe_file(self.full, data, mode="create")
+                self.touched = True
+            except FileExistsError:
+                # When an earlier try was done and its answer was lost, what is there is ours.
+                if tries == 1 or storage.fs.cat_file(self.full) != data:
+                    raise
+                self.touched = True
+
+        storage._retries.run(put)
 
     def abort(self) -> None:
-        try:
-            self.handle.discard()
-            # Nothing may flush or publish it when it is garbage-collected.
-            if not self.handle.closed:
-                self.handle.closed = True
-        except (OSError, AttributeError, ValueError):
-            pass  # the failure that led here is the one to report
-        try:
-            # Some filesystems (memory) show an object from its creation on, whatever they were asked.
-            self.storage.remove(self.path)
-        except OSError:
-            pass
+        self.held = bytearray()
+        handle, self.handle = self.handle, None
+        if handle is not None and not handle.closed:
+            with suppress(OSError, AttributeError, ValueError, RuntimeError):
+                if isinstance(handle, AbstractBufferedFile):
+                    # Nothing may flush or publish it when it is garbage-collected.
+                    handle.closed = True
+                if self.storage._renames:
+                    handle.close()
+                else:
+                    handle.discard()
+        if self.touched and not self.storage._retries.dead:
+            with suppress(OSError), translating(self.storage, self.path, "removing what was written of"):
+                self.storage._remove(self.full)
 
 
 class _Reader(FileReader):
     def __init__(self, storage: FsspecStorage, path: str, size: int) -> None:
         self.storage, self.path, self.size = storage, path, size
+        self.full = storage._full(path)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        with _translated(self.storage, self.path, "reading"):
-            need = sum(len(b) for b in buffers)
-            data = memoryview(self.storage.fs.cat_file(self.storage._full(self.path), start=offset, end=offset + need))
-            if len(data) != need:
+        need = sum(len(b) for b in buffers)
+        targets = iter([b.cast("B") for b in buffers if len(b)])
+        with translating(self.storage, self.path, "reading"):
+            if offset + need > self.size:
                 raise OSError(errno.EIO, "the object ends too early")
-            at = 0
-            for buffer in buffers:
-                buffer[:] = data[at : at + len(buffer)]
-                at += len(buffer)
+            at, end = offset, offset + need
+            target = next(targets, memoryview(b""))
+            while at < end:
+                data = self._fetch(at, min(end, at + PIECE_BYTES))
+                at += len(data)
+                while data:
+                    taken = min(len(data), len(target))
+                    target[:taken] = data[:taken]
+                    data, target = data[taken:], target[taken:]
+                    if not target:
+                        target = next(targets, target)
+
+    def _fetch(self, start: int, stop: int) -> memoryview:
+        """Bytes from `start` on, at least one; the client may give fewer than asked for when a connection breaks."""
+
+        def fetch() -> memoryview:
+            data = memoryview(self.storage.fs.cat_file(self.full, start=start, end=stop))
+            if not data or len(data) > stop - start:
+                raise ConnectionError(f"{len(data)} bytes came, {stop - start} were asked for")
+            return data
+
+        return self.storage._retries.run(fetch)
 
     def close(self) -> None:
         pass
+
+
+def _real(fs: Any) -> Any:
+    while isinstance(fs, DirFileSystem):
+        fs = fs.fs
+    return fs
 
 
 def _forget(fs: Any, handle: Any) -> None:
@@ -156,14 +339,54 @@ def _forget(fs: Any, handle: Any) -> None:
             pass
 
 
+# Options that are no secret, and would make messages poorer if they went.
+_PLAIN = frozenset({
+    "account_name", "addressing_style", "auto_mkdir", "endpoint_url", "fo", "fs", "host", "location", "path", "project",
+    "protocol", "region", "region_name", "signature_version", "target_protocol",
+})  # fmt: skip
+
+
+def _secrets_in(options: Any, name: str = "") -> set[str]:
+    """Strings among storage options that are in no message: all that are not plainly something else."""
+    if name.lower() in _PLAIN:
+        return set()
+    if isinstance(options, dict):
+        return set().union(*(_secrets_in(value, str(key)) for key, value in options.items()))
+    if isinstance(options, list | tuple):
+        return set().union(*(_secrets_in(value) for value in options))
+    return {options} if isinstance(options, str) and len(options) >= 6 else set()
+
+
+# What clients raise without saying an errno.
+_NUMBERS = (
+    (FileNotFoundError, errno.ENOENT), (FileExistsError, errno.EEXIST), (PermissionError, errno.EACCES),
+    (IsADirectoryError, errno.EISDIR), (NotADirectoryError, errno.ENOTDIR), (TimeoutError, errno.ETIMEDOUT),
+    (ConnectionError, errno.ECONNRESET),
+)  # fmt: skip
+# Of the network or the service, not of the bytes: EIO would say that what is stored there is damaged.
+_ELSEWHERE = getattr(errno, "EREMOTEIO", errno.ECONNABORTED)
+
+
 @contextmanager
-def _translated(storage: FsspecStorage, path: str, doing: str) -> Iterator[None]:
-    # Filesystems raise OSErrors for most things; what their clients raise beside that (a dead endpoint, a bad bucket,
-    # wrong credentials) has no common base.
+def translating(storage: FsspecStorage, path: str, doing: str) -> Iterator[None]:
+    """Turn whatever a client raises into the StorageError that says what was done to which path."""
     with translated(storage, path, doing):
         try:
             yield
-        except (OSError, CheckpointError):
+        except CheckpointError:
             raise
         except Exception as error:
-            raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+            plain = isinstance(error, OSError)
+            number = error.errno if isinstance(error, OSError) else None
+            number = number or next((n for kind, n in _NUMBERS if isinstance(error, kind)), _ELSEWHERE)
+            status, code = http_code(error)
+            if status is not None:
+                number = errno.ENOSPC if status == 507 else _ELSEWHERE if number == errno.EIO else number
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            parts = [why if plain and why else f"{type(error).__name__}: {why}".rstrip(": ")]
+            parts += [f"({code or status})"] if (code or status) and str(code or status) not in why else []
+            parts += [f"({note})" for note in getattr(error, "__notes__", ()) if note.startswith("given up")]
+            text = storage.scrubbed(" ".join(parts))
+            # With a secret in it, it is no cause to be shown either.
+            shown = storage.scrubbed(f"{error} {error.__cause__}") == f"{error} {error.__cause__}"
+            raise OSError(number, text) from (error if shown else None)

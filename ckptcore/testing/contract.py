@@ -105,9 +105,23 @@ class StorageContract:
 
     def test_create_refuses_a_name_that_is_taken(self, storage: Storage) -> None:
         put(storage, "folder/file", b"first")
-        error = refused(lambda: storage.create("folder/file", 6))
+        error = refused(lambda: storage.write("folder/file", b"second"))
         assert error.errno == errno.EEXIST
         assert storage.read("folder/file") == b"first"
+
+    @pytest.mark.parametrize("size", [6, 9 << 20])
+    def test_of_two_who_create_one_name_only_one_succeeds(self, storage: Storage, size: int) -> None:
+        if not storage.create_only:
+            pytest.skip("this storage looks whether a name is taken, and then writes")
+        storage.make_folder("folder")
+        one, two = pattern(size, 1), pattern(size, 2)
+        writers = [storage.create("folder/file", size) for _ in range(2)]
+        for writer, data in zip(writers, (one, two), strict=True):
+            writer.write_at(0, [memoryview(data)])
+        writers[0].close()
+        assert refused(writers[1].close).errno == errno.EEXIST
+        writers[1].abort()
+        assert storage.read("folder/file") == one
 
     def test_abort_leaves_nothing(self, storage: Storage) -> None:
         storage.make_folder("folder")
@@ -217,6 +231,18 @@ class StorageContract:
         storage.rename("folder/a", "folder/c")
         assert sizes(storage, "folder") == {"b": 2, "c": 6}
 
+    def test_folders_by_the_beginning_of_their_names(self, storage: Storage) -> None:
+        put(storage, "run-2/b", b"12")
+        put(storage, "run-2/a", b"1")
+        put(storage, "run-10/c/inside", b"123")
+        put(storage, "other/file", b"1")
+        found = storage.list_folders("run-")
+        assert list(found) == ["run-10", "run-2"]
+        for name, inside in found.items():
+            assert inside is None or inside == storage.list(name)
+        assert list(storage.list_folders("other")) == ["other"]
+        assert storage.list_folders("nothing") == {}
+
     def test_nothing_there_yet(self, storage: Storage) -> None:
         try:
             assert storage.list() == []
@@ -242,6 +268,13 @@ class StorageContract:
         storage.remove("folder/never")
         storage.remove("nowhere/never")
         assert sizes(storage, "folder") == {"b": 1}
+
+    def test_remove_many(self, storage: Storage) -> None:
+        for name in "abc":
+            put(storage, f"folder/{name}", b"1")
+        storage.remove_all(["folder/a", "folder/never", "folder/c"])
+        assert sizes(storage, "folder") == {"b": 1}
+        storage.remove_all([])
 
     def test_remove_folder(self, storage: Storage) -> None:
         put(storage, "folder/inner/file", b"1")

@@ -84,6 +84,8 @@ class FaultStorage(Storage):
         self.url = inner.url
         self.atomic_rename = inner.atomic_rename
         self.positional_writes = inner.positional_writes
+        self.create_only = inner.create_only
+        self.request_bytes = inner.request_bytes
         self.log: list[Operation] = []
         self.quota = quota
         self._rules: list[Rule] = []

@@ -67,6 +67,22 @@ class TestFsspecOverAFolder(StorageContract):
         return FsspecStorage(f"file://{tmp_path}/root", {})
 
 
+class TestS3(StorageContract):
+    """Over HTTP, from a server in another process."""
+
+    @pytest.fixture
+    def storage(self, s3):
+        return open_storage(s3.new_root(), s3.options)
+
+
+class TestS3AtTheTopOfABucket(StorageContract):
+    @pytest.fixture
+    def storage(self, s3):
+        bucket = f"contract-{uuid.uuid4().hex}"
+        s3.client().create_bucket(Bucket=bucket)
+        return open_storage(f"s3://{bucket}", s3.options)
+
+
 class TestFaultStorageOverLocal(StorageContract):
     @pytest.fixture
     def storage(self, tmp_path):

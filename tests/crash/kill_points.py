@@ -7,8 +7,8 @@ then it restores and goes on as a restarted job would. Takes each EVERY-th kill 
 line of JSON for each argument. --save says how to save (see kill_saves.py).
 
 KIND is "local", the same on a machine that loses power ("local-lost": all that was not made durable; "local-some": a
-random part of it; "local-newest": all but the last change), "folder" (object-store rules over a real folder) or
-"memory" (whose bytes die with the process: the child's death is `Killed`, raised in it, and the same child goes on as
+random part of it; "local-newest": all but the last change), "folder" (object-store rules over a real folder), "s3" (a server
+over HTTP: KILL_S3 in the environment has [URL, storage options]) or "memory" (whose bytes die with the process: the child's death is `Killed`, raised in it, and the same child goes on as
 the restarted job).
 """
 
@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from kill_objects import Objects
 from kill_saves import SAVES, begin, chosen, held, in_training, saved
 
 from ckptcore import CheckpointManager, CheckpointWarning, KeepLast, open_storage
@@ -209,6 +210,7 @@ class Ground:
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
+        self.objects = Objects(folder.name) if kind == "s3" else None
         self.root = folder / "run"
         self.template = folder / "template"
 
@@ -221,6 +223,8 @@ class Ground:
             return open_storage("memory://kill-points/run")
         if self.kind == "folder":
             return FsspecStorage(f"file://{self.root}", {})
+        if self.objects:
+            return open_storage(f"{self.objects.url}/run", self.objects.options)
         return open_storage(self.root)
 
     def mortal(self, seed: str):
@@ -229,13 +233,17 @@ class Ground:
         return volatile(storage, self.kind, seed) if self.local and self.kind != "local" else storage
 
     def reset(self) -> None:
-        if self.kind != "memory":  # there a fork of the prepared process is the copy
+        if self.objects:
+            self.objects.copy("template/", "run/")
+        elif self.kind != "memory":  # there a fork of the prepared process is the copy
             shutil.rmtree(self.root, ignore_errors=True)
             if self.template.exists():
                 shutil.copytree(self.template, self.root)
 
     def keep(self) -> None:
-        if self.kind != "memory" and self.root.exists():
+        if self.objects:
+            self.objects.copy("run/", "template/")
+        elif self.kind != "memory" and self.root.exists():
             shutil.copytree(self.root, self.template)
 
 
@@ -339,7 +347,11 @@ def die_and_restart(ground: Ground, scenario: Scenario, k: int) -> dict:
     if code != (KILLED_EXIT_CODE if k and ground.kind != "memory" else 0):
         raise RuntimeError(f"exit code {code} {text}")
     found = json.loads(text) if text else {"operations": k}
-    return found if ground.kind == "memory" else {**found, **attempted(lambda: restart(ground, scenario))}
+    if ground.kind == "memory":
+        return found
+    # Where that starts threads, the next child would be forked without them.
+    again = partial(attempted, lambda: restart(ground, scenario))
+    return {**found, **(done_in_child(again) if ground.objects else again())}
 
 
 def run(scenario: Scenario, ground: Ground, every: int, first_point: int) -> dict:

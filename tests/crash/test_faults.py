@@ -61,7 +61,9 @@ def whole(storage, steps):
     return expected
 
 
-@pytest.fixture(params=["local", "memory", "folder"])
+@pytest.fixture(
+    params=["local", "memory", "folder", pytest.param("s3", marks=[pytest.mark.stress, pytest.mark.timeout(1800)])]
+)
 def make_storage(request, quick_folder, monkeypatch):
     """A function that gives a new empty storage at each call."""
     monkeypatch.setitem(plan_component.__kwdefaults__, "max_file_bytes", 3000)
@@ -73,6 +75,9 @@ def make_storage(request, quick_folder, monkeypatch):
             return open_storage(f"{base}/{name}")
         if request.param == "folder":
             return FsspecStorage(f"file://{quick_folder}/{name}", {})
+        if request.param == "s3":
+            s3 = request.getfixturevalue("s3")
+            return open_storage(s3.new_root(), s3.options)
         return open_storage(quick_folder / name)
 
     yield make

@@ -40,6 +40,11 @@ LEAST_OF_FOUR_IN_BACKGROUND = {
     for kind in ("job-local", "job-lost", "job-some", "job-newest", "job-folder")
     for name, least in {**FOUR, "busy": 140}.items()
 }
+# As objects on a server, where a process has connections, and threads for them.
+LEAST_ON_S3 = {f"s3/{name}": least for name, least in {**ONE, "sweep-objects": 45}.items() if name != "sweep"}
+LEAST_ON_S3_IN_BACKGROUND = {
+    f"s3/{name}": least for name, least in {**IN_BACKGROUND, "sweep-objects": 45}.items() if name != "sweep"
+}
 # Each operation of these is killed in every run of the tests.
 ESSENTIAL = ("local-lost/retention", "local-lost/overwrite", "local-newest/retention", "folder/overwrite")
 ESSENTIAL_OF_FOUR = ("job-lost/second",)
@@ -54,7 +59,7 @@ def turn(least, of):
     return {item: least[item] for number, item in enumerate(least) if (rotation_of_today() + number) % of == 0}
 
 
-def kill(script, folder, least, essential, every, save="sync"):
+def kill(script, folder, least, essential, every, save="sync", more=None):
     """The results by "kind/scenario", of each `every`-th kill point of what is not essential."""
     rotation = rotation_of_today() if every > 1 else 0
     items = [
@@ -64,7 +69,7 @@ def kill(script, folder, least, essential, every, save="sync"):
     # fsspec keeps what is not committed yet in the folder for temporary files: a killed process leaves it there.
     (folder / "tmp").mkdir()
     command = [sys.executable, str(HERE / script), str(folder), "--save", save, *items]
-    where = {"cwd": HERE.parents[1], "env": {**os.environ, "TMPDIR": str(folder / "tmp")}}
+    where = {"cwd": HERE.parents[1], "env": {**os.environ, "TMPDIR": str(folder / "tmp"), **(more or {})}}
     ran = subprocess.run(command, capture_output=True, text=True, **where)
     assert ran.returncode == 0, ran.stderr[-4000:]
     results = {}
@@ -99,7 +104,7 @@ def check(results):
 
 def check_marks(item, result):
     order = {mark: number for number, mark in enumerate(result["old"])} | {result["new"]: 2}
-    if item in ("folder/overwrite", "job-folder/overwrite", "rank-folder/overwrite"):
+    if item in ("folder/overwrite", "job-folder/overwrite", "rank-folder/overwrite", "s3/overwrite"):
         order[10] = 1  # the old manifest is withdrawn first, as the docs say: step 10 is what remains meanwhile
     *marks, last = result["marks"]
     assert last == result["new"], item
@@ -130,6 +135,25 @@ def test_b01_killed_at_operations_of_saves_in_the_background(quick_folder):
     check(kill("kill_points.py", quick_folder, turn(LEAST_IN_BACKGROUND, 6), (), every=11, save="async"))
     four = turn(LEAST_OF_FOUR_IN_BACKGROUND, 7)
     check(kill("rank_kill_points.py", quick_folder / "four", four, (), every=41, save="async"))
+
+
+def on_server(s3):
+    return {"KILL_S3": json.dumps([s3.new_root(), s3.options])}
+
+
+@pytest.mark.timeout(300)
+def test_b01_killed_at_operations_on_s3(quick_folder, s3):
+    """Each killed process and each restarted one makes a client, which takes longer than a save."""
+    check(kill("kill_points.py", quick_folder, turn(LEAST_ON_S3, 7), (), every=13, more=on_server(s3)))
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("save", ["sync", "async"])
+def test_b01_killed_at_every_operation_on_s3(quick_folder, s3, save):
+    least = LEAST_ON_S3 if save == "sync" else LEAST_ON_S3_IN_BACKGROUND
+    checked = check if save == "sync" else check_in_background
+    checked(kill("kill_points.py", quick_folder, least, (), every=1, save=save, more=on_server(s3)))
 
 
 @pytest.mark.stress

@@ -1,0 +1,292 @@
+"""S3 and what speaks its language, through the client of s3fs: as few requests as there can be, each tried again.
+
+* Listings are asked of the server every time; s3fs's cache of them is not used.
+* A small object is one put, create-only (`If-None-Match: *`): of two jobs that write one key, one gets EEXIST. Where a
+  server does not know that (501), the key is looked at before.
+* A large object is a multipart upload (upload.py). Its key is looked at before, and completing it is create-only too.
+* An object carries a random name of the write that made it, so that a put whose answer was lost is known for ours.
+* A read is a range request pinned to the version that was opened (`If-Match`), streamed into its destination; where the
+  connection breaks, the next request asks for what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from fsspec.asyn import sync
+
+from ..errors import StorageError
+from .base import Entry, FileReader, FileWriter
+from .remote import PIECE_BYTES, FsspecStorage, translating
+from .retry import http_code
+from .upload import WRITTEN_BY, PartBuffers, UploadWriter
+
+__all__ = ["S3Storage"]
+
+T = TypeVar("T")
+
+REMOVED_AT_ONCE = 1000  # keys that one request deletes
+READ_AT_ONCE = 16  # range requests under way for one storage
+
+
+class S3Storage(FsspecStorage):
+    """`options` are those of s3fs (endpoint_url, key, secret, ...), and `retry_deadline`."""
+
+    request_bytes = PIECE_BYTES
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        super().__init__(url, options)
+        self.create_only = True
+        self.buffers = PartBuffers()
+        self.requests = 0  # that were sent, tries included
+        self._reading: asyncio.Semaphore | None = None
+
+    def _connect(self) -> tuple[Any, str]:
+        import fsspec
+
+        config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 50}
+        config |= self._options.get("config_kwargs") or {}
+        fs, root = fsspec.core.url_to_fs(self._opened, **{**self._options, "config_kwargs": config})
+        fs.retries = 1  # what s3fs itself would do; the instance is shared by those alone who give the options above
+        self._reading = None
+        return fs, root
+
+    def place(self, path: str) -> dict[str, str]:
+        bucket, _, prefix = self.root.partition("/")
+        return {"Bucket": bucket, "Key": f"{prefix}/{path}" if prefix else path}
+
+    def _prefix(self, path: str) -> dict[str, str]:
+        place = self.place(path)
+        return {"Bucket": place["Bucket"], "Prefix": f"{place['Key'].rstrip('/')}/".removeprefix("/")}
+
+    async def ask(self, method: str, **parameters: Any) -> Any:
+        """One request, once."""
+        self.requests += 1
+        return await self.fs._call_s3(method, **parameters)
+
+    async def request(self, method: str, **parameters: Any) -> Any:
+        """One request, tried again while it fails for the moment."""
+        return await self._retries.run_async(lambda: self.ask(method, **parameters))
+
+    @property
+    def sends_checksums(self) -> bool:
+        """Whether the client sends one with what it writes unless told otherwise; not every server takes them."""
+        client = self.fs._s3
+        how = getattr(client.meta.config, "request_checksum_calculation", None) if client else None
+        return how == "when_supported"
+
+    def wait_for(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of a coroutine, from any thread."""
+        result: T = sync(self.fs.loop, work)
+        return result
+
+    def _request(self, method: str, **parameters: Any) -> Any:
+        return self.wait_for(lambda: self.request(method, **parameters))
+
+    def create(self, path: str, size: int) -> FileWriter:
+        with translating(self, path, "creating the object"):
+            if (size > PIECE_BYTES or not self.create_only) and self.head(path) is not None:
+                raise FileExistsError(errno.EEXIST, "it exists")
+        return UploadWriter(self, path, size)
+
+    def head(self, path: str) -> dict[str, Any] | None:
+        """What is known of an object; None when there is none."""
+        try:
+            found: dict[str, Any] = self._request("head_object", **self.place(path))
+        except FileNotFoundError:
+            return None
+        return found
+
+    def wrote(self, path: str, write: str) -> bool:
+        """Whether the object at `path` is what the write of that name has made."""
+        found = self.head(path)
+        return found is not None and found.get("Metadata", {}).get(WRITTEN_BY) == write
+
+    def open(self, path: str) -> FileReader:
+        with translating(self, path, "opening the object"):
+            found = self.head(path)
+            if found is None:
+                raise FileNotFoundError(errno.ENOENT, "no such object")
+            return _Reader(self, path, int(found["ContentLength"]), found["ETag"])
+
+    def read(self, path: str, limit: int = 1 << 30) -> bytes:
+        """One request: without asking for the size before."""
+
+        async def fetch() -> bytes:
+            found = await self.ask("get_object", **self.place(path))
+            size = found["ContentLength"]
+            async with found["Body"] as body:
+                if size > limit:
+                    what = f"{self.at(path)} has {size:,} bytes, more than the {limit:,} expected at most"
+                    raise StorageError(what, path=path, errno=errno.EFBIG)
+                data: bytes = await body.read()
+            if len(data) != size:
+                raise ConnectionError(f"{len(data)} bytes came of {size}")
+            return data
+
+        with translating(self, path, "reading"):
+            return self.wait_for(lambda: self._retries.run_async(fetch))
+
+    def list(self, path: str = "") -> list[Entry]:
+        with translating(self, path, "listing"):
+            where = self._prefix(path)
+            entries = {}
+            for item in self._listed({**where, "Delimiter": "/"}):
+                if "Prefix" in item:
+                    name = item["Prefix"][len(where["Prefix"]) :].rstrip("/")
+                    entries[name] = Entry(name, True, None)
+                # A key that ends in "/" is how some programs say that there is a folder.
+                elif name := item["Key"][len(where["Prefix"]) :]:
+                    entries.setdefault(name, Entry(name, False, int(item["Size"])))
+            if not entries:
+                raise FileNotFoundError(errno.ENOENT, "nothing there")
+        return [entries[name] for name in sorted(entries)]
+
+    def list_folders(self, beginning: str) -> dict[str, Sequence[Entry] | None]:
+        found: dict[str, dict[str, Entry]] = {}
+        with translating(self, "", "listing"):
+            where = self._prefix("")
+            for item in self._listed({**where, "Prefix": where["Prefix"] + beginning}):
+                folder, slash, name = item["Key"][len(where["Prefix"]) :].partition("/")
+                name, deeper, _ = name.partition("/")
+                if slash and name:
+                    entry = Entry(name, True, None) if deeper else Entry(name, False, int(item["Size"]))
+                    found.setdefault(folder, {})[name] = entry
+        return {folder: [inside[name] for name in sorted(inside)] for folder, inside in sorted(found.items())}
+
+    def _listed(self, where: dict[str, str]) -> Iterator[dict[str, Any]]:
+        more: dict[str, Any] = {}
+        while True:
+            try:
+                page = self._request("list_objects_v2", **where, **more)
+            except FileNotFoundError as error:
+                if http_code(error)[1] == "NoSuchBucket":  # no run can ever have been there, nor begin
+                    raise OSError(errno.ENXIO, f"there is no bucket {where['Bucket']}") from error
+                raise
+            yield from page.get("CommonPrefixes", ())
+            yield from page.get("Contents", ())
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def make_folder(self, path: str) -> None:
+        pass  # folders are what the keys say
+
+    def rename(self, source: str, target: str) -> None:
+        with translating(self, target, f"renaming {source}"):
+            self._request("copy_object", CopySource=self.place(source), **self.place(target))
+            self._request("delete_object", **self.place(source))
+
+    def remove(self, path: str) -> None:
+        with translating(self, path, "removing the object"):
+            self._request("delete_object", **self.place(path))
+
+    def remove_all(self, paths: Sequence[str]) -> None:
+        for at in range(0, len(paths), REMOVED_AT_ONCE):
+            some = paths[at : at + REMOVED_AT_ONCE]
+            objects = [{"Key": self.place(path)["Key"]} for path in some]
+            with translating(self, some[0], f"removing {len(some)} objects"):
+                answer = self._request(
+                    "delete_objects", Bucket=self.place("")["Bucket"], Delete={"Objects": objects, "Quiet": True}
+                )
+            for refused in answer.get("Errors", ()):  # alone, so that it is tried again, or the error is the key's own
+                self.remove(next(path for path in some if self.place(path)["Key"] == refused["Key"]))
+
+    def remove_folder(self, path: str) -> None:
+        """There is none; but what was begun to be uploaded below a prefix that is empty now, nobody will finish."""
+        where = self._prefix(path)
+        with translating(self, path, "removing the folder"):
+            try:
+                begun = self._request("list_multipart_uploads", **where).get("Uploads", [])
+                if begun and not self._request("list_objects_v2", **where, MaxKeys=1).get("Contents"):
+                    for upload in begun:
+                        self._request(
+                            "abort_multipart_upload",
+                            Bucket=where["Bucket"],
+                            Key=upload["Key"],
+                            UploadId=upload["UploadId"],
+                        )
+            except (FileNotFoundError, PermissionError, NotImplementedError):
+                pass  # not everybody may ask for that
+
+    def range_slots(self) -> asyncio.Semaphore:
+        """How many range requests may be under way; to be asked for in the loop."""
+        if self._reading is None:
+            self._reading = asyncio.Semaphore(READ_AT_ONCE)
+        return self._reading
+
+
+class _Reader(FileReader):
+    def __init__(self, storage: S3Storage, path: str, size: int, etag: str) -> None:
+        self.storage, self.path, self.size, self.etag = storage, path, size, etag
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        need = sum(len(b) for b in buffers)
+        with translating(self.storage, self.path, "reading"):
+            if offset + need > self.size:
+                raise OSError(errno.EIO, "the object ends too early")
+            pieces = list(_pieces(offset, [b.cast("B") for b in buffers if len(b)]))
+            if pieces:
+                self.storage.wait_for(lambda: self._all(pieces))
+
+    async def _all(self, pieces: list[tuple[int, list[memoryview]]]) -> None:
+        tasks = [asyncio.ensure_future(self._piece(start, buffers)) for start, buffers in pieces]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            # The buffers are the caller's again when this returns.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _piece(self, start: int, buffers: list[memoryview]) -> None:
+        left = buffers
+        stop = start + sum(len(b) for b in buffers)
+
+        async def fetch() -> None:
+            """What is still missing. What has come by the time of a failure need not come again."""
+            nonlocal start, left
+            found = await self.storage.ask(
+                "get_object", **self.storage.place(self.path), Range=f"bytes={start}-{stop - 1}", IfMatch=self.etag
+            )
+            async with found["Body"] as body:
+                if not str(found.get("ContentRange", "")).startswith(f"bytes {start}-{stop - 1}/"):
+                    raise OSError(errno.EPROTO, f"asked for a range, the server sent {found.get('ContentRange')!r}")
+                while start < stop and (data := memoryview(await body.read(stop - start))):
+                    start += len(data)
+                    while data:
+                        taken = min(len(data), len(left[0]))
+                        left[0][:taken] = data[:taken]
+                        data = data[taken:]
+                        left = [left[0][taken:], *left[1:]] if taken < len(left[0]) else left[1:]
+            if start < stop:
+                raise ConnectionError(f"the answer ended {stop - start} bytes early")
+
+        async with self.storage.range_slots():
+            await self.storage._retries.run_async(fetch)
+
+    def close(self) -> None:
+        pass
+
+
+def _pieces(offset: int, buffers: list[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+    """The range cut into requests: where each begins, and the buffers that it fills."""
+    total = sum(len(b) for b in buffers)
+    count = -(-total // PIECE_BYTES)
+    size = -(-total // count) if count else 0
+    mine: list[memoryview] = []
+    start, have = offset, 0
+    for buffer in buffers:
+        while buffer:
+            part = buffer[: size - have]
+            mine.append(part)
+            have += len(part)
+            buffer = buffer[len(part) :]
+            if have == size:
+                yield start, mine
+                start, have, mine = start + have, 0, []
+    if mine:
+        yield start, mine

@@ -1,0 +1,198 @@
+"""Writing one object to S3: one put, or parts that are uploaded side by side while the next one is filled.
+
+Nothing is found under the key before everything is there: that is what completing an upload means. Memory is bounded:
+all writers of a storage share PartBuffers, and wait for one to come free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import secrets
+import threading
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from .base import FileWriter
+from .remote import PIECE_BYTES, translating
+from .retry import http_code
+
+if TYPE_CHECKING:
+    from .s3 import S3Storage
+
+__all__ = ["PartBuffers", "UploadWriter"]
+
+BUFFERED_BYTES = 96 << 20
+MOST_PARTS = 10_000
+WRITTEN_BY = "ckptcore-write"
+
+
+class PartBuffers:
+    """Memory for parts, `limit` bytes of it, or one part when that is larger. Used again, since new memory is slow; given
+    back when nobody writes."""
+
+    def __init__(self, limit: int = BUFFERED_BYTES) -> None:
+        self.limit = limit
+        self._changed = threading.Condition()
+        self._used = 0
+        self._free: list[bytearray] = []
+
+    def take(self, size: int) -> bytearray:
+        """A buffer of exactly `size` bytes; waits until there is room."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + size <= self.limit)
+            self._used += size
+            for number, buffer in enumerate(self._free):
+                if len(buffer) == size:
+                    return self._free.pop(number)
+        return bytearray(size)
+
+    def give(self, buffer: bytearray) -> None:
+        with self._changed:
+            self._used -= len(buffer)
+            if len(buffer) == PIECE_BYTES:
+                self._free.append(buffer)
+            if not self._used:
+                self._free.clear()
+            self._changed.notify_all()
+
+
+class UploadWriter(FileWriter):
+    """Takes bytes in order. `write` is a random name that the object carries: whoever finds it knows who wrote it."""
+
+    def __init__(self, storage: S3Storage, path: str, size: int) -> None:
+        self.storage, self.path, self.size = storage, path, size
+        self.place, self.write = storage.place(path), secrets.token_hex(12)
+        self.part_bytes = max(PIECE_BYTES, -(-size // MOST_PARTS))
+        self.at = 0
+        self.part: bytearray | None = None
+        self.filled = 0
+        self.upload: str | None = None
+        self.sent: list[Future[dict[str, Any]]] = []
+        # "refused": what is under the key is another's. "asked": it may be ours. "done": it is.
+        self.state = "open"
+
+    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        with translating(self.storage, self.path, "writing"):
+            if offset != self.at or self.state != "open":
+                raise OSError(errno.EINVAL, f"byte {offset} was given, byte {self.at} is next")
+            for buffer in buffers:
+                self._take(memoryview(buffer).cast("B"))
+
+    def _take(self, data: memoryview) -> None:
+        if self.at + len(data) > self.size:
+            raise OSError(errno.EINVAL, f"more than the {self.size:,} bytes that were announced")
+        while data:
+            if self.part is None:
+                self.part, self.filled = self.storage.buffers.take(min(self.part_bytes, self.size - self.at)), 0
+            count = min(len(data), len(self.part) - self.filled)
+            self.part[self.filled : self.filled + count] = data[:count]
+            self.filled += count
+            self.at += count
+            data = data[count:]
+            if self.filled == len(self.part) and self.size > self.part_bytes:
+                self._send()
+
+    def _send(self) -> None:
+        """Begin to upload the part that is full."""
+        for future in self.sent:
+            if future.done():
+                future.result()  # no more of what will never be whole
+        if self.upload is None:
+            self.upload = self.storage.wait_for(self._begin)
+        part, self.part = self.part, None
+        assert part is not None
+        upload = self._upload(len(self.sent) + 1, part, self._checksum(part))
+        future = asyncio.run_coroutine_threadsafe(upload, self.storage.fs.loop)
+        # Also where it is cancelled before it has begun.
+        future.add_done_callback(lambda _: self.storage.buffers.give(part))
+        self.sent.append(future)
+
+    def _checksum(self, data: bytes | bytearray) -> dict[str, str]:
+        """What the client would compute by itself, in the one thread that sends everything."""
+        if not self.storage.sends_checksums:
+            return {}
+        return {"ChecksumCRC32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()}
+
+    async def _begin(self) -> str:
+        made = await self.storage.request("create_multipart_upload", **self.place, Metadata={WRITTEN_BY: self.write})
+        return str(made["UploadId"])
+
+    async def _upload(self, number: int, part: bytearray, checksum: dict[str, str]) -> dict[str, Any]:
+        made = await self.storage.request(
+            "upload_part", **self.place, UploadId=self.upload, PartNumber=number, Body=part, **checksum
+        )
+        return {"PartNumber": number, "ETag": made["ETag"]}
+
+    def close(self) -> None:
+        with translating(self.storage, self.path, "completing the object"):
+            if self.at != self.size:
+                raise OSError(errno.EINVAL, f"{self.at:,} bytes were written of {self.size:,}")
+            if self.size <= self.part_bytes:
+                body = self.part or b""
+                self._publish(
+                    "put_object", {"Body": body, "Metadata": {WRITTEN_BY: self.write}, **self._checksum(body)}
+                )
+            else:
+                parts = [future.result() for future in self.sent]
+                whole = {"UploadId": self.upload, "MultipartUpload": {"Parts": parts}}
+                self._publish("complete_multipart_upload", whole)
+            self._give_back()
+
+    def _publish(self, method: str, parameters: dict[str, Any]) -> None:
+        """The one request with which the object appears, create-only."""
+        storage = self.storage
+        if storage.create_only:
+            parameters = {**parameters, "IfNoneMatch": "*"}
+        self.state = "asked"
+        try:
+            storage.wait_for(lambda: storage.request(method, **self.place, **parameters))
+        except Exception as error:
+            status, code = http_code(error)
+            if status == 501 and storage.create_only:
+                # It does not know the condition. From here on the key is looked at before.
+                storage.create_only = False
+                self.state = "open"
+                if storage.head(self.path) is not None:
+                    self.state = "refused"
+                    raise FileExistsError(errno.EEXIST, "it exists") from None
+                self._publish(method, {name: value for name, value in parameters.items() if name != "IfNoneMatch"})
+                return
+            # The first answer may have been lost: then the request was done, and what is found there is ours.
+            if (status == 412 or code == "NoSuchUpload") and not storage.wrote(self.path, self.write):
+                self.state = "refused"
+                if status == 412:
+                    raise FileExistsError(errno.EEXIST, "it exists") from None
+                raise
+            if status != 412 and code != "NoSuchUpload":
+                raise
+        self.state = "done"
+
+    def _give_back(self) -> None:
+        part, self.part = self.part, None
+        if part is not None:
+            self.storage.buffers.give(part)
+
+    def abort(self) -> None:
+        storage = self.storage
+        self._give_back()
+        for future in self.sent:
+            future.cancel()
+        for future in self.sent:
+            with suppress(BaseException):
+                future.result()
+        if storage._retries.dead:
+            return  # nobody answers; what was begun is removed with the folder of the attempt, later
+        with suppress(OSError), translating(storage, self.path, "giving up the upload of"):
+            if self.state == "done" or (self.state == "asked" and storage.wrote(self.path, self.write)):
+                storage.remove(self.path)
+            elif self.upload is not None:
+                with suppress(FileNotFoundError):
+                    storage.wait_for(
+                        lambda: storage.request("abort_multipart_upload", **self.place, UploadId=self.upload)
+                    )
+        self.state, self.upload = "open" if self.state == "open" else "refused", None
