@@ -1,26 +1,154 @@
-"""Which checkpoint of a root is meant: the newest, the best, a step; and what a run may be restored from."""
+"""Which checkpoint of a root is meant: the newest, the best, a step; and what a run may be restored from.
+
+Where nodes share no storage, what is there is agreed on by all ranks first, and what is done is done on every node.
+"""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, replace
+from typing import Any, TypeVar
 
-from .errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnsupportedVersion
+from .errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError, UnsupportedVersion
 from .loading.report import PARTLY_OVERWRITTEN, LoadReport
-from .retention import KeepBest
-from .root import CheckpointInfo, committed, newest_run, scan
+from .loading.view import CheckpointView, Problem
+from .ranks.communicator import Communicator
+from .ranks.nodes import Agreed, StorageMode, leads, look, node_name, own_node
+from .retention import KeepBest, RetentionPolicy, clean_up, delete_all, surplus
+from .root import (
+    CheckpointInfo,
+    committed,
+    delete_checkpoint,
+    newest_run,
+    pin_checkpoint,
+    scan,
+    sweep,
+    unpin_checkpoint,
+)
 from .storage.base import Storage
 
-__all__ = ["best_of", "candidates", "find", "newest_that_loads"]
+__all__ = ["Root", "best_of", "candidates", "copies", "find", "first_that_loads", "newest_that_loads"]
+
+T = TypeVar("T")
 
 # What the storage says of bytes that are lost, and of a file that went, or became something else, meanwhile: another
 # checkpoint may still be whole. Anything else (no permission, no connection) is no verdict on this one.
 _LOST = frozenset({errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
 
 
-def candidates(storage: Storage, run_id: str | None) -> Sequence[Sequence[str]]:
+class Root:
+    """The root of a run as its ranks see it. Where nodes share no storage (mode "node") it is one on every node: what
+    lies there is agreed on, and what is done is done by one rank of each node. Then all is for every rank to call."""
+
+    def __init__(self, comm: Communicator, storage: Storage, mode: StorageMode) -> None:
+        self.comm, self.storage, self.mode = comm, storage, mode
+
+    def scan(self) -> list[CheckpointInfo]:
+        """Every checkpoint-like entry, ordered by (step, commit sequence)."""
+        return scan(self.storage)
+
+    def place(self, name: str) -> tuple[Storage, str]:
+        """Where an entry of `scan` lies: a storage, and its folder there."""
+        return self.storage, name
+
+    def last_sequence(self) -> int:
+        """The highest commit sequence that is known of elsewhere."""
+        return 0
+
+    def look(self, choose: Callable[[list[CheckpointInfo]], Any] = lambda _: None) -> Agreed:
+        """What lies there, and what is chosen from it: by this rank alone, or by rank 0 for all nodes."""
+        if self.mode == "node":
+            return look(self.comm, self.storage, choose)
+        infos = self.scan()
+        return Agreed(infos, newest_run(infos), 0, choose(infos))
+
+    def meet_and_look(
+        self, meet: Callable[[Callable[[Any], Any]], tuple[T, Any]], choose: Callable[[list[CheckpointInfo]], Any]
+    ) -> tuple[T, Agreed]:
+        """What `meet` makes on every rank, and what rank 0 chooses from what lies there."""
+        if self.mode == "node":
+            made, _ = meet(lambda _: None)
+            return made, look(self.comm, self.storage, choose, everyone=False)
+        made, chosen = meet(lambda _: choose(self.scan()))
+        return made, Agreed([], None, 0, chosen)
+
+    def act(self, topic: str, work: Callable[[], None]) -> None:
+        """Do `work`, on this rank or on one of each node; then all raise what one does."""
+        if self.mode == "shared":
+            work()
+            return
+
+        def local() -> None:
+            if leads(self.comm, self.mode):
+                work()
+
+        self.comm.together(topic, local, lambda _: None)
+
+    def pin(self, info: CheckpointInfo) -> None:
+        self.act("pin", lambda: pin_checkpoint(self.storage, info.name))
+
+    def unpin(self, info: CheckpointInfo) -> None:
+        self.act("unpin", lambda: unpin_checkpoint(self.storage, info.name))
+
+    def delete(self, info: CheckpointInfo) -> None:
+        """Raises InvalidState for a checkpoint that is pinned, StorageError."""
+        if info.pinned:
+            raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
+        self.act("delete", lambda: delete_checkpoint(self.storage, info.name))
+
+    def verify(self, info: CheckpointInfo, io_threads: int) -> list[Problem]:
+        """Read and check every byte of a checkpoint, here or on all nodes."""
+        if self.mode == "shared":
+            return CheckpointView(*self.place(info.name)).verify(io_threads)
+
+        def local() -> list[list[Any]]:
+            if not leads(self.comm, self.mode):
+                return []
+            where = node_name(self.comm.nodes, own_node(self.comm))
+            found = CheckpointView(self.storage, info.name).verify(io_threads)
+            return [list(astuple(replace(problem, message=f"{where}: {problem.message}"))) for problem in found]
+
+        rows = self.comm.together("verify", local, lambda found: [row for rows in found for row in rows])
+        return [Problem(*row) for row in rows]
+
+    def clean_up(
+        self,
+        comm: Communicator,
+        policy: RetentionPolicy | None,
+        run_id: str,
+        saved: CheckpointInfo,
+        tell: Callable[[str], None],
+        deleted: Callable[[CheckpointInfo], None],
+    ) -> None:
+        """Retention and sweeping after the commit of `saved`, on every node; rank 0 decides, talking over `comm`. What fails
+        is told, and no error. What is of this run and not on all nodes goes, too."""
+        if self.mode == "shared":
+            if comm.rank == 0:
+                self.comm.stay()
+                clean_up(self.storage, policy, run_id, saved, tell, deleted)
+            return
+
+        def choose(infos: list[CheckpointInfo]) -> list[str]:
+            return [info.name for info in surplus(infos, policy, run_id, saved.name)]
+
+        try:
+            seen = look(comm, self.storage, choose, everyone=False)
+            if leads(comm, self.mode):
+                self.comm.stay()
+                names = {seen.here(name) for name in seen.chosen}
+                told = deleted if comm.rank == 0 else lambda _: None
+                stray = [info for info in seen.infos if info.status == "elsewhere"]
+                mine = [i for i in stray if i.run_id == run_id and i.name != saved.name and not i.pinned]
+                delete_all(self.storage, [info for info in seen.infos if info.name in names], tell, told)
+                delete_all(self.storage, mine, tell, lambda _: None)
+                sweep(self.storage, [info for info in seen.infos if info not in stray], run_id, tell)
+        except Exception as error:  # a policy of the user's own may raise anything
+            tell(f"{self.storage.url}: cleaning up after step {saved.step} failed: {error!r}")
+
+
+def candidates(infos: Sequence[CheckpointInfo], run_id: str | None) -> list[list[str]]:
     """[name, status, reason] of what a run might be restored from, newest first."""
-    infos = scan(storage)
     run = run_id or newest_run(infos)
     return [
         [info.name, info.status, info.reason or info.status]
@@ -29,20 +157,20 @@ def candidates(storage: Storage, run_id: str | None) -> Sequence[Sequence[str]]:
     ]
 
 
-def best_of(storage: Storage, run_id: str | None, rule: KeepBest) -> CheckpointInfo | None:
+def best_of(infos: Sequence[CheckpointInfo], run_id: str | None, rule: KeepBest) -> CheckpointInfo | None:
     """The best committed checkpoint of a run, None when none has the metric."""
-    infos = scan(storage)
     return next(iter(rule.ranked(committed(infos, run_id or newest_run(infos)))), None)
 
 
-def find(storage: Storage, run_id: str | None, step: int | str) -> CheckpointInfo:
+def find(url: str, infos: Sequence[CheckpointInfo], run_id: str | None, step: int | str) -> CheckpointInfo:
     """The checkpoint of `step`, or the newest for "latest". Raises CheckpointNotFound.
 
     What is there and damaged, or cannot be read, is not passed over: opening it says what is wrong. A step that only
     another run of this root has is good enough when it is asked for.
     """
-    passed_over = ("partial", "uncommitted") if step == "latest" else ("partial",)
-    found = [i for i in scan(storage) if i.status not in passed_over]
+    passed_over = ("partial", "uncommitted", "elsewhere") if step == "latest" else ("partial", "elsewhere")
+    found = [i for i in infos if i.status not in passed_over]
+    stray = [i for i in infos if i.status == "elsewhere" and step in ("latest", i.step)]
     run = run_id or newest_run(found)
     infos = [i for i in found if run is None or i.run_id in (None, run)]
     matching = infos[-1:] if step == "latest" else [i for i in infos if i.step == step] or [
@@ -50,14 +178,33 @@ def find(storage: Storage, run_id: str | None, step: int | str) -> CheckpointInf
     if not matching:
         steps = [i.step for i in infos if i.step is not None]
         what = "no checkpoint yet" if step == "latest" else f"no checkpoint of step {step}"
+        lacking = "".join(f"; {i.name}: {i.reason}" for i in stray)
         raise CheckpointNotFound(
-            f"{storage.url} has {what}; steps there: {', '.join(map(str, steps)) or 'none'}",
-            path=storage.url, step=step if isinstance(step, int) else None, available=steps)  # fmt: skip
+            f"{url} has {what}; steps there: {', '.join(map(str, steps)) or 'none'}{lacking}",
+            path=url, step=step if isinstance(step, int) else None, available=steps)  # fmt: skip
     return matching[-1]
 
 
+def copies(infos: Sequence[CheckpointInfo], info: CheckpointInfo) -> list[str]:
+    """Names of a checkpoint and of other copies of the same commit, the one to prefer first."""
+    if info.manifest is None:
+        return [info.name]
+    same = [i for i in infos if i.manifest is not None and i.manifest.digest == info.manifest.digest]
+    return [i.name for i in reversed(same)]
+
+
+def first_that_loads(names: Sequence[str], load: Callable[[str], LoadReport]) -> LoadReport:
+    """What `load` says of the first copy that is whole. Raises what it raises of the last one."""
+    for name in names[:-1]:
+        try:
+            return load(name)
+        except (CheckpointCorrupt, CheckpointNotFound):
+            pass
+    return load(names[-1])
+
+
 def newest_that_loads(
-    storage: Storage, found: Iterable[Sequence[str]], load: Callable[[str], LoadReport]
+    found: Iterable[Sequence[str]], load: Callable[[str], LoadReport]
 ) -> tuple[LoadReport | None, dict[str, str]]:
     """What `load` says of the first of `candidates` that verifies; and which were passed over before it, and why.
 

@@ -13,6 +13,7 @@ from .errors import CheckpointWarning, InvalidState, RanksDisagree
 from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
 from .ranks.communicator import Communicator
+from .ranks.nodes import StorageMode
 from .ranks.store import shared_communicator
 from .root import CheckpointInfo
 from .saving.flow import Saving
@@ -34,7 +35,8 @@ class CheckpointCoordinator:
     used too). process_groups: name -> lists of ranks, ProcessGroup, or DeviceMesh dimension. comm: by default the
     running torch.distributed job. io_threads: how many threads read and write, by default as many as the process may
     use cores, at most 8. writers: "split" spreads the bytes of replicated state over its ranks, "lowest" does not. workers:
-    the threads that write, where somebody keeps them from save to save.
+    the threads that write, where somebody keeps them from save to save. storage_mode: "node" where every node has
+    storage of its own under the same name, and "shared" where all ranks see the same one.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class CheckpointCoordinator:
         io_threads: int | None = None,
         writers: Literal["split", "lowest"] = "split",
         workers: Workers | None = None,
+        storage_mode: StorageMode = "shared",
     ) -> None:
         self.comm = comm or shared_communicator()
         self.components: list[StateComponent] = as_components(state_components, self.comm.world_size)
@@ -58,6 +61,9 @@ class CheckpointCoordinator:
         if writers not in ("split", "lowest"):
             raise InvalidState(f"writers must be 'split' or 'lowest', not {writers!r}")
         self.writers = writers
+        if storage_mode not in ("shared", "node"):
+            raise InvalidState(f"storage_mode must be 'shared' or 'node', not {storage_mode!r}")
+        self.storage_mode: StorageMode = storage_mode
 
     def save_checkpoint(
         self,
@@ -109,8 +115,8 @@ class CheckpointCoordinator:
     def saving(self, storage: Storage, name: str, request: SaveRequest) -> Saving:
         """A save that has not begun, for those who do more between its steps."""
         return Saving(
-            self.comm, self.components, self.process_groups, self.writers, storage, name, request, self.workers
-        )
+            self.comm, self.components, self.process_groups, self.writers, storage, name, request, self.workers,
+            self.storage_mode)  # fmt: skip
 
     def load(
         self,
@@ -132,7 +138,7 @@ class CheckpointCoordinator:
         StorageError. Live state is not touched before structure, sizes and every rank's agreement are checked.
         """
         comm = self.comm
-        view, partitions = join_load(comm, storage, name, self.components, self.process_groups)
+        view, partitions = join_load(comm, storage, name, self.components, self.process_groups, self.storage_mode)
         loading = Loading(
             view,
             self.components,

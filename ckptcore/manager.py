@@ -11,31 +11,25 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
 
-from .choice import best_of, candidates, find, newest_that_loads
+from .choice import best_of, candidates, copies, find, first_that_loads, newest_that_loads
 from .coordinator import CheckpointCoordinator, default_io_threads, meet
 from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, InvalidState, NoUsableCheckpoint
 from .events import OnEvent, SaveEvent
 from .loading.apply import LoadReport
-from .loading.view import CheckpointView, Problem
+from .loading.view import Problem
 from .ranks.communicator import Communicator
+from .ranks.nodes import StorageMode
 from .ranks.store import default_communicator
-from .retention import RetentionPolicy, best_rule, clean_up
-from .root import (
-    CheckpointInfo,
-    checkpoint_name,
-    committed,
-    delete_checkpoint,
-    newest_run,
-    pin_checkpoint,
-    scan,
-    unpin_checkpoint,
-)
+from .retention import RetentionPolicy, best_rule
+from .root import CheckpointInfo, checkpoint_name, committed
 from .saves import Saves
 from .saving.background import SaveHandle
 from .saving.flow import Saving
 from .saving.join import SaveRequest, checked_numbers, checked_step
 from .saving.staging import Staging
 from .storage.base import Storage, open_storage
+from .tiered import open_root
+from .tiers import Tier
 
 __all__ = ["CheckpointManager"]
 
@@ -49,7 +43,9 @@ class CheckpointManager:
 
     root: a local path, an fsspec URL, or a Storage; run_id: name of the run, by default that of the checkpoint restored, or a new
     one. keep: which checkpoints stay after a save (default: all). process_groups, writers: see CheckpointCoordinator.
-    load_broadcast: read what all ranks need once, and pass it on.
+    load_broadcast: read what all ranks need once, and pass it on. storage_mode: "node" where nodes do not share their disks:
+    each keeps all that its ranks need, and every call but `wait` is one for all ranks to make. tiers: durable roots that
+    checkpoints are uploaded to in the background, and restored from where this one has not got them.
 
     Of `save_async`: when_busy: what a call does while the save before is still being written. on_error: whether its
     failure raises at the next call, at `result`, `close` and the end of the program, or is a CheckpointWarning there.
@@ -72,6 +68,8 @@ class CheckpointManager:
         run_id: str | None = None,
         writers: Literal["split", "lowest"] = "split",
         load_broadcast: bool = False,
+        storage_mode: StorageMode = "shared",
+        tiers: Sequence[Tier] = (),
         when_busy: Literal["wait", "skip", "raise"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
         staging: Staging = "auto",
@@ -86,6 +84,7 @@ class CheckpointManager:
             ("when_busy", when_busy, ("wait", "skip", "raise")),
             ("on_error", on_error, ("raise", "warn")),
             ("staging", staging, ("auto", "copy", "overlap")),
+            ("storage_mode", storage_mode, ("shared", "node")),
         ):
             if value not in allowed:
                 raise InvalidState(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
@@ -96,9 +95,14 @@ class CheckpointManager:
         self.comm = comm or default_communicator(join_timeout, liveness_timeout)
         self.process_groups, self.writers, self.load_broadcast = process_groups, writers, load_broadcast
         self.io_threads, self.when_busy = io_threads or default_io_threads(), when_busy
+        self.storage_mode: StorageMode = storage_mode
         self._run_id = run_id
         self._found_damaged: set[str] = set()
-        self._saves = Saves(self.comm, self.io_threads, staging, on_error, drain_timeout, on_event, self._after_commit)
+        self._root, uploads = open_root(self.comm, self.storage, storage_mode, tiers, on_error, drain_timeout,
+                                        self.io_threads, lambda event: self._saves.tell(event))  # fmt: skip
+        self._saves = Saves(
+            self.comm, self.io_threads, staging, on_error, drain_timeout, on_event, self._after_commit, uploads
+        )
 
     @property
     def root(self) -> str:
@@ -212,14 +216,15 @@ class CheckpointManager:
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         how["broadcast"] = self.load_broadcast
         elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best")
-        coordinator, (name, how["step"]) = self._call(
-            state,
-            lambda: f"load of {step}",
-            lambda _: ["", None] if elsewhere else [(info := self._find(step)).name, info.step],  # type: ignore[arg-type]
-        )
         if elsewhere:
+            coordinator, _ = self._call(state, lambda: f"load of {step}", lambda _: None)
             return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
-        report = coordinator.load(self.storage, name, **how)
+        coordinator, seen = self._root.meet_and_look(
+            partial(self._call, state, lambda: f"load of {step}"),
+            lambda infos: [copies(infos, info := self._chosen(infos, step)), info.step],  # type: ignore[arg-type]
+        )
+        names, how["step"] = seen.chosen
+        report = first_that_loads(names, lambda name: coordinator.load(*self._root.place(seen.here(name)), **how))
         self._adopt(report)
         return report
 
@@ -247,9 +252,11 @@ class CheckpointManager:
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
         # of what was read by then, live state is touched only after everything was verified.
         how["transactional"] = transactional or fresh_ok or not strict
-        coordinator, found = self._call(state, lambda: "restore", lambda _: candidates(self.storage, self._run_id))
+        coordinator, seen = self._root.meet_and_look(
+            partial(self._call, state, lambda: "restore"), lambda infos: candidates(infos, self._run_id)
+        )
         report, skipped = newest_that_loads(
-            self.storage, found, lambda name: coordinator.load(self.storage, name, **how)
+            seen.chosen, lambda name: coordinator.load(*self._root.place(seen.here(name)), **how)
         )
         self._found_damaged.update(skipped)
         if report is not None:
@@ -267,8 +274,8 @@ class CheckpointManager:
 
     def list(self) -> Checkpoints:
         """The committed checkpoints of this run, oldest first; of the run that committed last if none is known yet."""
-        infos = scan(self.storage)
-        return committed(infos, self._run_id or newest_run(infos))
+        seen = self._root.look()
+        return committed(seen.infos, self._run_id or seen.run)
 
     def latest(self) -> CheckpointInfo | None:
         """The newest committed checkpoint of this run, by (step, commit sequence)."""
@@ -279,26 +286,25 @@ class CheckpointManager:
 
         None when no checkpoint has the metric. Raises InvalidState when it is not known what to go by.
         """
-        return best_of(self.storage, self._run_id, best_rule(self.keep, metric, mode))
+        rule = best_rule(self.keep, metric, mode)
+        seen = self._root.look()
+        return best_of(seen.infos, self._run_id or seen.run, rule)
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of `step`, whatever the policy says, until `unpin`. Raises CheckpointNotFound."""
-        pin_checkpoint(self.storage, self._find(step).name)
+        self._root.pin(self._find(step))
 
     def unpin(self, step: int) -> None:
         """Let retention have the checkpoint of `step` again. Raises CheckpointNotFound."""
-        unpin_checkpoint(self.storage, self._find(step).name)
+        self._root.unpin(self._find(step))
 
     def verify(self, step: int | str = "latest") -> Sequence[Problem]:
         """Read and check every byte of a checkpoint. Empty when all is well. Raises CheckpointNotFound."""
-        return CheckpointView(self.storage, self._find(step).name).verify(self.io_threads)
+        return self._root.verify(self._find(step), self.io_threads)
 
     def delete(self, step: int) -> None:
         """Remove the checkpoint of `step`. Raises CheckpointNotFound, InvalidState for a pinned one, StorageError."""
-        info = self._find(step)
-        if info.pinned:
-            raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
-        delete_checkpoint(self.storage, info.name)
+        self._root.delete(self._find(step))
 
     def _saving(
         self,
@@ -317,10 +323,8 @@ class CheckpointManager:
         def request() -> str:
             number = checked_step(step)
             replaces = overwrite or checkpoint_name(number) in self._found_damaged
-            measured = checked_numbers(metrics or {})
-            requests.append(
-                SaveRequest(number, self.run_id, measured, dict(metadata or {}), training_args_hash, replaces)
-            )
+            told = checked_numbers(metrics or {}), dict(metadata or {}), training_args_hash
+            requests.append(SaveRequest(number, self.run_id, *told, replaces, self._root.last_sequence()))
             if not self._saves.failed:
                 self._saves.raise_failure()  # its warnings
             return f"save of step {number}"
@@ -345,9 +349,7 @@ class CheckpointManager:
         """On the thread that committed. Nothing here can undo it."""
         self._found_damaged.discard(info.name)
         self._run_id = info.run_id
-        if self.comm.rank == 0:
-            self.comm.stay()
-            clean_up(self.storage, self.keep, self.run_id, info, saving.told.append, self._deleted)
+        self._root.clean_up(saving.comm, self.keep, self.run_id, info, saving.told.append, self._deleted)
 
     def _deleted(self, info: CheckpointInfo) -> None:
         self._saves.tell(SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=info.size_bytes or 0))
@@ -362,13 +364,18 @@ class CheckpointManager:
         """
         make = partial(
             CheckpointCoordinator, state, self.process_groups, comm=self.comm, io_threads=self.io_threads,
-            writers=self.writers, workers=self._saves.workers)  # fmt: skip
-        return meet(self.comm, make, lambda: (what(), self._saves.busy, self._saves.failed), decide)
+            writers=self.writers, workers=self._saves.workers, storage_mode=self.storage_mode)  # fmt: skip
+        mode = "" if self.storage_mode == "shared" else " with storage_mode='node'"
+        return meet(self.comm, make, lambda: (what() + mode, self._saves.busy, self._saves.failed), decide)
 
     def _find(self, step: int | str) -> CheckpointInfo:
+        seen = self._root.look(lambda infos: self._chosen(infos, step).name)
+        return next(info for info in seen.infos if info.name == seen.here(seen.chosen))
+
+    def _chosen(self, infos: Checkpoints, step: int | str) -> CheckpointInfo:
         if step != "best":
-            return find(self.storage, self._run_id, step)
-        if (best := self.best()) is None:
+            return find(self.root, infos, self._run_id, step)
+        if (best := best_of(infos, self._run_id, best_rule(self.keep, None, None))) is None:
             metric = best_rule(self.keep, None, None).metric
             raise CheckpointNotFound(f"{self.root} has no checkpoint with a metric {metric!r}", path=self.root)
         return best
@@ -376,6 +383,7 @@ class CheckpointManager:
     def _adopt(self, report: LoadReport) -> None:
         if self._run_id is None and report.manifest is not None:
             self._run_id = report.manifest.run_id
+        self._saves.uploads.catch_up(self._run_id, report.step or 0)
 
     def _warn_skipped(self, skipped: dict[str, str], outcome: str) -> None:
         if skipped and self.comm.rank == 0:

@@ -18,7 +18,7 @@ from .errors import CheckpointCorrupt, InvalidState, StorageError
 from .root import CheckpointInfo, committed, delete_checkpoint, scan, sweep
 from .storage.base import Storage
 
-__all__ = ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy", "best_rule", "clean_up"]
+__all__ = ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy", "best_rule", "clean_up", "delete_all", "surplus"]
 
 
 class RetentionPolicy(ABC):
@@ -129,19 +129,36 @@ def clean_up(
     """Retention and sweeping, after the commit of `saved`. What fails is told, and no error: the checkpoint is safe."""
     try:
         infos = scan(storage)
-        if policy is not None:
-            mine = committed(infos, run_id)
-            keep = policy.keep(mine) | {saved.name} | {info.name for info in mine[-1:]}
-            for info in mine:
-                if info.name not in keep and not info.pinned:
-                    try:
-                        delete_checkpoint(storage, info.name)
-                        deleted(info)
-                    except (StorageError, CheckpointCorrupt, InvalidState) as error:  # pinned meanwhile, or refused
-                        tell(f"{info.url} could not be deleted: {error}")
+        delete_all(storage, surplus(infos, policy, run_id, saved.name), tell, deleted)
         sweep(storage, infos, run_id, tell)
     except Exception as error:  # a policy of the user's own may raise anything
         tell(f"{storage.url}: cleaning up after step {saved.step} failed: {error!r}")
+
+
+def surplus(
+    infos: Sequence[CheckpointInfo], policy: RetentionPolicy | None, run_id: str, saved: str
+) -> list[CheckpointInfo]:
+    """Which of a root's checkpoints need not stay, after the commit of `saved`."""
+    if policy is None:
+        return []
+    mine = committed(infos, run_id)
+    keep = policy.keep(mine) | {saved} | {info.name for info in mine[-1:]}
+    return [info for info in mine if info.name not in keep and not info.pinned]
+
+
+def delete_all(
+    storage: Storage,
+    infos: Sequence[CheckpointInfo],
+    tell: Callable[[str], None],
+    deleted: Callable[[CheckpointInfo], None],
+) -> None:
+    """Delete checkpoints; what fails is told, and no error."""
+    for info in infos:
+        try:
+            delete_checkpoint(storage, info.name)
+            deleted(info)
+        except (StorageError, CheckpointCorrupt, InvalidState) as error:  # pinned meanwhile, or refused
+            tell(f"{info.url} could not be deleted: {error}")
 
 
 def best_rule(policy: RetentionPolicy | None, metric: str | None, mode: str | None) -> KeepBest:

@@ -2,8 +2,9 @@
 
 checkpoint  name url status reason step run_id sequence, and when the manifest could be read: attempt_id
             checkpoint_id format_version created world_size nodes groups size_bytes files components digest
-            versions environment metrics metrics_step metadata training_args_hash timings extra
-entry       name url step status reason latest size_bytes created run_id sequence metrics
+            versions environment metrics metrics_step metadata training_args_hash timings extra storage_mode ("shared"
+            or "node") node (whose part it is; null for a whole checkpoint)
+entry       name url step status reason latest size_bytes created run_id sequence metrics node
 component   key pattern tensors size_bytes files writers copies group partition group_keys
             required checksum metadata
 file        name size_bytes digest writer
@@ -40,6 +41,7 @@ def entry(info: CheckpointInfo, latest: bool) -> dict[str, Any]:
         "run_id": info.run_id,
         "sequence": info.sequence,
         "metrics": dict(info.metrics or {}),
+        "node": info.manifest.node if info.manifest else None,
     }
 
 
@@ -55,6 +57,8 @@ def checkpoint(manifest: CheckpointManifest) -> dict[str, Any]:
         "created": manifest.created,
         "world_size": manifest.world_size,
         "nodes": manifest.nodes,
+        "storage_mode": manifest.storage_mode,
+        "node": manifest.node,
         "groups": manifest.groups,
         "size_bytes": manifest.size_bytes,
         "files": len(manifest.files),

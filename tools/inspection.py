@@ -169,6 +169,7 @@ def _manifest_pairs(checkpoint: dict[str, Any]) -> list[tuple[str, Cell | str]]:
         ("created", created._replace(terminal=f"{created.text} ({created.terminal})" if created.terminal else "")),
         ("size", f"{size(checkpoint['size_bytes'])} in {count(checkpoint['files'], 'file')}"),
         ("world size", f"{checkpoint['world_size']}" + (f" on {len(nodes)} nodes" if len(nodes) > 1 else "")),
+        *([("storage mode", _part(checkpoint))] if checkpoint["node"] is not None else []),
         ("format", checkpoint["format_version"]),
         ("versions", _words(checkpoint["versions"])),
     ]
@@ -189,6 +190,11 @@ def _manifest_pairs(checkpoint: dict[str, Any]) -> list[tuple[str, Cell | str]]:
     if checkpoint["extra"]:
         pairs.append(("other fields", ", ".join(checkpoint["extra"])))
     return pairs
+
+
+def _part(checkpoint: dict[str, Any]) -> str:
+    node, nodes = checkpoint["node"], checkpoint["nodes"]
+    return f"node: this is the part of node {node} of {len(nodes)} (ranks {render.ranks(nodes[node])})"
 
 
 def _words(values: dict[str, str]) -> str:

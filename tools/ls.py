@@ -44,6 +44,11 @@ COLUMNS = [
 ]
 
 
+def marks(entry: dict[str, Any]) -> list[str]:
+    found = [mark for mark in ("latest", "pinned") if entry[mark]]
+    return found if entry["node"] is None else [*found, f"the part of node {entry['node']}"]
+
+
 def describe(document: dict[str, Any]) -> list[Block]:
     rows = []
     for entry in document["checkpoints"]:
@@ -51,7 +56,7 @@ def describe(document: dict[str, Any]) -> list[Block]:
             [
                 "-" if entry["step"] is None else str(entry["step"]),
                 entry["name"],
-                status_cell(entry["status"], "".join(f" ({mark})" for mark in ("latest", "pinned") if entry[mark])),
+                status_cell(entry["status"], "".join(f" ({mark})" for mark in marks(entry))),
                 size(entry["size_bytes"]),
                 moment(entry["created"]),
                 entry["run_id"] or "-",

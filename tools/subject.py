@@ -147,7 +147,7 @@ class Subject:
     def entry(self) -> dict[str, Any]:
         """The `entry` document of facts.py."""
         known = self.document()
-        names = ("name", "url", "step", "status", "reason", "size_bytes", "created", "run_id", "sequence")
+        names = ("name", "url", "step", "status", "reason", "size_bytes", "created", "run_id", "sequence", "node")
         found = {name: known.get(name) for name in names}
         return found | {"latest": False, "pinned": False, "metrics": known.get("metrics", {})}
 

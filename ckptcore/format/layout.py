@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 from .strict import DIMENSIONS, sizes, whole
-from .tensorfile import DTYPES
+from .tensorfile import DTYPES, tensor_nbytes
 
 __all__ = [
     "Box", "BoxLayout", "Layout", "LogicalTensor", "Mesh", "MeshLayout", "WholeLayout", "decode_layouts", "encode_layouts",
@@ -200,6 +200,12 @@ class LogicalTensor:
     layout: Layout | None
     alias_of: int | None = None
 
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of its own in this checkpoint: of all of it, or of the boxes that one node has."""
+        shapes = [box[1] for _, box in self.layout.boxes] if isinstance(self.layout, BoxLayout) else [self.shape]
+        return 0 if self.alias_of is not None else sum(tensor_nbytes(self.dtype, shape) for shape in shapes)
+
 
 def encode_layouts(tensors: Sequence[LogicalTensor]) -> dict[str, Any]:
     """The table as plain values: {"meshes": [[shape, ranks]], "tensors": [[name, dtype, shape, alias, layout]]} with
@@ -217,15 +223,16 @@ def encode_layouts(tensors: Sequence[LogicalTensor]) -> dict[str, Any]:
     return {"meshes": [[m.shape, m.ranks] for m in meshes], "tensors": rows}
 
 
-def decode_layouts(table: dict[str, Any], world_size: int) -> list[LogicalTensor]:
-    """Raises ValueError, TypeError, KeyError or IndexError when the table does not make sense."""
+def decode_layouts(table: dict[str, Any], world_size: int, *, holes: bool = False) -> list[LogicalTensor]:
+    """Raises ValueError, TypeError, KeyError or IndexError when the table does not make sense. holes: boxes need not cover
+    their tensor, because other nodes have the rest."""
     meshes = [_mesh(shape, ranks, world_size) for shape, ranks in table["meshes"]]
     tensors = []
     for name, dtype, shape, alias, layout in table["tensors"]:
         if not isinstance(name, str) or not isinstance(dtype, str):
             raise TypeError("a tensor's name or dtype is not a text")
         size = sizes(shape, 2**57)
-        made = None if alias is not None else _layout(layout, meshes, size, world_size)
+        made = None if alias is not None else _layout(layout, meshes, size, world_size, holes)
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name!r} has dtype {dtype!r}, which is not known")
         tensors.append(LogicalTensor(name, dtype, size, made, None if alias is None else whole(alias)))
@@ -264,7 +271,7 @@ def _overlap(boxes: list[Box]) -> bool:
     return False
 
 
-def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size: int) -> Layout:
+def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size: int, holes: bool) -> Layout:
     if type(layout) is int:
         return WholeLayout(whole(layout, world_size))
     if isinstance(layout, dict):
@@ -277,7 +284,8 @@ def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size:
                 raise ValueError(f"a box at {box[0]} of {box[1]} is not inside {shape}")
             boxes.append((whole(writer, world_size), box))
         made_of = BoxLayout(tuple(boxes))
-        if sum(volume(box[1]) for _, box in boxes) != volume(shape) or _overlap([box for _, box in boxes]):
+        complete = sum(volume(box[1]) for _, box in boxes) == volume(shape)
+        if not (complete or holes) or _overlap([box for _, box in boxes]):
             raise ValueError("the boxes overlap or leave a hole")
         if len({writer for writer, _ in boxes}) != len(boxes):
             raise ValueError("a writer has two boxes of one tensor")

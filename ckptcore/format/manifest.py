@@ -123,7 +123,10 @@ class ComponentManifest:
 
 @dataclass(slots=True)
 class CheckpointManifest:
-    """Everything about one checkpoint but its tensors and values. `extra` keeps fields of newer minor versions."""
+    """Everything about one checkpoint but its tensors and values. `extra` keeps fields of newer minor versions.
+
+    node: where nodes share no storage, the number of the one whose part this is; None for a checkpoint that is whole.
+    """
 
     checkpoint_id: str
     step: int
@@ -144,6 +147,7 @@ class CheckpointManifest:
     timings: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     format_version: str = VERSION
+    node: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
 
@@ -152,12 +156,26 @@ class CheckpointManifest:
         """Bytes of all files that the manifest lists (without itself)."""
         return sum(record.size for record in self.files.values())
 
+    @property
+    def storage_mode(self) -> str:
+        """Either "shared", or "node" for the part of one node."""
+        return "shared" if self.node is None else "node"
+
+    @property
+    def here(self) -> Sequence[int]:
+        """The ranks whose part this is, the lowest first: all of them, or those of the node."""
+        return range(self.world_size) if self.node is None else self.nodes[self.node]
+
+    def holds(self, copy: Copy) -> bool:
+        """Whether a copy, or the node's part in it, is in this checkpoint."""
+        return self.node is None or any(rank in self.here for rank in copy.members)
+
     def copies(self, key: str) -> list[Copy]:
         """The stored copies of a component. KeyError when there is no such component; CheckpointCorrupt when there are
         fewer writers than copies."""
         c = self.components[key]
-        if c.pattern == "PER_RANK" and len(set(c.writers)) < self.world_size:
-            what = f"component {key!r} is said to be that of {self.world_size} ranks, and {len(c.writers)} wrote it"
+        if c.pattern == "PER_RANK" and len(set(c.writers)) < len(self.here):
+            what = f"component {key!r} is said to be that of {len(self.here)} ranks, and {len(c.writers)} wrote it"
             raise CheckpointCorrupt(f"{MANIFEST_NAME}: {what}", file=MANIFEST_NAME, kind="format")
         return copies(c.pattern, self.world_size, self.nodes, c.group, c.partition, c.group_keys)
 
@@ -165,8 +183,10 @@ class CheckpointManifest:
         """The manifest file. Sets `digest`. Raises InvalidState for metadata that JSON cannot hold."""
         document = {**self.extra, "format": FORMAT}
         for name in self.__slots__:
-            if name not in ("extra", "digest"):
+            if name not in ("extra", "digest", "node"):
                 document[name] = getattr(self, name)
+        if self.node is not None:
+            document |= {"storage_mode": "node", "node": self.node}
         document["components"] = {
             key: {**c.extra, **{name: getattr(c, name) for name in c.__slots__ if name not in ("key", "extra")}}
             for key, c in self.components.items()
@@ -329,7 +349,16 @@ _MANIFEST = {
 
 def _manifest(document: dict[str, Any]) -> CheckpointManifest:
     known = {name: check(document.pop(name)) for name, check in _MANIFEST.items()}
-    manifest = CheckpointManifest(**known, extra=document)
+    mode, node = document.pop("storage_mode", "shared"), _optional(_count)(document.pop("node", None))
+    if mode not in ("shared", "node") or (mode == "node") != (node is not None):
+        raise ValueError(f"storage mode {short(mode)} with node {node} makes no sense")
+    manifest = CheckpointManifest(**known, node=node, extra=document)
+    if node is not None:
+        ranks = sorted(rank for members in manifest.nodes for rank in members)
+        if len(ranks) != manifest.world_size or any(rank != n for n, rank in enumerate(ranks)):
+            raise ValueError("the nodes are not a partition of the ranks")
+        if node >= len(manifest.nodes) or not manifest.nodes[node]:
+            raise ValueError(f"there is no node {node} with ranks")
     for component in manifest.components.values():
         groups, names = component.partition, component.group_keys
         if (component.pattern == "PER_GROUP") != (groups is not None) or (names and len(names) != len(groups or [])):

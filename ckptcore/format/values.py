@@ -24,7 +24,7 @@ from uuid import UUID
 
 import msgpack
 
-from ..errors import CheckpointCorrupt, UnsupportedValue
+from ..errors import CheckpointCorrupt, StateMismatch, UnsupportedValue
 from .arrays import array_of, is_array, is_numpy, payload_of, scalar_of, why_not_storable
 from .nesting import MAX_DEPTH, check_declared, check_depth
 from .strict import exact, exact_items, short, unique
@@ -166,7 +166,7 @@ def decode(
         check_depth(value)
         return value
     except _DECODE_ERRORS as error:
-        if isinstance(error, CheckpointCorrupt):
+        if isinstance(error, CheckpointCorrupt | StateMismatch):  # the latter: tensors that other nodes have
             raise
         what = f"{file or 'index'}: stored values cannot be read ({short(str(error))})"
         raise CheckpointCorrupt(what, file=file or None, kind="format") from None

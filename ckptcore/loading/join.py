@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import CheckpointCorrupt, RanksDisagree
+from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, RanksDisagree
 from ..ranks.communicator import Communicator
 from ..ranks.groups import own_view, partitions
+from ..ranks.nodes import StorageMode, know_nodes, node_name, own_node
 from ..state.component import StateComponent
 from ..storage.base import Storage
 from .view import CheckpointView
@@ -16,22 +17,35 @@ __all__ = ["join_load"]
 
 
 def join_load(
-    comm: Communicator, storage: Storage, name: str, components: Sequence[StateComponent], groups: Mapping[str, Any]
+    comm: Communicator,
+    storage: Storage,
+    name: str,
+    components: Sequence[StateComponent],
+    groups: Mapping[str, Any],
+    mode: StorageMode = "shared",
 ) -> tuple[CheckpointView, dict[str, list[list[int]]]]:
-    """The view of the checkpoint, and the partitions of the groups as they are now.
+    """The view of the checkpoint, and the partitions of the groups as they are now. mode: whether nodes share their
+    storage; where they do not, each has a view of its own part, and may have it under another name.
 
     Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StorageError, RanksDisagree, InvalidState.
     """
     opened: list[CheckpointView] = []
 
+    if mode == "node":
+        know_nodes(comm)
+
     def local() -> dict[str, Any]:
-        opened.append(CheckpointView(storage, name))
+        opened.append(_opened(comm, storage, name, mode))
         views = {group: own_view(group, ranks, comm.rank, comm.world_size) for group, ranks in groups.items()}
         keys = [component.key for component in components]
-        return {"name": name, "components": keys, "digest": opened[0].manifest.digest, "groups": views}
+        manifest = opened[0].manifest
+        said = {"name": name, "components": keys, "digest": manifest.digest, "groups": views}
+        return said | ({"name": "", "id": manifest.checkpoint_id, "node": manifest.node} if mode == "node" else {})
 
     def decide(calls: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
-        for what in ("name", "components", "digest"):
+        if mode == "node":
+            _check_parts(comm, storage.at(name), calls)
+        for what in ("name", "components") if mode == "node" else ("name", "components", "digest"):
             wrong = [rank for rank, call in enumerate(calls) if call[what] != calls[0][what]]
             if wrong and what == "digest":
                 raise CheckpointCorrupt(f"{storage.at(name)}: ranks {wrong} read another manifest than rank 0: do they "
@@ -44,3 +58,31 @@ def join_load(
 
     found = comm.together("load", local, decide, joining=True)
     return opened[0], found
+
+
+def _opened(comm: Communicator, storage: Storage, name: str, mode: StorageMode) -> CheckpointView:
+    try:
+        view = CheckpointView(storage, name)
+    except CheckpointNotFound as error:
+        if mode == "node":
+            error.message = f"{node_name(comm.nodes, own_node(comm))} has no part of it: {error.message}"
+        raise
+    saved = view.manifest.storage_mode
+    if saved != mode:
+        raise InvalidState(
+            f"{view.url} was saved with storage_mode={saved!r}, and is to be loaded with storage_mode={mode!r}: "
+            + ("it is the part of one node; load it on the nodes that saved it with storage_mode='node'" if saved == "node"
+               else "it lies whole in storage that all nodes see; load it with storage_mode='shared'"))  # fmt: skip
+    return view
+
+
+def _check_parts(comm: Communicator, where: str, calls: list[dict[str, Any]]) -> None:
+    """Raises CheckpointCorrupt unless all nodes have parts of one checkpoint."""
+    first = calls[0]
+    for number, ranks in enumerate(comm.nodes):
+        for rank in ranks:
+            call, lowest = calls[rank], calls[ranks[0]]
+            if call["id"] != first["id"] or call["digest"] != lowest["digest"]:
+                raise CheckpointCorrupt(
+                    f"{where}: rank {rank} on {node_name(comm.nodes, number)} has a part of another checkpoint "
+                    f"({call['id']}) than rank 0 ({first['id']})", path=where, kind="digest")  # fmt: skip

@@ -18,6 +18,7 @@ from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
 from ..root import PIN_NAME, join, read_manifest
 from ..storage.base import Storage, open_storage
+from .elsewhere import cuts_here, not_here
 from .plan import numpy_words, read_of
 from .reader import TensorRead, check_header, open_member, read_tensors
 
@@ -105,7 +106,7 @@ class CheckpointView:
             record = self.manifest.files.get(name)
             if record is None:
                 raise self._corrupt(MANIFEST_NAME, f"lists no {name}, which a component needs")
-            data = self._checked(name)
+            data = self.read_file(name)
             try:
                 index = Index.decode(data, self.storage.at(join(self.folder, name)))
             except CheckpointCorrupt as error:
@@ -118,12 +119,19 @@ class CheckpointView:
             self._indexes[writer], self._starts[writer] = index, index.starts()
         return self._indexes[writer]
 
+    def forget(self, writer: int) -> None:
+        """Let go of what was read of an index: those of thousands of writers are gigabytes."""
+        self._indexes.pop(writer, None)
+        self._starts.pop(writer, None)
+        for key in [key for key in self._pieces if key[1] == writer]:
+            del self._pieces[key]
+
     def _corrupt(self, file: str, what: str, kind: str = "format", **facts: Any) -> CheckpointCorrupt:
         where = self.storage.at(join(self.folder, file))
         return CheckpointCorrupt(f"{where} {what}", path=self.url, file=file, kind=kind, **facts)
 
-    def _checked(self, name: str) -> bytes:
-        """A whole small file that the manifest has a digest of."""
+    def read_file(self, name: str) -> bytes:
+        """All of a file that is no tensor file, verified. Raises CheckpointCorrupt, StorageError."""
         record = self.manifest.files[name]
         if record.size > SIZE_LIMIT:
             raise self._corrupt(name, f"of {record.size:,} bytes is larger than such a file ever is", "size")
@@ -139,11 +147,15 @@ class CheckpointView:
     def component(self, key: str, copy: int = 0) -> StoredComponent:
         """Values and tensors of one stored copy of a component. Of a sharded one, only the first index is read here.
 
-        KeyError when there is no such component, IndexError when it has fewer copies; CheckpointCorrupt.
+        KeyError when there is no such component, IndexError when it has fewer copies; CheckpointCorrupt; StateMismatch
+        where nodes share no storage, and this is not the one that has it.
         """
         if self.manifest.components[key].pattern == "SHARDED":
             return self._sharded(key)
-        members = self.manifest.copies(key)[copy].members
+        stored_copy = self.manifest.copies(key)[copy]
+        members = stored_copy.members
+        if not self.manifest.holds(stored_copy):
+            raise not_here(self.url, self.manifest, f"component {key + stored_copy.label!r}", members)
         writers = [w for w in self.manifest.components[key].writers if w in members]
         parts = [part for w in writers if (part := self.index(w).components.get(key)) is not None]
         tree = next((part.tree for part in parts if part.tree is not None), None)
@@ -162,19 +174,20 @@ class CheckpointView:
         return self._tables[key]
 
     def _sharded_table(self, key: str) -> StoredComponent:
-        first = self.index(0).components.get(key)
-        name = index_file_name(0)
+        lowest = self.manifest.here[0]
+        first = self.index(lowest).components.get(key)
+        name = index_file_name(lowest)
         if first is None or first.tree is None or first.layouts is None:
             raise self._corrupt(name, f"has no table of the sharded component {key!r}")
         try:
-            tensors = decode_layouts(first.layouts, self.manifest.world_size)
+            tensors = decode_layouts(first.layouts, self.manifest.world_size, holes=self.manifest.node is not None)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise self._corrupt(name, f"has a table of component {key!r} that makes no sense ({error})") from None
 
         def find(number: int, box: Box) -> Iterator[TensorEntry]:
             tensor = tensors[number]
             if tensor.layout is not None:
-                for writer, held in tensor.layout.cuts(tensor.shape, box):
+                for writer, held in cuts_here(self.url, self.manifest, key, tensor, box):
                     yield self._piece(key, number, tensor, writer, held)
 
         return StoredComponent(first.tree, tensors, find)
@@ -207,7 +220,8 @@ class CheckpointView:
         """All copies of all components. Where there are several, the label follows the name: "rng.rank00001"."""
         for key in self.manifest.components:
             for number, copy in enumerate(self.manifest.copies(key)):
-                yield key + copy.label, self.component(key, number)
+                if self.manifest.holds(copy):
+                    yield key + copy.label, self.component(key, number)
 
     def tensors(self) -> list[TensorInfo]:
         """All tensors, component by component. Reads the indexes, and no tensor bytes."""
@@ -256,7 +270,7 @@ class CheckpointView:
     def _check_size(self, file: str) -> None:
         open_member(self.storage, self.folder, file, self.manifest.files[file].size).close()
 
-    def _all_reads(self, index: Index) -> Iterator[TensorRead]:
+    def reads_of(self, index: Index) -> Iterator[TensorRead]:
         """Every stored byte of one writer, to be read and verified only."""
         for key, part in index.components.items():
             yield from (TensorRead(key, entry, None) for entry in part.tensors)
@@ -279,7 +293,7 @@ class CheckpointView:
         """Files that the manifest lists beside tensors and indexes. Raises CheckpointCorrupt, StorageError."""
         for name in self.manifest.files:
             if name.endswith(".safetensors.index.json"):
-                self._checked(name)
+                self.read_file(name)
 
     def foreign_files(self) -> list[str]:
         """Names in the folder that the manifest does not list. Loading ignores them."""
@@ -316,10 +330,10 @@ class CheckpointView:
                      if attempt(f, partial(check_header, self.storage, self.folder, f, known))
                      or problems[-1].kind == "header"}  # fmt: skip
             found: list[TensorRead] = []
-            attempt(name, lambda index=index, found=found: found.extend(self._all_reads(index)))  # type: ignore[misc]
+            attempt(name, lambda index=index, found=found: found.extend(self.reads_of(index)))  # type: ignore[misc]
             reads += [read for read in found if read.entry.file in whole]
         for name in self.manifest.files.keys() - checked:
-            attempt(name, partial(self._checked, name))
+            attempt(name, partial(self.read_file, name))
         for file in sorted({read.entry.file or "" for read in reads}):
             mine = [read for read in reads if read.entry.file == file]
             attempt(file, lambda mine=mine: read_tensors(  # type: ignore[misc]

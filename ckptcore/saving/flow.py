@@ -23,6 +23,8 @@ from ..attempts import Attempt
 from ..errors import CheckpointExists, InvalidState, NoSpace, RankLost, StorageError
 from ..format.manifest import CheckpointManifest, Copy
 from ..ranks.communicator import Communicator
+from ..ranks.nodes import StorageMode, own_node
+from ..ranks.per_node import on_node, part_of, pass_on
 from ..ranks.replication import validate
 from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
 from ..root import CheckpointInfo, mark_attempt, remove_checkpoint_folder, scan
@@ -30,9 +32,11 @@ from ..state.component import SharingPattern, StateComponent, ValidationLevel
 from ..state.streams import settle
 from ..state.tree import Captured, capture
 from ..storage.base import Storage
-from .commit import Receipt, Share, check_alone, check_place, discard, files_and_components, publish, write_share
+from .apart import agree_place, check_seen, commit_apart, mark_apart
+from .commit import Receipt, Share, files_and_components, write_share
 from .join import JoinedSave, SaveRequest, join_save
 from .plan import TensorSpec, plan_component
+from .publish import check_alone, check_place, discard, publish
 from .staging import HostPool, StagedCopy, bytes_needed, stage
 from .workers import Workers
 
@@ -53,7 +57,8 @@ class Progress:
 
 @dataclass(slots=True)
 class Saving:
-    """What one rank knows of one save. `told` collects what to warn of when all is done; seconds: by phase."""
+    """What one rank knows of one save. `told` collects what to warn of when all is done; seconds: by phase. mode: "node"
+    where nodes share no storage, so that each keeps all that its ranks need."""
 
     comm: Communicator
     components: Sequence[StateComponent]
@@ -63,12 +68,15 @@ class Saving:
     name: str
     request: SaveRequest
     workers: Workers
+    mode: StorageMode = "shared"
     told: list[str] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
     seconds: dict[str, float] = field(default_factory=dict)
     joined: JoinedSave = field(init=False)
     captured: dict[str, Captured] = field(default_factory=dict)
     sharded: dict[str, ShardedState] = field(default_factory=dict)
+    truths: dict[str, Captured] = field(default_factory=dict)  # global state that rank 0 has passed on to this node
+    replaces: bool = False  # what is in the place of this checkpoint is on some nodes alone, and gives way
     shares: list[Share] = field(default_factory=list)
     staged: StagedCopy | None = None
     failed: Exception | None = None
@@ -78,12 +86,20 @@ class Saving:
         comm = self.comm
         self.joined = join_save(
             comm, self.name, self.request, self.components, self.process_groups,
-            (lambda: ("", 0)) if rehearsal else self._number)  # fmt: skip
+            (lambda: ("", 0)) if rehearsal else self._number, self.mode)  # fmt: skip
+        if self.mode == "node" and not rehearsal:
+            self.joined.sequence, self.replaces = agree_place(self)
         with self._phase("capture"):
             comm.together("capture", self._capture, _nothing)
         slices = {c.key: self.captured[c.key] for c in self.components if c.sharded}
         with self._phase("layouts"):
             self.sharded = agree_layouts(comm, slices, spread=self.writers == "split")
+        if self.mode == "node":
+            for key, state in self.sharded.items():
+                self.sharded[key] = on_node(state, self._here, spread=self.writers == "split")
+            one_truth = [c.key for c in self.components if c.sharing_pattern is SharingPattern.GLOBAL]
+            if one_truth and len(comm.nodes) > 1:
+                self.truths = pass_on(comm, {k: self.captured[k] for k in one_truth} if comm.rank == 0 else {})
 
     def plan(self) -> None:
         """Who writes what into which file. Pure. Raises InvalidState."""
@@ -116,6 +132,7 @@ class Saving:
 
     def finish(self, comm: Communicator) -> CheckpointInfo:
         """Compare the replicas, write, commit. What one rank raises, all raise, and nothing of it stays."""
+        self.comm = comm
         if self.staged is not None or self.failed is not None:
             comm.together("stage", self._complete, _nothing)
         else:
@@ -123,15 +140,20 @@ class Saving:
         with self._phase("validate"):
             known = validate(comm, self.components, self.captured, self.joined.copies)
             known |= validate_shards(comm, self.components, self.captured, self.sharded)
+        if self.truths:  # written in the place of what this rank has, which may have other bytes
+            known = {place: digests for place, digests in known.items() if place[0] not in self.truths}
         folder = f"{self.name}.partial-{self.joined.attempt}" if self.storage.atomic_rename else self.name
         published = False
 
         def make_way(names: list[list[str]]) -> None:
-            _check_distinct([name for own in names for name in own])
-            with self._needing():
-                self._make_way(folder)
+            for ranks in comm.nodes if self.mode == "node" else [range(comm.world_size)]:
+                _check_distinct([name for rank in ranks for name in names[rank]])
+            if self.mode == "shared":
+                self.make_way(folder)
 
         def write() -> dict[str, Any]:
+            if self.mode == "shared":
+                check_seen(comm, self.storage, folder, self.joined.attempt)
             with self._phase("write"), self._needing():
                 return write_share(
                     self.storage, folder, comm.rank, self.shares, self.workers, known, self.progress.wrote
@@ -142,17 +164,27 @@ class Saving:
             manifest = self._manifest([Receipt.of(r) for r in receipts])
             with self._needing():
                 publish(
-                    self.storage, self.joined.attempt, folder, self.name, manifest, self.request.overwrite,
+                    self.storage, self.joined.attempt, folder, self.name, manifest, self.overwrites,
                     self.told.append)  # fmt: skip
             published = True
             return manifest.encode()
 
+        def manifests(receipts: Sequence[dict[str, Any]]) -> list[bytes]:
+            found = [self._manifest([Receipt.of(receipts[rank]) for rank in ranks]) for ranks in comm.nodes]
+            for node, manifest in enumerate(found):
+                manifest.node = node
+                manifest.checkpoint_id, manifest.created = found[0].checkpoint_id, found[0].created
+            return [manifest.encode() for manifest in found]
+
         with Attempt.parse(self.joined.attempt).in_flight():
             comm.together("plan", self._planned_files, make_way)
             try:
-                encoded = comm.together("write", write, commit)
+                if self.mode == "node":
+                    encoded = commit_apart(self, comm, folder, write, manifests)
+                else:
+                    encoded = comm.together("write", write, commit)
             except BaseException as error:
-                if comm.rank == 0 and not published:
+                if self.mode == "shared" and comm.rank == 0 and not published:
                     # When a rank is lost, or this one is on its way out, the others were not waited for.
                     early = isinstance(error, RankLost) or not isinstance(error, Exception)
                     discard(self.storage, self.joined.attempt, folder, self.told.append, others_write=early)
@@ -160,9 +192,22 @@ class Saving:
         manifest = CheckpointManifest.decode(encoded, self.storage.at(self.name))
         return CheckpointInfo(self.name, self.storage.at(self.name), "committed", manifest.step, None, manifest)
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether a committed checkpoint in its place gives way."""
+        return self.request.overwrite or self.replaces
+
+    @property
+    def _here(self) -> Sequence[int]:
+        """The ranks that write to the same storage as this one."""
+        return self.comm.nodes[own_node(self.comm)] if self.mode == "node" else range(self.comm.world_size)
+
     def _number(self) -> tuple[str, int]:
+        if self.mode == "node":  # agreed on later, when the nodes are known
+            return str(Attempt.new(self.request.run_id)), 0
         self._check_place()
         last = max((info.sequence or 0 for info in scan(self.storage)), default=0)
+        last = max(last, self.request.after_sequence)
         return str(Attempt.new(self.request.run_id)), last + 1
 
     def _capture(self) -> None:
@@ -187,13 +232,16 @@ class Saving:
         """What this rank writes of a component; None when that is nothing."""
         key, rank = component.key, self.comm.rank
         if key in self.sharded:
-            return _sharded_share(key, rank, self.captured[key], self.sharded[key])
+            first = rank == self._here[0]
+            return _sharded_share(key, rank, self.captured[key], self.sharded[key], first)
         copy: Copy = next(c for c in self.joined.copies[key] if rank in c.members)
+        if self.mode == "node":
+            copy = part_of(copy, self._here)
         one_truth = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
         writers = copy.members[:1] if one_truth or self.writers == "lowest" else copy.members
         if rank not in writers:
             return None
-        state = self.captured[key]
+        state = self.truths.get(key) or self.captured[key]
         stored = [t for t in enumerate(state.tensors) if t[1].alias_of is None]
         specs = [TensorSpec(n, t.stored_name, t.dtype, t.shape, t.nbytes) for n, t in stored]
         files = plan_component(key, specs, writers, copy.label)
@@ -213,16 +261,24 @@ class Saving:
             self.plan()
         return [plan.name for share in self.shares for plan in share.files if plan.writer == self.comm.rank]
 
+    def make_way(self, folder: str) -> None:
+        """Have a folder for the files, and nothing in their way. On the rank that publishes."""
+        with self._needing():
+            self._make_way(folder)
+
     def _make_way(self, folder: str) -> None:
         storage, attempt = self.storage, self.joined.attempt
         if not storage.atomic_rename and self._check_place():
             # Files go to their final keys here, so the old manifest has to be withdrawn first.
             remove_checkpoint_folder(storage, folder)
         try:
-            if storage.atomic_rename:
+            if self.mode == "node":
+                mark_apart(self.comm, storage, folder, attempt)
+            elif storage.atomic_rename:
                 storage.make_folder(folder)
             else:
                 mark_attempt(storage, folder, attempt)
+            if not storage.atomic_rename:
                 check_alone(storage, attempt, folder, {}, self.request.step)
         except (StorageError, CheckpointExists):
             discard(storage, attempt, folder, self.told.append)
@@ -230,11 +286,12 @@ class Saving:
 
     def _check_place(self) -> bool:
         request = self.request
-        return check_place(self.storage, self.name, request.step, request.run_id, request.overwrite)
+        run = self.joined.run_id if self.mode == "node" else request.run_id
+        return check_place(self.storage, self.name, request.step, run, self.overwrites)
 
     def _manifest(self, receipts: Sequence[Receipt]) -> CheckpointManifest:
         request, joined = self.request, self.joined
-        files, components = files_and_components(self.components, joined, receipts, self.sharded)
+        files, components = files_and_components(self.components, joined, receipts)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return CheckpointManifest(
             checkpoint_id=secrets.token_hex(16),
@@ -284,7 +341,7 @@ def _check_distinct(names: list[str]) -> None:
         raise InvalidState(f"two components would both be stored as {twice}; rename one of them")
 
 
-def _sharded_share(key: str, rank: int, captured: Captured, merged: ShardedState) -> Share:
+def _sharded_share(key: str, rank: int, captured: Captured, merged: ShardedState, first: bool) -> Share:
     held = {t.name: t for t in captured.tensors}
     specs, tensors = [], {}
     for number, logical in enumerate(merged.tensors):
@@ -293,7 +350,7 @@ def _sharded_share(key: str, rank: int, captured: Captured, merged: ShardedState
             tensors[number] = tensor = held[logical.name]
             specs.append(TensorSpec(number, tensor.stored_name, tensor.dtype, tensor.shape, tensor.nbytes))
     files = plan_component(key, specs, [rank], f".rank{rank:05d}")
-    return Share(key, tensors, files, merged.tree if rank == 0 else None, merged.tensors)
+    return Share(key, tensors, files, merged.tree if first else None, merged.tensors)
 
 
 def _versions() -> dict[str, str]:

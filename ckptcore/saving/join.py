@@ -26,6 +26,7 @@ class SaveRequest:
     metadata: dict[str, Any] = field(default_factory=dict)
     training_args_hash: str | None = None
     overwrite: bool = False
+    after_sequence: int = 0  # another root of the run has commits up to this one
 
 
 @dataclass(slots=True)
@@ -47,8 +48,10 @@ def join_save(
     components: Sequence[StateComponent],
     groups: Mapping[str, Any],
     begin: Callable[[], tuple[str, int]],
+    mode: str = "shared",
 ) -> JoinedSave:
-    """Agree on the call, the groups, the attempt and its number; `begin` gives the latter two on rank 0.
+    """Agree on the call, the groups, the attempt and its number; `begin` gives the latter two on rank 0. mode: whether
+    nodes share their storage.
 
     Raises RanksDisagree, InvalidState (groups that are no partition) and what `begin` raises, on every rank.
     """
@@ -62,7 +65,7 @@ def join_save(
         # Before anything is withdrawn or written: what the manifest could not hold in the end.
         strict_json([request.metadata, *(c.metadata for c in components)])
         views = {name: own_view(name, group, comm.rank, comm.world_size) for name, group in groups.items()}
-        return {"call": _call(name, request, components), "groups": views, "group_keys": {
+        return {"call": {**_call(name, request, components), "storage_mode": mode}, "groups": views, "group_keys": {
             c.key: c.group_key for c in components if c.process_group_name is not None}}  # fmt: skip
 
     def decide(calls: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,178 @@
+"""What each node keeps of one checkpoint, where nodes share no storage: all that its own ranks need to go on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, MeshLayout, WholeLayout, volume
+from ..format.manifest import Copy
+from ..format.tensorfile import tensor_nbytes
+from ..state.layout import LocalPart, TensorBytes, torch_dtype
+from ..state.streams import settle
+from ..state.tree import Captured, CapturedTensor
+from .communicator import Communicator
+from .nodes import leads
+from .sharding import ShardedState
+
+__all__ = ["on_node", "part_of", "pass_on"]
+
+WINDOW_BYTES = 4 << 20
+
+
+def part_of(copy: Copy, ranks: Sequence[int]) -> Copy:
+    """A copy as the node of `ranks` stores it: for those of its members that are there."""
+    return replace(copy, members=[rank for rank in ranks if rank in copy.members])
+
+
+def on_node(state: ShardedState, ranks: Sequence[int], *, spread: bool) -> ShardedState:
+    """A sharded component as the node of `ranks` stores it: each distinct box that one of them holds, once.
+
+    spread: of several holders, the one that has the least to write so far takes it, else the lowest. Pure.
+    """
+    load: defaultdict[int, int] = defaultdict(int)
+    places: dict[tuple[int, int], tuple[int, ...] | None] = {}  # a rank's coordinates in a mesh, by the mesh's identity
+    tensors = []
+    for tensor, claims in zip(state.tensors, state.layouts, strict=True):
+        layout = None if tensor.layout is None else _held(tensor, claims, ranks, load, places, spread)
+        tensors.append(replace(tensor, layout=layout))
+    return ShardedState(state.tree, tensors, state.layouts)
+
+
+def _held(
+    tensor: LogicalTensor,
+    claims: Sequence[tuple[list[int], Any]],
+    ranks: Sequence[int],
+    load: defaultdict[int, int],
+    places: dict[tuple[int, int], tuple[int, ...] | None],
+    spread: bool,
+) -> Layout:
+    holders: dict[Box, list[int]] = {}
+    for rank in ranks:
+        box = _box(tensor.shape, claims, rank, places)
+        if box is not None:
+            holders.setdefault(box, []).append(rank)
+    whole = (0,) * len(tensor.shape), tensor.shape
+    writers: dict[Box, int] = {}
+    for box in sorted(holders):
+        if volume(box[1]) or box == whole:
+            writers[box] = rank = min(holders[box], key=lambda r: (load[r], r)) if spread else holders[box][0]
+            load[rank] += tensor_nbytes(tensor.dtype, box[1])
+    if whole in writers:
+        return WholeLayout(writers[whole])
+    return BoxLayout(tuple((rank, box) for box, rank in writers.items()))
+
+
+def _box(
+    shape: tuple[int, ...],
+    claims: Sequence[tuple[list[int], Any]],
+    rank: int,
+    places: dict[tuple[int, int], tuple[int, ...] | None],
+) -> Box | None:
+    """What a rank holds of a tensor; None when that is nothing."""
+    for ranks, layout in claims:
+        if rank in ranks:
+            if isinstance(layout, MeshLayout):
+                mesh = layout.mesh
+                if (id(mesh), rank) not in places:
+                    places[id(mesh), rank] = mesh.coordinates(rank)
+                at = places[id(mesh), rank]
+                return None if at is None else layout.box_at(shape, at)
+            return ((0,) * len(shape), shape) if layout is None else layout
+    return None
+
+
+def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, Captured]:
+    """Rank 0's `captured`, on the lowest rank of every other node too, in host memory of its own. On every rank.
+
+    Nothing on rank 0, which has it, and on ranks that do not write.
+    """
+    rows = comm.together("global state", lambda: _described(captured) if comm.rank == 0 else {}, lambda all: all[0])
+    keeps = comm.rank != 0 and leads(comm, "node")
+    made = {key: _made(key, *row) for key, row in rows.items()} if keeps else {}
+    state = captured if comm.rank == 0 else made
+    settle({t.tensor.device for part in state.values() for t in part.tensors} if comm.rank == 0 else ())
+    sizes = [(key, number, nbytes) for key, (_, tensors) in rows.items()
+             for number, (*_, nbytes, alias) in enumerate(tensors) if alias is None]  # fmt: skip
+
+    def send() -> None:
+        for window in _windows(sizes):
+            buffer = memoryview(bytearray(sum(length for *_, length in window)))
+            if comm.rank == 0:
+                _copy(state, window, buffer, out=True)
+            comm.share(buffer, 0)
+            if keeps:
+                _copy(state, window, buffer, out=False)
+
+    failed: list[Exception] = []
+    try:
+        send()
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the transport: which rank is to blame is told by who joins the next round
+        failed.append(error)
+
+    def check() -> None:
+        if failed:
+            raise failed[0]
+
+    if sizes:
+        comm.together("global state is passed on", check, lambda _: None)
+    return made
+
+
+def _described(captured: Mapping[str, Captured]) -> dict[str, Any]:
+    return {key: [state.tree, [[t.name, t.stored_name, t.dtype, list(t.shape), t.nbytes, t.alias_of]
+                               for t in state.tensors]] for key, state in captured.items()}  # fmt: skip
+
+
+def _made(key: str, tree: bytes, rows: Sequence[Sequence[Any]]) -> Captured:
+    tensors: list[CapturedTensor] = []
+    for name, stored_name, dtype, shape, _, alias in rows:
+        tensor = torch.empty(shape, dtype=torch_dtype(dtype))
+        size = tuple(shape)
+        part = LocalPart(tensor, size, ((0,) * len(size), size), None)
+        tensors.append(CapturedTensor(name, stored_name, part, dtype, alias, None))
+    return Captured(key, tree, tensors)
+
+
+def _windows(sizes: Sequence[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int, int]]]:
+    """(component, tensor, first byte, bytes) of pieces that together are at most WINDOW_BYTES."""
+    window: list[tuple[str, int, int, int]] = []
+    left = WINDOW_BYTES
+    for key, number, nbytes in sizes:
+        start = 0
+        while start < nbytes:
+            length = min(left, nbytes - start)
+            # Items are not cut in two: sizes of items are powers of two up to 16 bytes.
+            length = length if length == nbytes - start else length // 16 * 16
+            if length:
+                window.append((key, number, start, length))
+                start, left = start + length, left - length
+            if not length or not left:
+                yield window
+                window, left = [], WINDOW_BYTES
+    if window:
+        yield window
+
+
+def _copy(
+    state: Mapping[str, Captured], window: Sequence[tuple[str, int, int, int]], buffer: memoryview, *, out: bool
+) -> None:
+    at = 0
+    for key, number, start, length in window:
+        source = TensorBytes(state[key].tensors[number].tensor)
+        part, memory = buffer[at : at + length], source.view(start, start + length)
+        if not out:
+            assert memory is not None  # it was made contiguous, in host memory
+            memory[:] = part
+        elif memory is not None:
+            part[:] = memory
+        else:
+            source.fill(start, part)
+        at += length
