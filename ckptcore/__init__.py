@@ -14,6 +14,7 @@ from .errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from .coordinator import CheckpointCoordinator as CheckpointCoordinator
+    from .copying import copy_checkpoint as copy_checkpoint
     from .events import SaveEvent as SaveEvent
     from .events import TensorBoardEvents as TensorBoardEvents
     from .format.manifest import CheckpointManifest as CheckpointManifest
@@ -48,11 +49,13 @@ if TYPE_CHECKING:
     from .state.layout import Shard as Shard
     from .storage.base import Storage as Storage
     from .storage.base import open_storage as open_storage
+    from .tiers import Tier as Tier
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "coordinator": ["CheckpointCoordinator"],
+    "copying": ["copy_checkpoint"],
     "events": ["SaveEvent", "TensorBoardEvents"],
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
     "format.values": ["Opaque", "register_codec"],
@@ -69,6 +72,7 @@ _HOMES = {
     "state.component": ["SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"],
     "state.layout": ["Shard"],
     "storage.base": ["Storage", "open_storage"],
+    "tiers": ["Tier"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

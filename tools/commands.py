@@ -29,13 +29,13 @@ Exit codes:
 """
 
 
-def option_pair(text: str) -> tuple[str, Any]:
+def option_pair(text: str, option: str = "--storage-option") -> tuple[str, Any]:
     """KEY=VALUE; VALUE is decoded where it is JSON, otherwise it is text. Raises click.BadParameter."""
     import json
 
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise click.BadParameter(f"{text!r} is not KEY=VALUE", param_hint="--storage-option")
+        raise click.BadParameter(f"{text!r} is not KEY=VALUE", param_hint=option)
     try:
         return key, json.loads(value)
     except ValueError:
@@ -70,7 +70,7 @@ def shared(command: Callable[..., Report]) -> Callable[..., Report]:
     help="Show the version and exit.",
 )
 def cli(json: bool) -> None:
-    """Look at checkpoints and check them. Paths are local folders or any fsspec URL."""
+    """Look at checkpoints, check and copy them. Paths are local folders or any fsspec URL."""
 
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -127,6 +127,45 @@ def verify_command(path: str, everything: bool, options: dict[str, Any] | None) 
     from .verification import verify
 
     return verify(path, options, everything)
+
+
+@cli.command("cp", epilog=EXIT_CODES)
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--overwrite", is_flag=True, help="Replace another checkpoint, or a damaged copy, that is in the place.")
+@click.option("--pins", is_flag=True, help="Pin the copy when SRC is pinned.")
+@click.option("--threads", type=click.IntRange(1, 256), help="How many read and write; by default one for each core.")
+@click.option(
+    "--target-option",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="As --storage-option, for DST alone and instead of those (repeatable).",
+)
+@shared
+@click.pass_context
+def cp_command(
+    context: click.Context,
+    source: str,
+    target: str,
+    overwrite: bool,
+    pins: bool,
+    threads: int | None,
+    target_option: tuple[str, ...],
+    options: dict[str, Any] | None,
+) -> Report:
+    """Copy the checkpoint SRC to DST, verified on the way. When SRC is a root, its newest committed checkpoint.
+
+    When the last name of DST is checkpoint-<number>, that is the folder that the copy becomes. Anything else is a
+    root, and the copy gets the name of SRC in it.
+
+    An interrupted copy is no checkpoint; the same command takes up what it had finished. A damaged SRC is refused. When
+    DST is the same checkpoint already, nothing is done; with --overwrite every byte of it is checked.
+    """
+    from .cp import cp
+
+    own = dict(option_pair(pair, "--target-option") for pair in target_option)
+    as_json = any(one.params.get("json") for one in (context, context.parent) if one is not None)
+    return cp(source, target, options, own or None, threads, overwrite, pins, quiet=as_json)
 
 
 def run(arguments: list[str]) -> int:

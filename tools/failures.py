@@ -66,7 +66,8 @@ def failure_of(error: Exception) -> Failure:
         return not_found(str(error), path=error.path)
     facts: dict[str, Any] = {"type": type(error).__name__}
     if isinstance(error, CheckpointError):
-        facts |= {name: getattr(error, name) for name in error.facts}
+        # What kind of damage it is has a name of its own beside the kind of the failure.
+        facts |= {"damage" if name == "kind" else name: getattr(error, name) for name in error.facts}
     message = str(error) or type(error).__name__
     kinds: list[tuple[type[Exception], str, int]] = [
         (NoUsableCheckpoint, "unusable", BAD),

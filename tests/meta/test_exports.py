@@ -19,8 +19,8 @@ EXPORTS = [
     "KeepBest", "KeepEvery", "KeepLast", "LoadReport", "ModelState", "NoSpace", "NoUsableCheckpoint", "Opaque", "OptimizerState", "PreemptionGuard", "Problem",
     "RNGState", "RankFailed", "RankLost", "RanksDisagree", "ReplicationMismatch", "RetentionPolicy", "SaveEvent", "SaveHandle",
     "Shard", "SharingPattern", "SingleProcess", "StateComponent", "StateMismatch", "Stateful", "StatefulProvider", "Storage", "StorageError",
-    "StoreCommunicator", "TensorBoardEvents", "TensorInfo", "UnsafePath", "UnsupportedValue", "UnsupportedVersion", "ValidationLevel", "__version__",
-    "open_checkpoint", "open_storage", "register_codec", "scan_root",
+    "StoreCommunicator", "TensorBoardEvents", "TensorInfo", "Tier", "UnsafePath", "UnsupportedValue", "UnsupportedVersion", "ValidationLevel", "__version__",
+    "copy_checkpoint", "open_checkpoint", "open_storage", "register_codec", "scan_root",
 ]  # fmt: skip
 
 

@@ -1,0 +1,257 @@
+"""Copies of checkpoints between any two storages: verified on the way, resumable, and no checkpoint before it is whole.
+
+A copy is a verified read whose destination is a file. It follows the rule of commits: where folders can be renamed it
+is built beside its place and takes it in one step; elsewhere the manifest is put last. The manifest is copied byte for
+byte, so that the copy is the same commit. What was complete when a copy was interrupted, and verifies, is kept by the
+next one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from .attempts import Attempt
+from .errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointNotFound,
+    CheckpointWarning,
+    InvalidState,
+    StorageError,
+    UnsupportedVersion,
+)
+from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
+from .loading.view import CheckpointView, Problem
+from .root import (
+    PIN_NAME,
+    WITHDRAWN_NAME,
+    CheckpointInfo,
+    attempts_among,
+    check_files,
+    entries_in,
+    join,
+    mark_attempt,
+    mark_name,
+    pin_checkpoint,
+    remove_checkpoint_folder,
+    unmark_attempts,
+)
+from .saving.publish import check_alone, check_place, discard, publish
+from .saving.workers import Workers
+from .storage.base import Storage, open_storage
+from .transfer import CopyProgress, Counted, FileCopies
+
+__all__ = ["CopyProgress", "copy_between", "copy_checkpoint"]
+
+MAX_THREADS = 8
+
+
+def copy_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    storage_options: dict[str, Any] | None = None,
+    target_options: dict[str, Any] | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+    pins: bool = False,
+    progress: CopyProgress | None = None,
+) -> CheckpointInfo:
+    """Copy the checkpoint in the folder `source` to the folder `target`, which becomes the same checkpoint elsewhere.
+
+    Both are local paths or fsspec URLs; target_options: those of the target's storage, by default storage_options. When
+    the target holds this very commit already, nothing is done; with `overwrite` it is checked, and replaced where it is
+    damaged, and so is any other checkpoint there. pins: copy the pin too. An interrupted copy is no checkpoint; the next
+    one takes up what it had finished. Memory: `threads` (by default one for each core, at most 8) times 8 MiB, and what
+    the client of the target's storage keeps. progress: called with bytes copied, bytes kept, and all bytes.
+
+    Raises CheckpointCorrupt (the source is damaged: nothing is published), CheckpointNotFound, CheckpointExists,
+    UnsupportedVersion, NoSpace, StorageError.
+    """
+    told: list[str] = []
+    parent, name = _split(os.fspath(target))
+    if not name:
+        raise InvalidState(f"{target!r} is the top of a storage; name the folder that is to become the checkpoint")
+    own = storage_options if target_options is None else target_options
+    try:
+        return copy_between(
+            open_storage(source, storage_options), "", open_storage(parent, own), name, threads=threads,
+            progress=progress, overwrite=overwrite, pins=pins, tell=told.append)  # fmt: skip
+    finally:
+        for text in told:
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+
+
+def _split(path: str) -> tuple[str, str]:
+    """The folder that a checkpoint's folder lies in, and its name there; for local paths and URLs."""
+    scheme, mark, rest = path.rpartition("://")
+    if not mark:
+        rest = os.path.abspath(os.path.expanduser(path))
+    parent, slash, name = rest.rstrip("/").rpartition("/")
+    return (scheme + mark + parent if parent or mark else slash), name
+
+
+def copy_between(
+    source: Storage,
+    folder: str,
+    target: Storage,
+    name: str,
+    *,
+    threads: int | None = None,
+    progress: CopyProgress | None = None,
+    overwrite: bool = False,
+    pins: bool = False,
+    run_id: str | None = None,
+    workers: Workers | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> CheckpointInfo:
+    """Copy the checkpoint `folder` of one storage to `name` in another. See `copy_checkpoint`.
+
+    run_id: the run that may sweep what is left of the copy when its machine is gone; by default nobody does but the
+    next copy. workers: threads that somebody keeps. tell: what was left behind, and is no error.
+    """
+    view = CheckpointView(source, folder)
+    owner = run_id or f"copies of {view.manifest.run_id}"
+    own = None if workers is not None else Workers(threads or default_threads(), "ckptcore-copy")
+    copy = _Copy(view, target, name, owner, workers or own or Workers(1), progress, tell)
+    try:
+        return copy.run(overwrite, pins)
+    finally:
+        if own is not None:
+            own.close()
+
+
+def default_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return min(MAX_THREADS, max(2, cores))
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One copy under way. `work` is the folder that it is built in."""
+
+    view: CheckpointView
+    target: Storage
+    name: str
+    owner: str
+    workers: Workers
+    progress: CopyProgress | None
+    tell: Callable[[str], None]
+    work: str = ""
+    counted: Counted = field(init=False)
+
+    def run(self, overwrite: bool, pins: bool) -> CheckpointInfo:
+        view, target, name = self.view, self.target, self.name
+        manifest = view.manifest
+        encoded = view.storage.read(join(view.folder, MANIFEST_NAME), SIZE_LIMIT)
+        if CheckpointManifest.decode(encoded, view.url).digest != manifest.digest:
+            raise CheckpointCorrupt(f"{view.url} was replaced while it was copied", path=view.url, kind="digest")
+        self.counted = Counted(manifest.size_bytes, self.progress)
+        if _same_place(view, target, name):
+            raise InvalidState(f"{view.url} is to be copied to where it is")
+        if self._there(overwrite):
+            self.counted.add(0, manifest.size_bytes)
+        else:
+            attempt = Attempt.new(self.owner)
+            try:
+                with attempt.in_flight():
+                    self._build(str(attempt), manifest, encoded, overwrite)
+            except CheckpointExists:
+                if not self._there(thoroughly=False):  # else another copy was quicker
+                    raise
+        if pins and any(entry.name == PIN_NAME for entry in entries_in(view.storage, view.folder)):
+            pin_checkpoint(target, name)
+        there = CheckpointManifest.decode(encoded, target.at(name))
+        return CheckpointInfo(name, target.at(name), "committed", there.step, None, there)
+
+    def _there(self, thoroughly: bool) -> bool:
+        """Whether the target holds this commit already, by a look at its files, or `thoroughly` by reading them."""
+        try:
+            there = CheckpointView(self.target, self.name)
+            if there.manifest.digest != self.view.manifest.digest:
+                return False
+            check_files(self.target, self.name, there.manifest)
+        except (CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion):
+            return False
+        if thoroughly and there.verify(self.workers.count):
+            return False
+        if not self.target.atomic_rename:  # the mark of a copy that died when all was done
+            marks = attempts_among(entries_in(self.target, self.name))
+            if marks and all(Attempt.parse(mark).is_abandoned(self.owner) for mark in marks):
+                unmark_attempts(self.target, self.name)
+        return True
+
+    def _build(self, attempt: str, manifest: CheckpointManifest, encoded: bytes, overwrite: bool) -> None:
+        target, name = self.target, self.name
+        gives_way = check_place(target, name, manifest.step, self.owner, overwrite)
+        self.work = f"{name}.partial-{attempt}" if target.atomic_rename else name
+        try:
+            begin = self._begin_beside if target.atomic_rename else self._begin_in_place
+            begin(attempt, gives_way)
+            FileCopies(self.view, target, self.work, self.workers, self.counted).make()
+            target.sync_folder(self.work)
+            publish(target, attempt, self.work, name, manifest, overwrite, self.tell, encoded)
+        except BaseException as error:
+            # What a storage that fails for a while, or Ctrl-C, leaves is taken up by the next copy; all else is of no use.
+            interrupted = not isinstance(error, Exception) or type(error) is StorageError
+            if not interrupted:
+                discard(target, attempt, self.work, self.tell)
+            raise
+
+    def _begin_beside(self, attempt: str, gives_way: bool) -> None:
+        """Take over what an interrupted copy left, by renaming it, or begin with nothing."""
+        target, beginning = self.target, f"{self.name}.partial-"
+        try:
+            entries = target.list()
+        except StorageError:
+            entries = []
+        for entry in entries:
+            left = entry.name.removeprefix(beginning)
+            if entry.is_folder and left != entry.name and Attempt.parse(left).is_abandoned(self.owner):
+                with suppress(StorageError):  # another copy was quicker
+                    target.rename(entry.name, self.work)
+                    return
+        target.make_folder(self.work)
+
+    def _begin_in_place(self, attempt: str, gives_way: bool) -> None:
+        target, name = self.target, self.name
+        entries = entries_in(target, name)
+        names = {entry.name for entry in entries}
+        marks = attempts_among(entries)
+        resumes = bool(marks) and MANIFEST_NAME not in names and WITHDRAWN_NAME not in names
+        if gives_way and not resumes:
+            # The old one goes before the new one is complete, so it had better become complete.
+            problems = self.view.verify(self.workers.count) if MANIFEST_NAME in names else []
+            if problems:
+                raise _error_of(problems[0], self.view.url)
+            remove_checkpoint_folder(target, name)
+        mark_attempt(target, name, attempt)
+        if not resumes:
+            check_alone(target, attempt, name, {}, self.view.manifest.step)
+            return
+        for mark in marks:
+            target.remove(join(name, mark_name(mark)))
+        if attempts_among(entries_in(target, name)) != [attempt]:
+            where = target.at(name)
+            raise CheckpointExists(f"{where} is being copied by another job, too", path=where)
+
+
+def _same_place(view: CheckpointView, target: Storage, name: str) -> bool:
+    mine, other = view.url, target.at(name)
+    if "://" not in mine and "://" not in other:
+        return os.path.realpath(mine) == os.path.realpath(other)
+    return mine.rstrip("/") == other.rstrip("/")
+
+
+def _error_of(problem: Problem, url: str) -> CheckpointError:
+    if problem.kind == "storage":
+        return StorageError(problem.message, path=problem.file, errno=errno.EIO)
+    return CheckpointCorrupt(problem.message, path=url, file=problem.file, kind=problem.kind, tensor=problem.tensor,
+                             expected=problem.expected, actual=problem.actual)  # fmt: skip

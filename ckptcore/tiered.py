@@ -1,0 +1,136 @@
+"""The roots of a run as one: the manager's own, and the tiers that its checkpoints are uploaded to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from .choice import Root, copies
+from .errors import InvalidState, StorageError
+from .events import SaveEvent
+from .ranks.communicator import Communicator
+from .ranks.nodes import Agreed, StorageMode
+from .retention import RetentionPolicy, clean_up
+from .root import CheckpointInfo, delete_checkpoint, newest_run, pin_checkpoint, scan, unpin_checkpoint
+from .storage.base import Storage
+from .tiers import Tier, Uploads
+
+__all__ = ["TieredRoot", "open_root"]
+
+log = logging.getLogger("ckptcore")
+
+
+def open_root(
+    comm: Communicator,
+    storage: Storage,
+    mode: StorageMode,
+    tiers: Sequence[Tier],
+    on_error: Literal["raise", "warn"],
+    drain_timeout: float,
+    threads: int,
+    tell: Callable[[SaveEvent], None],
+) -> tuple[Root, Uploads]:
+    """The root of a run, with its tiers, and the uploads to them, which are rank 0's."""
+    if tiers and mode != "shared":
+        raise InvalidState("tiers need a root that all ranks share; with storage_mode='node' no rank sees all files")
+    # Writing elsewhere is slow anyway: with half as many threads it takes less from the training.
+    threads = max(1, threads // 2)
+    uploads = Uploads(storage, tiers if comm.rank == 0 else (), on_error, drain_timeout, threads, tell)
+    return (TieredRoot(comm, storage, tiers, uploads) if tiers else Root(comm, storage, mode)), uploads
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding(RetentionPolicy):
+    """A policy that keeps what is still to be uploaded, too."""
+
+    policy: RetentionPolicy
+    held: set[str]
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        return self.policy.keep(checkpoints) | self.held
+
+
+class TieredRoot(Root):
+    """The manager's own root and its tiers as one. An entry of a tier has its URL for a name."""
+
+    def __init__(self, comm: Communicator, storage: Storage, tiers: Sequence[Tier], uploads: Uploads) -> None:
+        super().__init__(comm, storage, "shared")
+        self.tiers, self.uploads = [tier.storage for tier in tiers], uploads
+        self._last: int | None = None
+        self._cleaning = threading.Lock()
+        self._again: Callable[[Callable[[str], None]], None] = lambda _: None
+        uploads.on_release = lambda tell: self._again(tell)
+
+    def scan(self) -> list[CheckpointInfo]:
+        """All entries of all roots. Of equal ones that of the own root is last, so that it is preferred."""
+        found = [(info, 0) for info in super().scan()]
+        far = [(replace(info, name=info.url), n) for n, tier in enumerate(self.tiers, 1) for info in scan(tier)]
+        self._last = max((info.sequence or 0 for info, _ in far), default=0)
+        found += far
+        found.sort(key=lambda pair: (*pair[0].order, pair[0].status == "committed", -pair[1]))
+        return [info for info, _ in found]
+
+    def look(self, choose: Callable[[list[CheckpointInfo]], Any] = lambda _: None) -> Agreed:
+        infos = self.scan()
+        # One of each commit.
+        infos = [i for i in infos if i.status != "committed" or copies(infos, i)[0] == i.name]
+        return Agreed(infos, newest_run(infos), 0, choose(infos))
+
+    def place(self, name: str) -> tuple[Storage, str]:
+        folder = name.rpartition("/")[2]
+        for storage in self.tiers:
+            if storage.at(folder) == name:
+                return storage, folder
+        return self.storage, name
+
+    def last_sequence(self) -> int:
+        if self.comm.rank == 0 and self._last is None:
+            try:
+                self.scan()
+            except StorageError as error:  # a save does not need a tier, and does not wait for it again
+                self._last = 0
+                log.warning("which commits a tier of %s holds is not known: %s", self.storage.url, error)
+        return self._last or 0
+
+    def pin(self, info: CheckpointInfo) -> None:
+        for place in self._places(info):
+            pin_checkpoint(*place)
+
+    def unpin(self, info: CheckpointInfo) -> None:
+        for place in self._places(info):
+            unpin_checkpoint(*place)
+
+    def delete(self, info: CheckpointInfo) -> None:
+        if info.pinned:
+            raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
+        self.uploads.forget(info.url.rpartition("/")[2])
+        for place in self._places(info):
+            delete_checkpoint(*place)
+
+    def _places(self, info: CheckpointInfo) -> list[tuple[Storage, str]]:
+        return [self.place(name) for name in copies(self.scan(), info)]
+
+    def clean_up(
+        self,
+        comm: Communicator,
+        policy: RetentionPolicy | None,
+        run_id: str,
+        saved: CheckpointInfo,
+        tell: Callable[[str], None],
+        deleted: Callable[[CheckpointInfo], None],
+    ) -> None:
+        if comm.rank != 0:
+            return
+        self.uploads.committed(saved)
+
+        def clean(tell: Callable[[str], None]) -> None:
+            with self._cleaning:
+                holding = None if policy is None else _Holding(policy, self.uploads.held)
+                clean_up(self.storage, holding, run_id, saved, tell, deleted)
+
+        self.comm.stay()
+        self._again = clean  # when one that was held goes, too
+        clean(tell)

@@ -1,0 +1,315 @@
+"""Second roots: what is committed in the fast root is uploaded to durable ones in the background.
+
+    CheckpointManager("/nvme/run", keep=KeepLast(2), tiers=[Tier("s3://bucket/run", keep=KeepLast(5))])
+
+A save is committed in the manager's own root, which may go with the machine. After that rank 0 copies it to each tier
+(copying.py), in threads of low priority that training never waits for. What waits to be uploaded is held: retention does
+not delete it. A failed upload stays waiting and is tried again after the next commit; it is told like the failure of a
+save in the background. What the process leaves unfinished, the next one of the run finishes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal
+
+from .coordinator import JOIN_SECONDS
+from .copying import copy_between
+from .errors import (
+    AsyncSaveError,
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointNotFound,
+    InvalidState,
+    StorageError,
+    UnsupportedVersion,
+)
+from .events import SaveEvent
+from .retention import RetentionPolicy, clean_up
+from .root import CheckpointInfo, committed, read_manifest, scan
+from .saving.background import Background, SaveHandle, expect
+from .saving.workers import Workers
+from .storage.base import Storage, open_storage
+
+__all__ = ["Tier", "Uploads"]
+
+# Of no use to be tried again: what is to be uploaded is damaged or gone, or its place there is taken.
+_FINAL = (CheckpointCorrupt, CheckpointExists, CheckpointNotFound, UnsupportedVersion)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A durable root beside the one that a manager saves to.
+
+    root: a local path, an fsspec URL, or a Storage. every: every so many-th commit is uploaded, counted by the commit
+    sequence in the manifests, so that a restart does not change the rhythm. keep: which checkpoints stay there (default: all);
+    what it would not keep is not uploaded either, where uploads are slower than saves.
+    """
+
+    root: str | os.PathLike[str] | Storage
+    every: int = 1
+    keep: RetentionPolicy | None = None
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            raise InvalidState(f"every must be a whole number >= 1, not {self.every!r}")
+        if self.keep is not None and not isinstance(self.keep, RetentionPolicy):
+            raise InvalidState(f"keep must be a RetentionPolicy such as KeepLast(3), not {self.keep!r}")
+
+    @cached_property
+    def storage(self) -> Storage:
+        return open_storage(self.root, self.storage_options)
+
+
+class _UploadHandle(SaveHandle):
+    """Uploads that began after one commit."""
+
+    def __init__(self, step: int, where: str, on_error: Literal["raise", "warn"], drain_timeout: float) -> None:
+        super().__init__(step, None, on_error, drain_timeout)
+        self.where = where
+        expect(self)
+
+    @property
+    def what(self) -> str:
+        return f"the upload of step {self.step} to {self.where}"
+
+    def told(self, text: str) -> None:
+        self._told.append(text)
+
+
+class Uploads:
+    """All uploads of one manager; those of the other ranks have no tiers."""
+
+    def __init__(
+        self,
+        source: Storage,
+        tiers: Sequence[Tier],
+        on_error: Literal["raise", "warn"] = "raise",
+        drain_timeout: float = 0.0,
+        threads: int = 1,
+        tell: Callable[[SaveEvent], None] = lambda _: None,
+    ) -> None:
+        self.drain_timeout = drain_timeout
+        # Told, from the uploading thread, that one is not held any more, and what to tell warnings to.
+        self.on_release: Callable[[Callable[[str], None]], None] = lambda _: None
+        self._lanes = [
+            _Lane(source, tier, on_error, drain_timeout, threads, tell, lambda told: self.on_release(told))
+            for tier in tiers
+        ]
+
+    def _handles(self) -> list[_UploadHandle]:
+        return [handle for lane in self._lanes for handle in lane.handles]
+
+    @property
+    def failed(self) -> bool:
+        """Whether an upload has failed and nobody was told."""
+        return any(handle.untold for handle in self._handles())
+
+    @property
+    def held(self) -> set[str]:
+        """Names of checkpoints that are waiting, or on their way."""
+        return {name for lane in self._lanes for name in list(lane.waiting)}
+
+    def catch_up(self, run_id: str | None, step: int) -> None:
+        """Begin to upload what an earlier process of the run did not."""
+        for lane in self._lanes:
+            if run_id is not None:
+                lane.begin(run_id, step)
+
+    def committed(self, info: CheckpointInfo) -> None:
+        """Begin to upload what was committed, and what waits from before. Raises nothing, waits for nothing."""
+        for lane in self._lanes:
+            lane.begin(info.run_id or "", info.step or 0, info)
+
+    def forget(self, name: str) -> None:
+        """A checkpoint that somebody wants gone is not to be uploaded any more."""
+        for lane in self._lanes:
+            lane.waiting.pop(name, None)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether all have ended, after at most `timeout` seconds. Raises nothing."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(h.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for h in self._handles())
+
+    def raise_failure(self) -> None:
+        """Raise, or warn of, failures that nobody was told of."""
+        for lane in self._lanes:
+            while ended := [handle for handle in lane.handles if handle.done()]:
+                lane.handles.remove(ended[0])
+                ended[0].collect()
+
+    def close(self, deadline: float) -> None:
+        """Wait until `deadline`, by the monotonic clock, then give up what is left. Raises AsyncSaveError."""
+        try:
+            self.wait(max(0.0, deadline - time.monotonic()))
+            stuck = [handle for handle in self._handles() if not handle.done()]
+            for handle in stuck:
+                handle.give_up()
+            if stuck:
+                what = f"{stuck[0].what} has not ended after {self.drain_timeout:g} s and is given up; the next run finishes it"
+                raise AsyncSaveError(what, step=stuck[0].step)
+            self.raise_failure()
+        finally:
+            for lane in self._lanes:
+                lane.close()
+
+
+class _Lane:
+    """The uploads to one tier, one after another."""
+
+    def __init__(
+        self,
+        source: Storage,
+        tier: Tier,
+        on_error: Literal["raise", "warn"],
+        drain_timeout: float,
+        threads: int,
+        tell: Callable[[SaveEvent], None],
+        release: Callable[[Callable[[str], None]], None],
+    ) -> None:
+        self.source, self.tier, self.storage, self.release = source, tier, tier.storage, release
+        self.on_error, self.drain_timeout, self.tell = on_error, drain_timeout, tell
+        self.waiting: dict[str, CheckpointInfo] = {}
+        self.handles: list[_UploadHandle] = []
+        self._looked = False
+        self._given_up = threading.Event()
+        self._background = Background("ckptcore-upload")
+        self._workers = Workers(threads, "ckptcore-upload-io", modest=True)
+
+    def begin(self, run_id: str, step: int, info: CheckpointInfo | None = None) -> None:
+        handle = _UploadHandle(step, self.storage.url, self.on_error, self.drain_timeout)
+        try:
+            if not self._looked:  # what an earlier process has left waiting is held from now on, too
+                self.waiting.update({i.name: i for i in committed(scan(self.source), run_id) if self._due(i)})
+                self._looked = True
+        except CheckpointError as error:
+            handle.told(f"what is still to be uploaded to {self.storage.url} is not known: {error}")
+        if info is not None and self._due(info):
+            self.waiting[info.name] = info
+        if not self.waiting:
+            handle.end(None, None)
+            return
+        self._workers.start()
+        self.handles.append(handle)
+        self._background.submit(handle, partial(self._work, run_id, handle))
+
+    def close(self) -> None:
+        ended = all(handle.done() for handle in self.handles)
+        self._given_up.set()
+        self._background.close(JOIN_SECONDS if ended else 0.0)
+        self._workers.close(JOIN_SECONDS if ended else 0.0)
+
+    def _due(self, info: CheckpointInfo) -> bool:
+        return (info.sequence or 0) % self.tier.every == 0
+
+    def _work(self, run_id: str, handle: _UploadHandle) -> tuple[CheckpointInfo | None, BaseException | None]:
+        """Upload what is waiting; the last one, and the first failure. Raises nothing."""
+        try:
+            return self._upload_all(run_id, handle)
+        except BaseException as error:  # a watcher that leaves the program
+            return None, error
+
+    def _upload_all(self, run_id: str, handle: _UploadHandle) -> tuple[CheckpointInfo | None, BaseException | None]:
+        """The newest first. Commits go on meanwhile, in another thread."""
+        last: CheckpointInfo | None = None
+        failed: BaseException | None = None
+        tried: list[CheckpointInfo] = []
+        there: list[CheckpointInfo] | None = None
+        while not self._given_up.is_set():
+            left = [info for info in list(self.waiting.values()) if not any(info is other for other in tried)]
+            if not left:
+                break
+            info = max(left, key=lambda info: info.order)
+            started = time.perf_counter()
+            try:
+                if there is None:
+                    there = committed(scan(self.storage), run_id)
+                if self._wanted(info, there, handle):
+                    last = self._upload(info, run_id, handle)
+                    there.append(info)
+                    self._event("uploaded", info, started)
+                    clean_up(self.storage, self.tier.keep, run_id, last, handle.told, self._deleted)
+            except BaseException as error:
+                tried.append(info)
+                if self._replaced(info):
+                    self._done(info)
+                    continue
+                if failed is None:
+                    failed, handle.step = error, info.step or 0
+                self._event("upload_failed", info, started, error)
+                if isinstance(error, _FINAL):
+                    self._done(info)
+                if there is None:  # the tier cannot be reached: no need to ask for each
+                    break
+            else:
+                self._done(info)
+                self.release(handle.told)
+        return last, failed
+
+    def _wanted(self, info: CheckpointInfo, there: list[CheckpointInfo], handle: _UploadHandle) -> bool:
+        """Whether it is not there yet, and would stay there."""
+        if any(_same(info, other) for other in there):
+            return False
+        waiting = dict(self.waiting)
+        mine = [*(i for i in there if i.name not in waiting), *waiting.values()]
+        mine.sort(key=lambda i: i.order)
+        if self.tier.keep is None or info.name == mine[-1].name:
+            return True
+        try:
+            return info.name in self.tier.keep.keep(mine)
+        except Exception as error:  # a policy of the user's own may raise anything
+            handle.told(f"{self.storage.url}: which checkpoints to keep is not known: {error!r}")
+            return True
+
+    def _upload(self, info: CheckpointInfo, run_id: str, handle: _UploadHandle) -> CheckpointInfo:
+        overwrite = False
+        try:
+            old = read_manifest(self.storage, info.name)
+            overwrite = old.run_id == run_id and old.sequence < (info.sequence or 0)
+        except (CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion):
+            pass
+        return copy_between(
+            self.source, info.name, self.storage, info.name, workers=self._workers, overwrite=overwrite, run_id=run_id,
+            progress=self._go_on, tell=handle.told)  # fmt: skip
+
+    def _go_on(self, *_: int) -> None:
+        if self._given_up.is_set():
+            raise StorageError("the upload is given up", path=self.storage.url, errno=errno.ECANCELED)
+
+    def _replaced(self, info: CheckpointInfo) -> bool:
+        """Whether another checkpoint is in its place by now, or somebody has deleted it."""
+        if self.waiting.get(info.name) is not info:
+            return True
+        try:
+            return info.manifest is not None and read_manifest(self.source, info.name).digest != info.manifest.digest
+        except CheckpointError:
+            return False
+
+    def _done(self, info: CheckpointInfo) -> None:
+        if self.waiting.get(info.name) is info:
+            self.waiting.pop(info.name, None)
+
+    def _event(
+        self, kind: Literal["uploaded", "upload_failed"], info: CheckpointInfo, started: float,
+        error: BaseException | None = None) -> None:  # fmt: skip
+        nbytes = 0 if error is not None else info.size_bytes or 0
+        seconds = time.perf_counter() - started
+        self.tell(SaveEvent(kind, info.step or 0, 0, info.name, seconds, nbytes, error=error, root=self.storage.url))
+
+    def _deleted(self, info: CheckpointInfo) -> None:
+        nbytes = info.size_bytes or 0
+        self.tell(SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=nbytes, root=self.storage.url))
+
+
+def _same(one: CheckpointInfo, other: CheckpointInfo) -> bool:
+    """Whether two are the same commit."""
+    mine, theirs = one.manifest, other.manifest
+    return mine is not None and theirs is not None and mine.digest == theirs.digest

@@ -1,0 +1,134 @@
+"""`ckpt cp`: copy a checkpoint between any two storages, verified on the way.
+
+Where DST is decided by its last name alone, whatever lies there: `checkpoint-<number>` is the folder that the copy
+becomes; anything else is a root, and the copy gets the name of SRC in it.
+
+JSON: {"source": url, "target": url, "checkpoint": as in facts.py, "already": whether all was there before,
+"copied_bytes", "kept_bytes" (of an interrupted copy, or of a whole one), "warnings": [text, ...], "seconds"}.
+Exit code: 0 when the target holds the checkpoint, whether it was copied now or before.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from . import facts
+from .failures import BAD, GOOD, Failure, not_found
+from .lookup import Root, newest, normal, resolve, split, subject_of
+from .render import Block, Line, Report, printable, size
+from .subject import Options, Subject
+
+if TYPE_CHECKING:
+    from ckptcore import CheckpointInfo
+
+CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
+
+Advance = Callable[[int, int, int], None]
+
+
+def cp(
+    source: str, target: str, options: Options, target_options: Options, threads: int | None, overwrite: bool,
+    pins: bool, quiet: bool) -> Report:  # fmt: skip
+    """`source` is a checkpoint, or a root: then its newest committed one. quiet: no progress bar."""
+    from ckptcore import CheckpointWarning, copy_checkpoint
+
+    subject = _source(source, options)
+    url = _target(target, subject)
+    counts = [0, 0]
+    before = _digest(url, options if target_options is None else target_options)
+    start = perf_counter()
+    with warnings.catch_warnings(record=True) as told, _bar(subject.name, quiet) as advance:
+        warnings.simplefilter("always", CheckpointWarning)
+
+        def progress(copied: int, kept: int, total: int) -> None:
+            counts[:] = copied, kept
+            advance(copied, kept, total)
+
+        info = copy_checkpoint(
+            subject.url, url, storage_options=options, target_options=target_options, threads=threads,
+            overwrite=overwrite, pins=pins, progress=progress)  # fmt: skip
+    document = {
+        "source": subject.url,
+        "target": info.url,
+        "checkpoint": _checkpoint(info),
+        "already": counts[0] == 0 and before == _digest(subject.url, options),
+        "copied_bytes": counts[0],
+        "kept_bytes": counts[1],
+        "warnings": [str(warning.message) for warning in told],
+        "seconds": round(perf_counter() - start, 6),
+    }
+    return Report(document, describe(document), GOOD)
+
+
+def _source(url: str, options: Options) -> Subject:
+    found = resolve(url, options)
+    if isinstance(found, Root):
+        info = newest(found.entries, "committed")
+        if info is None:
+            raise Failure("bad", BAD, f"no committed checkpoint in {found.url}", path=found.url)
+        found = subject_of(info, options)
+    if found.error is not None:
+        raise found.error
+    if found.view is None:
+        raise Failure("bad", BAD, f"{found.url} is {found.status}: {found.reason}", path=found.url)
+    found.view.__exit__(None, None, None)
+    return found
+
+
+def _target(url: str, subject: Subject) -> str:
+    if not url:
+        raise not_found("the path to copy to is empty", path=url)
+    url = normal(url)
+    if CHECKPOINT_NAME.fullmatch(split(url)[1]):
+        return url
+    # One that has a name of its own, or was put aside by an overwrite, is found in a root by this one only.
+    name = subject.name if CHECKPOINT_NAME.fullmatch(subject.name) else f"checkpoint-{subject.step}"
+    return f"{url}{name}" if url.endswith("/") else f"{url}/{name}"
+
+
+def _digest(url: str, options: Options) -> str | None:
+    """That of the manifest of the checkpoint there; None where there is none that can be read."""
+    from ckptcore import CheckpointError, open_checkpoint
+
+    try:
+        return open_checkpoint(url, storage_options=options).manifest.digest
+    except CheckpointError:
+        return None
+
+
+def _checkpoint(info: CheckpointInfo) -> dict[str, Any]:
+    header = {"name": info.name, "url": info.url, "status": info.status, "reason": None}
+    return header | (facts.checkpoint(info.manifest) if info.manifest else {})
+
+
+@contextmanager
+def _bar(name: str, quiet: bool) -> Iterator[Advance]:
+    """A progress bar on standard error, where that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda copied, kept, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    label = TextColumn("{task.description}", markup=False)
+    columns = (label, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(name), total=None)
+        yield lambda copied, kept, total: bar.update(task, total=total, completed=copied + kept)
+
+
+def describe(document: dict[str, Any]) -> list[Block]:
+    name, target = document["checkpoint"]["name"], document["target"]
+    copied, kept = size(document["copied_bytes"]), size(document["kept_bytes"])
+    if document["already"]:
+        blocks: list[Block] = [Line(f"{name}  is there already: {target}", "green")]
+    else:
+        rest = f", {kept} were there" if document["kept_bytes"] else ""
+        blocks = [Line(f"{name}  copied and verified, {copied}{rest}: {target}", "green")]
+    return blocks + [Line(text, "yellow") for text in document["warnings"]]
