@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +24,16 @@ class ComponentComparison:
     differences: list[str] = field(default_factory=list)
 
 
-def compare_checkpoints(expected: str, found: str) -> list[ComponentComparison]:
-    """One entry per component of either checkpoint."""
+def compare_checkpoints(expected: str, found: str, apart_from: Collection[str] = ()) -> list[ComponentComparison]:
+    """One entry per component of either checkpoint. apart_from: keys of values that no two runs share, such as times."""
     with open_checkpoint(expected) as one, open_checkpoint(found) as other:
         names = sorted(one.manifest.components.keys() | other.manifest.components.keys())
-        return [_compare_component(name, one, other) for name in names]
+        return [_compare_component(name, one, other, apart_from) for name in names]
 
 
-def _compare_component(name: str, one: CheckpointView, other: CheckpointView) -> ComponentComparison:
+def _compare_component(
+    name: str, one: CheckpointView, other: CheckpointView, apart_from: Collection[str]
+) -> ComponentComparison:
     result = ComponentComparison(name)
     for view, rival in ((one, other), (other, one)):
         if name not in view.manifest.components:
@@ -43,7 +45,7 @@ def _compare_component(name: str, one: CheckpointView, other: CheckpointView) ->
         return result
     for number, label in enumerate(labels):  # one per rank or group, where each has its own
         _compare_copy(result, name + label, one, other)
-        left_values, right_values = one.values(name, number), other.values(name, number)
+        left_values, right_values = (_without(view.values(name, number), apart_from) for view in (one, other))
         result.values += sum(1 for _ in _leaves(left_values))
         result.differences += differing_values(left_values, right_values, name + label)
     return result
@@ -105,3 +107,14 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
     elif not isinstance(value, TensorInfo):
         yield value
+
+
+def _without(value: Any, keys: Collection[str]) -> Any:
+    """Nested values without some keys of their dicts."""
+    if not keys:
+        return value
+    if isinstance(value, dict):
+        return {key: _without(item, keys) for key, item in value.items() if key not in keys}
+    if isinstance(value, list | tuple):
+        return type(value)(_without(item, keys) for item in value)
+    return value

@@ -1,220 +1,156 @@
-"""Bytes of real text, cut into windows, in an order that can be taken up again anywhere."""
+"""A loader whose position can be stored after any batch and taken up again bit for bit."""
 
 from __future__ import annotations
 
-import glob
-import sysconfig
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import numpy as np
 import torch
-import xxhash
-from torch import Tensor
 from torch.utils.data import default_collate
 
 from ckptcore import StateMismatch
 
-from .arguments import DataNotFound, InvalidArgument
+from .arguments import InvalidArgument
+from .reading import Counted, MapReader, Options, Reader, is_stream
+from .streams import StreamReader
 
-__all__ = ["ByteWindows", "ResumableLoader", "find_files", "read_corpus", "split_corpus"]
-
-_INSTALLED = {"site-packages", "dist-packages"}
-
-
-def find_files(entries: Sequence[str] = ()) -> list[Path]:
-    """The files that `entries` (files, folders, globs) name, each once, in an order that does not vary.
-
-    A folder stands for all files below it but hidden ones. No entries: the sources of the Python
-    standard library.
-    """
-    if not entries:
-        library = Path(sysconfig.get_path("stdlib"))
-        below = (path.relative_to(library) for path in library.rglob("*.py"))
-        names = sorted(path.as_posix() for path in below if _INSTALLED.isdisjoint(path.parts))
-        if not names:
-            raise DataNotFound(f"no .py files in {library}; name the text with --data", path=str(library))
-        return [library / name for name in names]
-    found: dict[Path, None] = {}
-    for entry in entries:
-        matches = [Path(entry)] if Path(entry).exists() else sorted(map(Path, glob.glob(entry, recursive=True)))
-        files = [file for match in matches for file in (_below(match) if match.is_dir() else [match])]
-        if not files:
-            raise DataNotFound(f"data: {entry!r} names no file", path=entry)
-        found.update(dict.fromkeys(files))
-    return list(found)
-
-
-def _below(folder: Path) -> list[Path]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    shown = (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-    return sorted(shown, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def read_corpus(entries: Sequence[str] = (), max_bytes: int | None = None) -> Tensor:
-    """All bytes of the files, one after another, as one uint8 tensor of at most `max_bytes`."""
-    text = bytearray()
-    for file in find_files(entries):
-        with file.open("rb") as stream:
-            text += stream.read(-1 if max_bytes is None else max_bytes - len(text))
-        if max_bytes is not None and len(text) >= max_bytes:
-            break
-    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-
-
-def split_corpus(corpus: Tensor, block_size: int, validation: float = 0.05) -> tuple[ByteWindows, ByteWindows]:
-    """Training windows from the front, validation windows from the back; no byte is in both."""
-    held_out = max(int(len(corpus) * validation), block_size + 1)
-    if len(corpus) < held_out + block_size + 1:
-        raise InvalidArgument(
-            "data",
-            f"{len(corpus)} bytes",
-            f"too short for one training and one validation window of {block_size} bytes",
-            "name more data or give a smaller block_size",
-        )
-    cut = len(corpus) - held_out
-    return ByteWindows(corpus[:cut], block_size), ByteWindows(corpus[cut:], block_size)
-
-
-class ByteWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Window i: bytes [i*n, i*n+n) as input and, one further on, as labels."""
-
-    def __init__(self, corpus: Tensor, block_size: int) -> None:
-        self.corpus = corpus
-        self.block_size = block_size
-
-    def __len__(self) -> int:
-        return max(0, (len(self.corpus) - 1) // self.block_size)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        start = index * self.block_size
-        window = self.corpus[start : start + self.block_size + 1].long()
-        return {"input_ids": window[:-1], "labels": window[1:]}
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What tells this data from other data."""
-        digest = xxhash.xxh3_128_hexdigest(self.corpus.numpy().data)
-        return {"bytes": len(self.corpus), "xxh3_128": digest, "block_size": self.block_size}
-
-
-class SizedDataset(Protocol):
-    """A map-style dataset. One that has a `fingerprint()` of plain values is known again by it."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+__all__ = ["Counted", "ResumableLoader"]
 
 
 class ResumableLoader:
-    """Shuffled batches without end, epoch after epoch; on several ranks, this rank's share of them.
+    """Batches without end, epoch after epoch; on several ranks, this rank's share of them.
 
-    The order of an epoch is a pure function of (seed, epoch), so a position is two numbers: the epoch and
-    how many of its samples are used. The position after the last batch of an epoch is the start of the next
-    one, so equal positions have equal states. Ranks are dealt each `batch_size * world_size` samples of the
-    order like cards: their samples are disjoint, their epochs end at the same batch, and a position means the
-    same for any number of ranks.
+    Map-style data: the order of an epoch is a pure function of (seed, epoch), so a position is two numbers: the epoch
+    and how many of its samples all ranks together have used. Ranks are dealt each `batch_size * world_size` samples
+    of the order like cards: their samples are disjoint, their epochs end at the same batch, and a position means the
+    same for any number of ranks and workers. Where an epoch ends with fewer samples than ranks, those without one get
+    one of another rank, counted as none, and can take part in the step all the same.
+
+    Iterable data: every rank reads the whole stream and keeps what is dealt to it. A position is a number of batches,
+    reached again by reading on, or, without workers, through the `state_dict()` of the data set if it has one. With
+    workers the data set shares the stream among them, as torch wants it. Data that are cut into shards of different
+    lengths by rank are read with world_size 1 and a loader of dispatch.py around it.
+
+    The position after the last batch of an epoch is the start of the next one, so equal positions have equal states.
+    What was read ahead does not count. Random numbers drawn while a batch is made (augmentation, masking in
+    `collate_fn`) are a function of (seed, epoch, batch), in workers as in this process, whose own generators are left
+    alone. A data set with `set_epoch` is told the epoch, in workers too.
+
+    epoch_steps: batches of an epoch where the data have no length; the stream goes on over the end of such an epoch,
+    and starts again when it ends. Without it, an epoch of such data lasts until they end.
     """
+
+    state_per_rank = False
 
     def __init__(
         self,
-        dataset: SizedDataset,
+        dataset: Any,
         batch_size: int,
-        seed: int,
-        drop_last: bool = False,
         *,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        epoch_steps: int | None = None,
+        call_set_epoch: bool = True,
     ) -> None:
+        if batch_size < 1:
+            raise InvalidArgument("per_device_train_batch_size", batch_size, "no samples in a batch", "give 1 or more")
+        if epoch_steps is not None and epoch_steps < 1:
+            raise InvalidArgument("epoch_train_steps", epoch_steps, "no steps in an epoch", "give 1 or more")
         self.dataset = dataset
-        self.batch_size = batch_size
-        self.seed = seed
-        self.drop_last = drop_last
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = 0
-        self.position = 0  # samples of the epoch that all ranks together have had
-        self._order: tuple[tuple[int, int], np.ndarray] | None = None  # of one (seed, epoch)
-        if len(self) == 0:
-            raise InvalidArgument(
-                "per_device_train_batch_size",
-                batch_size,
-                f"{len(dataset)} samples do not fill one batch" + (" on every rank" if world_size > 1 else ""),
-                "give a smaller batch or more data",
-            )
+        options = Options(
+            batch_size,
+            seed,
+            shuffle,
+            drop_last,
+            rank,
+            world_size,
+            collate_fn or default_collate,
+            epoch_steps,
+            call_set_epoch,
+            loader={
+                "num_workers": num_workers,
+                "pin_memory": pin_memory and torch.cuda.is_available(),
+                "persistent_workers": persistent_workers and num_workers > 0,
+                "prefetch_factor": prefetch_factor if num_workers > 0 else None,
+            },
+        )
+        self.options = options
+        self._reader: Reader = StreamReader(dataset, options) if is_stream(dataset) else MapReader(dataset, options)
         fingerprint = getattr(dataset, "fingerprint", None)
-        self._data: dict[str, Any] = fingerprint() if fingerprint else {"samples": len(dataset)}
+        self._data: dict[str, Any] = dict(fingerprint()) if callable(fingerprint) else self._size()
 
-    def __len__(self) -> int:
-        """Batches per epoch."""
-        return self._batches(len(self.dataset))
+    def _size(self) -> dict[str, Any]:
+        return {"samples": len(self.dataset)} if isinstance(self._reader, MapReader) else {}
 
     @property
-    def left_in_epoch(self) -> int:
-        return self._batches(len(self.dataset) - self.position)
+    def epoch(self) -> int:
+        """Epochs that are finished."""
+        return self._reader.epoch
 
-    def _batches(self, samples: int) -> int:
-        together = self.batch_size * self.world_size
-        return samples // together if self.drop_last else -(-samples // together)
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether the batches handed out so far complete an epoch."""
+        return self._reader.at_start and self._reader.epoch > 0
 
-    def next_sizes(self, count: int) -> list[tuple[int, int]]:
-        """Samples of this rank and of all ranks in each of the next `count` batches of this epoch."""
-        together, left = self.batch_size * self.world_size, len(self.dataset) - self.position
-        all_ranks = [min(together, left - number * together) for number in range(count)]
-        return [(len(range(self.rank, samples, self.world_size)), samples) for samples in all_ranks]
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Of this rank; None if the data have no length. With workers that share a stream the ends of their parts
+        may make it some more."""
+        return self._reader.length
 
-    def order(self, epoch: int) -> np.ndarray:
-        """Sample indices of an epoch: a sort by random keys.
+    @property
+    def batches_left(self) -> int | None:
+        """In the current epoch."""
+        return self._reader.left
 
-        numpy promises the stream of a bit generator for good, other than that of its `permutation`, so
-        the order stays the same after an upgrade and on another machine.
-        """
-        if self._order is None or self._order[0] != (self.seed, epoch):
-            source = np.random.Philox(np.random.SeedSequence((self.seed, epoch)))
-            keys = source.random_raw(len(self.dataset))
-            self._order = (self.seed, epoch), np.argsort(keys, kind="stable")
-        return self._order[1]
+    def __len__(self) -> int:
+        length = self._reader.length
+        if length is None:
+            raise TypeError("the data have no length")
+        return length
 
-    def next_batch(self) -> Any:
-        """This rank's next batch. Where an epoch ends with fewer samples than ranks, those without one get one of
-        another rank: `next_sizes` counts it as none, and they can take part in the step all the same."""
-        indices = self.order(self.epoch)[self.position : self.position + self.batch_size * self.world_size]
-        mine = indices[self.rank :: self.world_size]
-        batch = default_collate([self.dataset[int(index)] for index in (mine if len(mine) else indices[:1])])
-        self._go_to(self.epoch, self.position + len(indices))
-        return batch
-
-    def _go_to(self, epoch: int, position: int) -> None:
-        self.epoch, self.position = epoch, position
-        if self.left_in_epoch == 0:
-            self.epoch, self.position = epoch + 1, 0
+    def next_group(self, count: int) -> list[Counted]:
+        """The next batches, up to `count` and up to the end of the epoch, each with its samples on this rank and on
+        all ranks together. Never none: after the end of an epoch the next one begins."""
+        return self._reader.take(count)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches that are left of the current epoch."""
         epoch = self.epoch
         while self.epoch == epoch:
-            yield self.next_batch()
+            yield self.next_group(1)[0][0]
+
+    def go_to_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self._reader.go_to_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
+        options = self.options
         return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "drop_last": self.drop_last,
+            **self._reader.state(),
+            "seed": options.seed,
+            "shuffle": options.shuffle,
+            "batch_size": options.batch_size,
+            "drop_last": options.drop_last,
             "data": dict(self._data),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a stored position, and on in its order: the seed is taken over. Other data are refused."""
         here = self.state_dict()
-        mismatched = {
-            name: (str(state[name]), str(here[name]))
-            for name in ("batch_size", "drop_last")
-            if state[name] != here[name]
-        }
+        names = ["shuffle", "drop_last"]
+        if isinstance(self._reader, StreamReader):
+            # Who reads which part of a stream is a matter of their number; of other data a position is so many samples.
+            names += ["batch_size", "world_size", "num_workers"]
+        mismatched = {name: (str(state.get(name)), str(here[name])) for name in names if state.get(name) != here[name]}
         then, now = state["data"], here["data"]
         mismatched |= {
             f"data {name}": (str(then.get(name)), str(now.get(name)))
@@ -229,5 +165,9 @@ class ResumableLoader:
                 "or start another one in a new output_dir",
                 mismatched=mismatched,
             )
-        self.seed = state["seed"]
-        self._go_to(state["epoch"], state["position"])
+        self.options.seed = state["seed"]
+        self._reader.load(state)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._reader.close()

@@ -2,57 +2,95 @@
 
 from __future__ import annotations
 
-import os
+import inspect
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptcore import CheckpointManager, RNGState, SharingPattern, StateComponent
+from ckptcore import RNGState, SharingPattern, StateComponent
 
-from .arguments import InvalidArgument, TrainingArguments
-from .trainer import Trainer, seed_everything
+from .arguments import DDPArguments, DDPTrainingArguments
+from .construction import seed_everything
+from .dispatch import Agreed, DispatchedLoader
+from .foreign import ForeignLoader
+from .reading import is_stream
+from .trainer import Trainer
 
-__all__ = ["DDPTrainer"]
+__all__ = ["DDPTrainer", "RanksTrainer"]
 
 
-class DDPTrainer(Trainer):
-    """A `Trainer` on every rank of the running process group. Each makes one, and calls `train()`."""
+class RanksTrainer(Trainer):
+    """What trainers have in common whose ranks hold the same model and take different data."""
 
-    def __init__(self, args: TrainingArguments, **what: Any) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    arguments_class: ClassVar[type[Any]] = DDPTrainingArguments
+
+    def __init__(self, args: Any, **what: Any) -> None:
         super().__init__(args, **what)
-        self.settle_buckets()
-        # The model is the same everywhere; from here on every rank has random streams of its own.
-        if args.seed >= 0:
-            seed_everything(args.seed + self.rank)
+        if self.world_size > 1:
+            self.part_streams()
+
+    def part_streams(self) -> None:
+        """The model is the same everywhere; from here on every rank has random streams of its own."""
+        if self.args.seed >= 0:
+            seed_everything(self.args.seed + self.rank)
         elif self.rank:
             # Unseeded, torch starts at the same number in every process.
             torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
 
-    def choose_device(self) -> torch.device:
-        if not self.args.use_cpu and torch.cuda.is_available() and self.args.device in (None, "cuda"):
-            local, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-            if local >= devices:
-                reason = f"process {local + 1} of this machine, which has {devices} of them"
-                raise InvalidArgument("device", "cuda", reason, "start one process per device, or train on the cpu")
-            torch.cuda.set_device(local)
-        return super().choose_device()
+    def make_train_loader(self) -> Any:
+        """dispatch_batches: rank 0 reads for all. Else every rank reads its shard, and they agree on an epoch's end."""
+        rank, ranks = self.data_parallel
+        size = self.args.per_device_train_batch_size
+        if ranks == 1:
+            return super().make_train_loader()
+        if self.args.dispatch_batches:
+            return DispatchedLoader(self.make_loader(0, 1, size * ranks) if rank == 0 else None, self.env.cpu_group)
+        if is_stream(self.train_dataset):  # each rank's own already
+            return Agreed(self.make_loader(0, 1, size), self.env.cpu_group)
+        own = self.make_loader(rank, ranks, size)
+        return Agreed(own, self.env.cpu_group) if isinstance(own, ForeignLoader) else own
 
-    def choose_data_seed(self) -> int:
-        seed = torch.tensor(super().choose_data_seed(), device=self.device)
-        dist.broadcast(seed, 0)  # a random one is the same everywhere, too
-        return int(seed)
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        model = super().prepare_model(model)
-        return DistributedDataParallel(model, gradient_as_bucket_view=True) if self.world_size > 1 else model
+class DDPTrainer(RanksTrainer):
+    """A `Trainer` on every rank of the running process group. Each makes one, and calls `train()`."""
 
-    def get_state_components(self) -> list[StateComponent]:
-        return self.components(SharingPattern.REPLICATED)
+    kind = "ddp"
+    averager: PeriodicModelAverager | None = None
+
+    def build_model(self) -> None:
+        super().build_model()
+        if self.world_size == 1:
+            return
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        # Not what is its default in any case: names come and go between versions of torch, with warnings.
+        given, ours = asdict(self.args.ddp), asdict(DDPArguments())
+        options = {
+            name: value
+            for name, value in given.items()
+            if value != ours[name] or (name in known and known[name].default is (not value))
+        }
+        device = [self.device] if self.device.type == "cuda" else None
+        self.wrapped = self.parallel = DistributedDataParallel(self.model, device_ids=device, **options)
+        local = self.args.post_local_sgd
+        if local.enabled:
+            self.local_sgd = PostLocalSGDState(  # type: ignore[no-untyped-call]
+                dist.group.WORLD, dist.group.WORLD, local.start_step, local.post_local_gradient_allreduce
+            )
+            self.parallel.register_comm_hook(self.local_sgd, post_localSGD_hook)
+            self.averager = PeriodicModelAverager(period=local.period, warmup_steps=local.start_step)
+
+    def build_optimizer(self) -> None:
+        super().build_optimizer()
+        if self.world_size > 2:
+            self.settle_buckets()
+        if self.averager is not None:
+            self.averager.step, self.local_sgd.iter = 0, 0
 
     def settle_buckets(self) -> None:
         """One backward pass that is thrown away.
@@ -61,44 +99,57 @@ class DDPTrainer(Trainer):
         in which order the ranks' parts of it are added up. So without this, on more than two ranks, the first step
         of a resumed run would not be that of the run that did not stop, to the last bit.
         """
-        if self.world_size == 1:
-            return
-        streams, position = RNGState(), self.loader.state_dict()
+        streams = RNGState()
         before, buffers = streams.state_dict(), [buffer.clone() for buffer in self.model.buffers()]
-        self.model.train()
-        torch.autograd.backward(self.compute_loss(self.move_batch(self.loader.next_batch())))
+        self.wrapped.train()
+        batch, samples, _ = self.loader.next_group(1)[0]
+        with self.computing():
+            torch.autograd.backward(self.loss_share(self.move_batch(batch), samples, 1.0))
         self.optimizer.zero_grad(set_to_none=True)
         for buffer, value in zip(self.model.buffers(), buffers, strict=True):
             buffer.data.copy_(value)
-        self.loader.load_state_dict(position)
+        self.loader.load_state_dict(self.beginning)
         streams.load_state_dict(before)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        model = self.model
-        return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
+        return nullcontext() if last or self.world_size == 1 else self.parallel.no_sync()
 
-    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        model = self.model
-        if isinstance(model, DistributedDataParallel) and not model.training:
-            model = model.module  # ranks evaluate different numbers of batches, so none may wait for another
-        loss: Tensor = model(**batch).loss
-        return loss
+    def forward(self, batch: Any) -> Any:
+        if self.world_size > 1 and not self.wrapped.training:
+            # Ranks evaluate different numbers of batches, so none may wait for another.
+            return self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
+        return super().forward(batch)
 
-    def sum_over_ranks(self, *values: float) -> list[float]:
-        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)
-        result: list[float] = sums.tolist()
-        return result
+    def optimizer_step(self) -> bool:
+        done = super().optimizer_step()
+        if self.averager is not None:
+            self.averager.average_parameters(self.model.parameters())
+        return done
 
-    def evaluate(self) -> float:
-        self.share_buffers()
-        return super().evaluate()
+    def share_state(self) -> None:
+        """Buffers such as running statistics: rank 0's count, as DDP has it in the next forward pass anyway."""
+        if self.world_size > 1 and self.averager is None:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
 
-    def save(self, checkpoints: CheckpointManager, logging_dir: str, wait: bool) -> None:
-        self.share_buffers()
-        super().save(checkpoints, logging_dir, wait)
+    def model_components(self) -> list[StateComponent]:
+        """Between two averages of Post-Local SGD the replicas differ, so then each rank keeps its own."""
+        found = super().model_components()
+        if self.averager is not None:
+            for part in found:
+                part.sharing_pattern = SharingPattern.PER_RANK
+            found.append(StateComponent("averager", Averaging(self.averager, self.local_sgd)))
+        return found
 
-    def share_buffers(self) -> None:
-        """Such as running statistics: rank 0's count, as DDP has it in the next forward pass anyway."""
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, 0)
+
+class Averaging:
+    """How far Post-Local SGD has come."""
+
+    def __init__(self, averager: PeriodicModelAverager, hook: PostLocalSGDState) -> None:
+        self.averager, self.hook = averager, hook
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.averager.step, "iter": self.hook.iter}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.averager.step, self.hook.iter = state["step"], state["iter"]

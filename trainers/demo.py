@@ -22,7 +22,7 @@ import click
 from ckptcore import scan_root
 
 from .compare import compare_checkpoints
-from .progress import LOSSES, read_losses
+from .loss_record import LOSSES, read_losses
 
 __all__ = ["main"]
 
@@ -33,8 +33,9 @@ LABELS = {
     "rng": "RNG states",
     "scheduler": "schedule",
     "loader": "data position",
-    "progress": "step and log",
+    "trainer": "step and log",
 }
+TIMES = ("tok_per_sec", "mfu", "peak_mem")  # in the log, and never the same twice
 
 
 @dataclass
@@ -100,13 +101,20 @@ class Watcher:
 
 def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
     """One training process; the same command starts a run and resumes it."""
-    command = [
-        *(sys.executable, "-m", "ckpt_trainers.main", "--output-dir", str(folder)),
-        *("--max-steps", str(steps), "--save-steps", str(max(1, steps // 15)), "--save-total-limit", "3"),
-        *("--batch-size", "8", "--gradient-accumulation-steps", "2", "--dropout", "0.1"),
-        *("--max-data-bytes", str(steps * 700)),  # about 1.5 epochs, so that an epoch ends on the way
-        *("--threads", "1", "--device", "cpu", "--eval-steps", str(max(1, steps // 5))),
-    ]
+    settings = {
+        "output_dir": folder,
+        "max_steps": steps,
+        "save_steps": max(1, steps // 15),
+        "save_total_limit": 3,
+        "eval_steps": max(1, steps // 5),
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_data_bytes": steps * 700,  # about 1.5 epochs, so that an epoch ends on the way
+        "use_cpu": "true",
+        "report_to": "none",
+    }
+    words = [f"{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-m", "ckpt_trainers.main", "--threads", "1", *words]
     with folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
@@ -143,7 +151,7 @@ def compare(reference: Path, killed: Path, steps: int) -> bool:
     """Prints what was compared and says whether all of it is equal."""
     equal = True
     name = f"checkpoint-{steps}"
-    for part in compare_checkpoints(str(reference / name), str(killed / name)):
+    for part in compare_checkpoints(str(reference / name), str(killed / name), TIMES):
         verdict = "equal" if not part.differences else f"{len(part.differences)} DIFFER"
         label = LABELS.get(part.name, part.name)
         size = f"{part.tensors:>5} tensors {part.tensor_bytes:>12,} bytes {part.values:>6} values"

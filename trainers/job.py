@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .environment import DistributedEnvironment
 
 __all__ = ["Job"]
 
@@ -14,31 +17,26 @@ class Job:
     def __init__(self) -> None:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.world_size > 1 else 0
-        self._store: Any = None
+        self.environment: DistributedEnvironment | None = None
 
-    def start(self) -> None:
-        if self.world_size == 1:
-            return
-        import torch.distributed as dist
-        from torch.distributed.rendezvous import rendezvous
+    def start(self, args: Any) -> DistributedEnvironment:
+        from .environment import DistributedEnvironment
 
-        self._store, _, _ = next(rendezvous("env://"))
-        # No backend named: gloo for tensors on the CPU and, where there is CUDA, nccl for those on it.
-        dist.init_process_group(store=self._store, rank=self.rank, world_size=self.world_size)
+        self.environment = DistributedEnvironment.from_environ(args)
+        return self.environment
 
     def finish(self) -> None:
         """At a good end only: after a failure this could wait for ranks that never come."""
-        if self.world_size > 1:
-            import torch.distributed as dist
-
-            dist.destroy_process_group()
+        if self.environment is not None:
+            self.environment.close()
 
     def speaks(self, text: str) -> bool:
         """Whether this process is to say `text`: what several ranks have to say, one of them says."""
-        if self._store is None:
+        store = self.environment.store if self.environment is not None else None
+        if store is None:
             return True
         me = str(self.rank)
         try:
-            return bool(self._store.compare_set(f"ckpt-train said: {text}", "", me) == me.encode())
+            return bool(store.compare_set(f"ckpt-train said: {text}", "", me) == me.encode())
         except RuntimeError:  # the store went with the process that hosts it
             return True

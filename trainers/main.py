@@ -8,167 +8,141 @@ process trains its share; what they have to say is said once.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from ckptcore import CheckpointError, CheckpointNotFound, CheckpointWarning, NoUsableCheckpoint, StorageError, scan_root
 
-from .arguments import DataNotFound, GPTArguments, InvalidArgument, TrainingArguments
+from .arguments import (
+    AccelTrainingArguments,
+    DataNotFound,
+    DDPTrainingArguments,
+    FSDP2TrainingArguments,
+    GPTArguments,
+    InvalidArgument,
+    PipelineTrainingArguments,
+    TrainingArguments,
+    load_configuration,
+    print_configuration,
+    resolve_arguments,
+)
 from .job import Job
 
 if TYPE_CHECKING:
+    from .environment import DistributedEnvironment
     from .trainer import Trainer
 
-__all__ = ["main"]
+__all__ = ["Program", "main", "make_program"]
 
 BAD, USAGE, NOT_FOUND, STORAGE, INTERRUPTED = 1, 2, 3, 4, 130
 
+CLASSES: dict[str, type[TrainingArguments]] = {
+    "single": TrainingArguments,
+    "ddp": DDPTrainingArguments,
+    "fsdp2": FSDP2TrainingArguments,
+    "pipeline": PipelineTrainingArguments,
+    "accel": AccelTrainingArguments,
+}
+
+# What a run without a configuration file does: a few minutes on a laptop.
+DEMONSTRATION = {
+    "max_steps": 300,
+    "seed": 42,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 20,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "logging_steps": 10,
+    "eval_strategy": "steps",
+    "eval_steps": 100,
+    "max_eval_steps": 8,
+    "save_steps": 50,
+    "report_to": "tensorboard",
+}
+
 EPILOG = (
-    "Run the same command again after an interruption or a crash and it goes on from the newest good "
-    "checkpoint, bit for bit; on a finished run it does nothing. Look at the result with `ckpt ls`, "
-    "`ckpt inspect` and `ckpt verify`. On several processes: `torchrun --nproc-per-node 2 -m "
-    "ckpt_trainers.main` and the same options."
+    "WORDS are a YAML file, or none, and any number of name=value, which win over the file: any training argument "
+    "(also ddp.static_graph=true), model.n_layer, n_head, n_embd, block_size, dropout, data=[paths], max_data_bytes, "
+    "trainer=auto|single|ddp|fsdp2|pipeline|accel and schedule=ScheduleGPipe. Without a file a small GPT is trained "
+    "on the sources of Python's standard library. Run the same command again after an interruption or a crash and it "
+    "goes on from the newest good checkpoint, bit for bit; on a finished run it does nothing. Look at the result with "
+    "`ckpt ls`, `ckpt inspect` and `ckpt verify`. On several processes: `torchrun --nproc-per-node 2 -m "
+    "ckpt_trainers.main` and the same words."
 )
 
 
-Command = TypeVar("Command", bound="Callable[..., Any] | click.Command")
+@dataclass
+class Program:
+    """A configuration, resolved."""
+
+    args: TrainingArguments
+    kind: str
+    model: GPTArguments = field(default_factory=GPTArguments)
+    data: list[str] = field(default_factory=list)
+    max_data_bytes: int | None = 4 * 2**20
+    schedule: str = "ScheduleGPipe"
+
+    def __str__(self) -> str:
+        """All that differs from the defaults of the arguments, as YAML that is a configuration itself."""
+        own = {"data": self.data, "max_data_bytes": self.max_data_bytes, "model": asdict(self.model)}
+        kind = {"schedule": self.schedule} if self.kind == "pipeline" else {}
+        return print_configuration({"trainer": self.kind, **kind, **own, **self.args.changed()})
 
 
-class GroupedOption(click.Option):
-    """An option that `--help` lists under a heading."""
-
-    def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.group = group
-
-
-class GroupedCommand(click.Command):
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
-def option(group: str, *names: str, **settings: Any) -> Callable[[Command], Command]:
-    settings.setdefault("show_default", True)
-    return click.option(*names, cls=GroupedOption, group=group, **settings)
-
-
-RUN, DATA, MODEL = "Run", "Data", "Model"
-OPTIMIZER, CADENCE, CHECKPOINTS = "Optimizer and schedule", "Logging and evaluation", "Checkpoints"
+def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
+    """What the words say. Raises InvalidArgument, OSError."""
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise InvalidArgument("WORDS", " ".join(files), "more than one file", "give one, and name=value words")
+    given = load_configuration(files[0] if files else None, [word for word in words if "=" in word])
+    kind = given.pop("trainer", "auto")
+    if kind == "auto":
+        kind = "single" if world_size == 1 else "ddp"
+    if kind not in CLASSES:
+        raise InvalidArgument("trainer", kind, "unknown", f"give one of auto, {', '.join(CLASSES)}")
+    own = {name: given.pop(name) for name in ("data", "max_data_bytes", "schedule") if name in given}
+    if isinstance(own.get("data"), str):
+        own["data"] = [own["data"]]
+    model = _model(given.pop("model", None) or {})
+    if not files:
+        said = given.keys() | resolve_arguments(CLASSES[kind], given).changed().keys()
+        given |= {name: value for name, value in DEMONSTRATION.items() if name not in said}
+    if kind == "fsdp2" and "fsdp2" not in given:
+        given["fsdp2"] = {"transformer_layers_path": "blocks"}
+    args = resolve_arguments(CLASSES[kind], given)
+    if os.path.isfile(args.output_dir):
+        raise InvalidArgument("output_dir", args.output_dir, "is a file", "name a folder")
+    return Program(args, kind, model, **own)
 
 
-@click.command(
-    cls=GroupedCommand,
-    epilog=EPILOG,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-        "token_normalize_func": lambda name: name.replace("_", "-"),  # --output_dir is --output-dir
-    },
-)
-@option(
-    RUN,
-    "--output-dir",
-    required=True,
-    type=click.Path(file_okay=False),
-    help="Folder for checkpoints, losses.jsonl and TensorBoard logs.",
-)
-@option(RUN, "--max-steps", default=300, help="Optimizer steps in all; 0 or less goes by --num-train-epochs.")
-@option(RUN, "--num-train-epochs", default=1.0, help="Epochs, where --max-steps does not say.")
-@option(RUN, "--seed", default=42, help="Of weights, dropout and data order; -1 does not seed.")
-@option(RUN, "--device", help="Such as cpu or cuda:0.  [default: cuda where there is one, else cpu]")
-@option(
-    RUN,
+def _model(given: Any) -> GPTArguments:
+    names = list(asdict(GPTArguments()))
+    unknown = sorted(set(given) - set(names)) if isinstance(given, dict) else [str(given)]
+    if unknown:
+        raise InvalidArgument("model", unknown[0], "unknown", f"there are {', '.join(names)}")
+    return GPTArguments(**given)
+
+
+@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.argument("words", nargs=-1)
+@click.option(
     "--threads",
     type=click.IntRange(min=1),
     help="CPU threads of torch. Results are reproducible at the same number only.  [default: torch's choice]",
 )
-@option(
-    RUN,
-    "--disable-tqdm",
-    is_flag=True,
-    default=None,
-    show_default=False,
-    help="Plain lines in the place of a progress bar.  [default: when not on a terminal]",
-)
-@option(
-    DATA,
-    "--data",
-    multiple=True,
-    metavar="PATH",
-    help="A file, folder or glob to train on; may be repeated.  [default: Python's standard library sources]",
-)
-@option(DATA, "--max-data-bytes", default=4 * 2**20, help="Read at most so many bytes; 0 reads all.")
-@option(DATA, "--per-device-train-batch-size", "--batch-size", default=16, help="Windows per batch.")
-@option(DATA, "--gradient-accumulation-steps", default=1, help="Batches per optimizer step.")
-@option(DATA, "--dataloader-drop-last", is_flag=True, help="Leave out the short last batch of an epoch.")
-@option(MODEL, "--n-layer", default=GPTArguments.n_layer, help="Blocks.")
-@option(MODEL, "--n-head", default=GPTArguments.n_head, help="Attention heads.")
-@option(MODEL, "--n-embd", default=GPTArguments.n_embd, help="Width.")
-@option(MODEL, "--block-size", default=GPTArguments.block_size, help="Bytes per window.")
-@option(MODEL, "--dropout", default=GPTArguments.dropout, help="Dropout probability.")
-@option(OPTIMIZER, "--learning-rate", "--lr", default=2e-3, help="Highest rate, reached after warm-up.")
-@option(OPTIMIZER, "--warmup-steps", default=20, help="Linear ramp from 0; a cosine to 0 follows.")
-@option(OPTIMIZER, "--weight-decay", default=0.01, help="Of AdamW.")
-@option(OPTIMIZER, "--max-grad-norm", default=1.0, help="Clip gradients to this norm; 0 does not clip.")
-@option(CADENCE, "--logging-steps", default=10, help="Steps between two entries of the log.")
-@option(CADENCE, "--eval-steps", default=100, help="Steps between two validations; 0 never validates.")
-@option(CADENCE, "--max-eval-steps", default=8, help="Batches per validation; -1 takes all.")
-@option(
-    CADENCE, "--report-to", type=click.Choice(["tensorboard", "none"]), default="tensorboard", help="Where curves go."
-)
-@option(
-    CADENCE,
-    "--logging-dir",
-    type=click.Path(file_okay=False),
-    help="TensorBoard folder.  [default: OUTPUT_DIR/runs/TIME_HOST, kept on resume]",
-)
-@option(CHECKPOINTS, "--save-steps", default=50, help="Steps between two checkpoints; the last step is always saved.")
-@option(CHECKPOINTS, "--save-total-limit", default=2, help="Newest checkpoints to keep; 0 keeps all.")
-@option(CHECKPOINTS, "--save-async", is_flag=True, help="Write checkpoints in the background, while training goes on.")
-@option(
-    CHECKPOINTS,
-    "--enable-jit-checkpoint",
-    is_flag=True,
-    help="On SIGTERM, to any process of a job, save the step at hand and end well.",
-)
-@option(
-    CHECKPOINTS,
-    "--resume-from-checkpoint",
-    "--resume",
-    metavar="auto|no|PATH",
-    default="auto",
-    help="Go on from the newest good checkpoint, from none, or from this one.",
-)
-@option(
-    CHECKPOINTS,
-    "--overwrite-output-dir",
-    is_flag=True,
-    help="With --resume no: replace the checkpoints that are there.",
-)
-@option(
-    CHECKPOINTS,
-    "--on-world-size-change",
-    type=click.Choice(["error", "continue"]),
-    default="error",
-    help="What to do with a checkpoint of another number of processes: refuse it, or go on from its data position "
-    "with random streams that start anew.",
-)
-def main(threads: int | None, **given: Any) -> None:
-    """Train a byte-level GPT on text, with checkpoints that it can go on from bit for bit."""
-    output_dir, job = given["output_dir"], Job()
+@click.option("--show", is_flag=True, help="Print the resolved configuration, and train nothing.")
+def main(words: tuple[str, ...], threads: int | None, show: bool) -> None:
+    """Train a byte-level GPT; stopped or killed at any moment, the same command goes on bit for bit."""
+    job = Job()
     level = logging.INFO if job.rank == 0 else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout, force=True)
+    program: Program | None = None
 
     def say(text: str) -> None:
         if job.speaks(text):
@@ -185,7 +159,11 @@ def main(threads: int | None, **given: Any) -> None:
         warnings.showwarning = show_warning
         warnings.simplefilter("always", CheckpointWarning)
         try:
-            _train(arguments(given), threads, job)
+            program = make_program(words, job.world_size)
+            if show:
+                click.echo(str(program), nl=False)
+                return
+            run(program, threads, job)
         except NoUsableCheckpoint as error:
             fail(error, BAD)
         except (CheckpointNotFound, DataNotFound) as error:
@@ -199,47 +177,78 @@ def main(threads: int | None, **given: Any) -> None:
         except OSError as error:  # a file that cannot be read or written
             fail(error, STORAGE)
         except KeyboardInterrupt:
-            say(f"\ninterrupted; {_where_it_stands(output_dir)}")
+            say(f"\ninterrupted; {_where_it_stands(program)}")
             sys.exit(INTERRUPTED)
 
 
-def arguments(given: dict[str, Any]) -> TrainingArguments:
-    """The command's options as arguments of the trainer."""
-    given = dict(given)
-    model = GPTArguments(**{name: given.pop(name) for name in ("n_layer", "n_head", "n_embd", "block_size", "dropout")})
-    given["eval_strategy"] = "steps" if given["eval_steps"] else "no"
-    given["eval_steps"] = given["eval_steps"] or 1
-    for name in ("max_data_bytes", "save_total_limit", "max_grad_norm"):
-        given[name] = given[name] or None
-    resume = given["resume_from_checkpoint"]
-    given["resume_from_checkpoint"] = {"auto": True, "no": False}.get(resume, resume)
-    return TrainingArguments(model=model, **given)
-
-
-def _train(args: TrainingArguments, threads: int | None, job: Job) -> None:
+def run(program: Program, threads: int | None, job: Job) -> None:
     import torch
 
     if threads is not None:
         torch.set_num_threads(threads)
-    job.start()
-    result = _trainer(args, job).train()
+    environment = job.start(program.args)
+    trainer = make_trainer(program, environment)
+    if job.rank == 0:
+        click.echo(str(program))
+    result = trainer.train()
     if result.steps_run and job.rank == 0:
-        ending = "stopped by SIGTERM" if result.stop_reason else "finished"
-        click.echo(f"{ending}: {result.steps_run} steps to step {result.global_step}, loss {result.losses[-1]:.4f}")
+        ending = {None: "finished", "sigterm": "stopped by SIGTERM"}.get(result.stop_reason, "stopped")
+        loss = result.training_loss
+        click.echo(f"{ending}: {result.steps_run} steps to step {result.global_step}, mean loss {loss:.4f}")
     job.finish()
 
 
-def _trainer(args: TrainingArguments, job: Job) -> Trainer:
-    if job.world_size > 1:
-        from .ddp import DDPTrainer
-
-        return DDPTrainer(args)
+def make_trainer(program: Program, environment: DistributedEnvironment) -> Trainer:
+    """The trainer of the kind that is wanted, with the byte-level GPT and its text."""
+    from .corpus import read_corpus, split_corpus
+    from .loss_record import LossRecord
+    from .model import ByteGPT, next_byte_loss
     from .trainer import Trainer
 
-    return Trainer(args)
+    args = program.args
+    train, held_out = split_corpus(read_corpus(program.data, program.max_data_bytes), program.model.block_size)
+    what: dict[str, Any] = {
+        "model_init": lambda: ByteGPT(program.model),
+        "train_dataset": train,
+        "eval_dataset": held_out,
+        "distributed_env": environment,
+        "callbacks": [*Trainer.default_callbacks(), LossRecord()],
+        "compute_loss_func": None if args.label_smoothing_factor else next_byte_loss,
+    }
+    if program.kind == "ddp":
+        from .ddp import DDPTrainer
+
+        return DDPTrainer(args, **what)
+    if program.kind == "fsdp2":
+        from .fsdp2 import FSDP2Trainer
+
+        return FSDP2Trainer(args, **what)
+    if program.kind == "pipeline":
+        import torch.distributed.pipelining as pipelining
+
+        from .pipeline import PipelineTrainer
+        from .splitting import ByteGPTSplitter
+
+        schedule = getattr(pipelining, program.schedule, None)
+        if schedule is None:
+            raise InvalidArgument("schedule", program.schedule, "torch has none of this name", "give ScheduleGPipe")
+        return PipelineTrainer(args, model_splitter=ByteGPTSplitter(), pipe_schedule_factory=schedule, **what)
+    if program.kind == "accel":
+        from accelerate import Accelerator
+
+        from .accel import AccelTrainer
+
+        accelerator = Accelerator(
+            cpu=args.use_cpu,
+            mixed_precision=args.mixed_precision or "no",
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+        )
+        return AccelTrainer(args, accelerator=accelerator, **what)
+    return Trainer(args, **what)
 
 
-def _where_it_stands(output_dir: str) -> str:
+def _where_it_stands(program: Program | None) -> str:
+    output_dir = "" if program is None else program.args.output_dir
     try:
         committed = [entry for entry in scan_root(output_dir) if entry.status == "committed"]
     except CheckpointError as error:

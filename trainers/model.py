@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .arguments import GPTArguments
 
-__all__ = ["VOCABULARY", "ByteGPT", "GPTOutput"]
+__all__ = ["VOCABULARY", "ByteGPT", "GPTOutput", "next_byte_loss"]
 
 VOCABULARY = 256
 
@@ -57,6 +58,8 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """`model(input_ids)` gives logits for each next byte; with `labels` (the next bytes) also the loss."""
 
+    saves_memory = False
+
     def __init__(self, args: GPTArguments | None = None) -> None:
         super().__init__()
         self.args = args = args or GPTArguments()
@@ -78,12 +81,21 @@ class ByteGPT(nn.Module):
                 residual = name.endswith(("attention.out.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * len(self.blocks)) ** (0.5 if residual else 0))
 
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Blocks are computed again for the backward pass; the name is that of Hugging Face's models."""
+        self.saves_memory = True
+
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> GPTOutput:
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.embedding(input_ids) + self.position(places))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.saves_memory and self.training else block(x)
         logits = self.head(self.norm(x))
         if labels is None:
             return GPTOutput(logits, None)
         return GPTOutput(logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def next_byte_loss(outputs: GPTOutput, labels: Tensor, items: float) -> Tensor:
+    """A loss for accumulated batches: the sum over these bytes, divided by the bytes of the whole step."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum") / items

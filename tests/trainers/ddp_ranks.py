@@ -5,7 +5,6 @@ Reads one JSON order per line, answers with the exit codes. What the ranks saw i
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -20,12 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from ckpt_trainers.arguments import GPTArguments, TrainingArguments
+from ckpt_trainers.arguments import GPTArguments
 from ckpt_trainers.ddp import DDPTrainer
+from ckpt_trainers.loss_record import LossRecord
 from ckpt_trainers.main import main
-from ckpt_trainers.model import ByteGPT
+from ckpt_trainers.model import ByteGPT, next_byte_loss
+from ckpt_trainers.run_state import Part
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from ckptcore import StateComponent
 
@@ -63,6 +64,20 @@ def streams() -> dict[str, str]:
     }
 
 
+class Windows(Dataset[dict[str, Tensor]]):
+    """The first byte of a sample is its number."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        text = torch.tensor([number, *((number * number + 7 * i) % 251 for i in range(16))])
+        return {"input_ids": text[:-1], "labels": text[1:]}
+
+
 class Normed(ByteGPT):
     """Has running statistics too: buffers that DDP lets differ between the ranks until the next step."""
 
@@ -76,46 +91,28 @@ class Normed(ByteGPT):
         return result
 
 
-class Forgetful:
-    """Saves the state of an object and does not restore it."""
-
-    def __init__(self, whose: Any) -> None:
-        self.whose = whose
-
-    def state_dict(self) -> Any:
-        return self.whose.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
-
-
 class Watched(DDPTrainer):
-    """Writes down what its rank does, and dies at the start of a step; its data draw random numbers of all kinds."""
+    """Writes down what its rank does, and dies at the start of a step; its losses draw random numbers of all kinds."""
 
     stop: int | None = None
     forgotten: str | None = None
     sigterm: tuple[int, float] | None = None
 
-    def __init__(self, args: TrainingArguments, **what: Any) -> None:
+    def __init__(self, args: Any, **what: Any) -> None:
         self.watching = False
         super().__init__(args, **what)
         self.watching = True
-        self.notes = Path(f"{args.output_dir}.rank{self.rank}.jsonl")
+        self.notes = Path(f"{self.args.output_dir}.rank{self.rank}.jsonl")
 
     def get_state_components(self) -> list[StateComponent]:
         parts = super().get_state_components()
         for part in parts:
             if part.key == self.forgotten:
-                # The optimizer's tensors are read in place; a copy of it has its own.
-                part.stateful = Forgetful(copy.deepcopy(part.stateful))
+                part.stateful = Part(part.stateful, restored=False)
         return parts
 
-    def note(self, **seen: Any) -> None:
-        with self.notes.open("a") as file:
-            file.write(json.dumps({"step": self.progress.step, **seen}) + "\n")
-
-    def training_step(self) -> tuple[float, float | None]:
-        if self.progress.step == self.stop:
+    def training_step(self) -> None:
+        if self.state.global_step == self.stop:
             os._exit(DIED)
         if self.sigterm is not None and self.rank == self.sigterm[0]:
             seconds, self.sigterm = self.sigterm[1], None
@@ -124,45 +121,83 @@ class Watched(DDPTrainer):
             else:
                 os.kill(os.getpid(), signal.SIGTERM)
         self.own_losses: list[str] = []
-        seen: dict[str, Any] = {"streams": streams(), "epoch": self.loader.epoch}
-        seen["samples"] = self.samples_of_step()
-        loss, norm = super().training_step()
-        model, moments = getattr(self.model, "module", self.model).state_dict(), list(self.optimizer.state.values())
-        self.note(
-            **seen,
-            own_losses=self.own_losses,
-            loss=loss.hex(),
-            norm=norm,
-            rate=self.scheduler.get_last_lr()[0].hex(),
-            weights=bits({name: value for name, value in model.items() if "input_norm.running" not in name}),
-            moments=bits(moments),
-        )
-        return loss, norm
+        seen: dict[str, Any] = {"step": self.state.global_step, "streams": streams(), "epoch": self.loader.epoch}
+        super().training_step()
+        model = self.model.state_dict()
+        seen |= {
+            "samples": self.samples,
+            "own_losses": self.own_losses,
+            "loss": self.reduce([self.share])[0].hex(),
+            "norm": float(self.meters.grad_norm or 0.0),
+            "rate": self.learning_rate().hex(),
+            "weights": bits({name: value for name, value in model.items() if "input_norm.running" not in name}),
+            "moments": bits(list(self.optimizer.state.values())),
+        }
+        with self.notes.open("a") as file:
+            file.write(json.dumps(seen) + "\n")
 
-    def samples_of_step(self) -> list[int]:
-        loader, count = self.loader, min(self.args.gradient_accumulation_steps, self.loader.left_in_epoch)
-        found, start = [], loader.position
-        for own, of_all in loader.next_sizes(count):
-            mine = loader.order(loader.epoch)[start : start + of_all][loader.rank :: loader.world_size]
-            assert len(mine) == own
-            found += mine.tolist()
-            start += of_all
-        return found
+    def forward_backward(self, group: Any, items: float) -> Tensor:
+        self.samples = [i for batch, samples, _ in group for i in batch["input_ids"][:samples, 0].tolist()]
+        self.share = super().forward_backward(group, items)
+        return self.share
 
-    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        loss = super().compute_loss(batch)
-        if self.watching and self.model.training:
+    def loss_share(self, batch: Any, samples: int, items: float) -> Tensor:
+        loss = super().loss_share(batch, samples, items)
+        if self.watching and self.wrapped.training:
             loss = loss * (1 + 0.01 * random.random() + 0.01 * np.random.random())
             self.own_losses.append(loss.item().hex())
         return loss
 
 
-def train(arguments: dict[str, Any], stop: int | None, forgotten: str | None, sigterm: tuple[int, float] | None) -> int:
-    dist.init_process_group()
-    args = TrainingArguments(**arguments)
+class Asking:
+    """Sets flags on one rank, and writes down on all what comes of them."""
+
+    def __init__(self, asks: list[tuple[int, int, str]]) -> None:
+        self.asks = asks
+
+    def on_step_end(self, state: Any, control: Any, trainer: Any, **_: Any) -> None:
+        for rank, step, flag in self.asks:
+            if (rank, step) == (trainer.rank, state.global_step):
+                setattr(control, flag, True)
+
+    def note(self, name: str, state: Any, trainer: Any, **more: Any) -> None:
+        with Path(f"{trainer.args.output_dir}.asked{trainer.rank}.jsonl").open("a") as file:
+            file.write(json.dumps([name, state.global_step, *more.values()]) + "\n")
+
+    def on_save(self, state: Any, trainer: Any, **_: Any) -> None:
+        self.note("save", state, trainer)
+
+    def on_evaluate(self, state: Any, trainer: Any, metrics: dict[str, float], **_: Any) -> None:
+        self.note("evaluate", state, trainer, loss=metrics["eval_loss"])
+
+    def on_log(self, state: Any, trainer: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "loss" in logs:
+            self.note("log", state, trainer, loss=logs["loss"])
+
+    def on_epoch_end(self, state: Any, trainer: Any, **_: Any) -> None:
+        self.note("epoch", state, trainer)
+
+    def on_checkpoint_commit(self, state: Any, trainer: Any, record: Any, **_: Any) -> None:
+        self.note("commit", state, trainer, step=record.step, ok=record.ok, stall=record.stall_ms, save=record.save_s)
+
+    def on_train_end(self, state: Any, trainer: Any, **_: Any) -> None:
+        self.note("end", state, trainer, reason=state.stop_reason, by=state.stop_requested_by)
+
+
+def train(
+    arguments: dict[str, Any],
+    stop: int | None,
+    forgotten: str | None,
+    sigterm: tuple[int, float] | None,
+    asks: list[tuple[int, int, str]] | None = None,
+) -> int:
     Watched.stop, Watched.forgotten, Watched.sigterm = stop, forgotten, sigterm
-    Watched(args, model_init=lambda: Normed(args.model)).train()
-    dist.destroy_process_group()
+    gpt = GPTArguments(n_layer=2, n_head=2, n_embd=16, block_size=16, dropout=0.2)
+    trainer = Watched(
+        arguments, model_init=lambda: Normed(gpt), train_dataset=Windows(27), eval_dataset=Windows(5),
+        compute_loss_func=next_byte_loss, callbacks=[LossRecord(), Asking(asks or [])])  # fmt: skip
+    trainer.train()
+    trainer.env.close()
     return 0
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from ckpt_trainers import trainer as trainer_module
 from ckpt_trainers.main import main
 from click.testing import CliRunner, Result
@@ -20,8 +21,8 @@ from ckptcore import CheckpointManager, open_storage, scan_root
 from ckptcore.testing.faults import FaultStorage
 
 TINY = [
-    *("--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-size", "4"),
-    *("--threads", "1", "--device", "cpu", "--report-to", "none", "--disable-tqdm"),
+    *("model.n_layer=1", "model.n_head=1", "model.n_embd=8", "model.block_size=8", "per_device_train_batch_size=4"),
+    *("--threads", "1", "use_cpu=true", "report_to=none", "disable_tqdm=true", "save_async=false"),
 ]
 
 
@@ -37,34 +38,43 @@ def one_line(result: Result) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, text: Path) -> list[str]:
-    return ["--output-dir", str(tmp_path / "run"), "--data", str(text), "--max-steps", "4", "--save-steps", "2"]
+    return [f"output_dir={tmp_path / 'run'}", f"data={text}", "max_steps=4", "save_steps=2"]
 
 
-def test_help_shows_every_option_under_a_heading_with_its_default() -> None:
+def test_help_says_how_it_is_told_what_to_do() -> None:
     result = CliRunner().invoke(main, ["--help"])
     assert result.exit_code == 0
-    headings = re.findall(r"^(\S[^:\n]*):\s*$", result.output, re.MULTILINE)
-    assert headings == [
-        "Run",
-        "Data",
-        "Model",
-        "Optimizer and schedule",
-        "Logging and evaluation",
-        "Checkpoints",
-        "Other",
-    ]
     shown = re.sub(r"\s+", " ", result.output)
-    for option, default in {
-        "--max-steps INTEGER": "300",
-        "--gradient-accumulation-steps INTEGER": "1",
-        "--data PATH": "Python's standard library sources",
-        "--n-layer INTEGER": "4",
-        "--save-steps INTEGER": "50",
-        "--resume auto|no|PATH": "auto",
-        "--device TEXT": "cuda where there is one, else cpu",
-    }.items():
-        assert re.search(re.escape(option) + r"[^\[]*\[default: " + re.escape(default) + r"\]", shown), option
-    assert "--output-dir DIRECTORY" in shown and "[required]" in shown
+    for said in ("[WORDS]...", "YAML file", "name=value", "model.n_layer", "--threads", "--show", "torchrun"):
+        assert said in shown, said
+
+
+def test_a_file_and_words_are_one_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "lr: 0.25\nmax_steps: 7\nmodel: {n_layer: 2, dropout: 0.0}\ntrainer: ddp\nddp: {static_graph: true}\n"
+    )
+    result = CliRunner().invoke(main, ["--show", str(file), "max_steps=9", "model.n_head=2", "ddp.bucket_cap_mb=3"])
+    assert result.exit_code == 0, result.output
+    assert yaml.safe_load(result.stdout) == {
+        "trainer": "ddp",
+        "data": [],
+        "max_data_bytes": 4 * 2**20,
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 64, "dropout": 0.0},
+        "learning_rate": 0.25,
+        "max_steps": 9,
+        "ddp": {"static_graph": True, "bucket_cap_mb": 3},
+    }
+    again = tmp_path / "again.yaml"
+    again.write_text(result.stdout)
+    assert CliRunner().invoke(main, ["--show", str(again)]).stdout == result.stdout
+
+
+def test_without_a_file_words_win_over_what_a_demonstration_has() -> None:
+    result = CliRunner().invoke(main, ["--show", "lr=0.25", "eval_strategy=no", "max_grad_norm=null"])
+    shown = yaml.safe_load(result.stdout)
+    assert (shown["learning_rate"], shown["max_steps"], shown["warmup_steps"]) == (0.25, 300, 20)
+    assert shown["trainer"] == "single" and "eval_strategy" not in shown and "max_grad_norm" not in shown
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -79,28 +89,40 @@ def test_help_does_not_wait_for_torch() -> None:
 def test_a_run_tells_what_it_did_and_can_be_repeated(run: list[str], tmp_path: Path) -> None:
     result = train(*run)
     assert result.exit_code == 0, result.output
-    assert re.search(r"^finished: 4 steps to step 4, loss \d\.\d{4}$", result.stdout, re.MULTILINE)
+    assert re.search(r"^finished: 4 steps to step 4, mean loss \d\.\d{4}$", result.stdout, re.MULTILINE)
     assert [entry.step for entry in scan_root(str(tmp_path / "run"))] == [2, 4]
     result = train(*run)
     assert result.exit_code == 0, result.output
     assert "nothing to do: step 4 of 4 is reached" in result.stdout
-    result = train(*run, "--max-steps", 6, "--lr", 0.5)
+    result = train(*run, "max_steps=6", "lr=0.5")
     assert "resumed from step 4" in result.stdout
-    assert "learning_rate 0.5 (was 0.002)" in result.stdout and "max_steps 6 (was 4)" in result.stdout
+    assert "learning_rate 0.002 -> 0.5" in result.stdout and "max_steps 4 -> 6" in result.stdout
     assert "finished: 2 steps to step 6" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--n-embd", "7", "--n-head", "2"], 2, "n_embd=7: not a multiple of n_head=2"),
-        (["--save-steps", "0"], 2, "save_steps=0: out of range"),
-        (["--lr", "nan"], 2, "learning_rate=nan: not a finite number"),
-        (["--dropout", "1.5"], 2, "dropout=1.5: out of range"),
-        (["--block-size", "1000"], 2, "data='460 bytes': too short"),
-        (["--device", "abacus"], 2, "device='abacus'"),
-        (["--data", "no/such/file"], 3, "data: 'no/such/file' names no file"),
-        (["--resume", "no/such/checkpoint"], 3, "no/such/checkpoint"),
+        (["model.n_embd=7", "model.n_head=2"], 2, "n_embd=7: not a multiple of n_head=2"),
+        (["save_steps=0"], 2, "save_steps=0: "),
+        (["lr=.nan"], 2, "learning_rate=nan: "),
+        (["model.dropout=1.5"], 2, "dropout=1.5: out of range"),
+        (["model.block_size=1000"], 2, "data='460 bytes': too short"),
+        (["model.heads=3"], 2, "model='heads': unknown"),
+        (["device=abacus", "use_cpu=false"], 2, "device='abacus'"),
+        (["data=no/such/file"], 3, "data: 'no/such/file' names no file"),
+        (["resume_from_checkpoint=no/such/checkpoint"], 3, "no/such/checkpoint"),
+        (["max_steps=many"], 2, "max_steps='many'"),
+        (["max_stepps=3"], 2, "did you mean max_steps"),
+        (["report_to=wandb"], 2, "report_to='wandb'"),
+        (
+            ["trainer=deepspeed"],
+            2,
+            "trainer='deepspeed': unknown; give one of auto, single, ddp, fsdp2, pipeline, accel",
+        ),
+        (["trainer=pipeline"], 2, "a pipeline needs more than one rank"),
+        (["no-such.yaml"], 4, "no-such.yaml"),
+        (["one.yaml", "two.yaml"], 2, "more than one file"),
     ],
 )
 def test_what_a_user_got_wrong_is_one_line_and_leaves_nothing(
@@ -112,32 +134,34 @@ def test_what_a_user_got_wrong_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
-@pytest.mark.parametrize("words", [["--max-steps", "many"], ["--no-such-option"], ["--report-to", "wandb"]])
-def test_words_that_are_not_options_are_usage_errors(run: list[str], words: list[str]) -> None:
-    result = train(*run, *words)
+def test_words_that_are_not_options_are_usage_errors(run: list[str]) -> None:
+    result = train(*run, "--no-such-option")
     assert result.exit_code == 2
     assert "Usage:" in result.stderr and "Traceback" not in result.output
 
 
-def test_output_dir_is_needed_and_must_not_be_a_file(text: Path) -> None:
-    assert train().exit_code == 2
-    result = train("--output-dir", text)
-    assert result.exit_code == 2 and "is a file" in result.stderr
+def test_output_dir_must_not_be_a_file(text: Path) -> None:
+    result = train(f"output_dir={text}")
+    assert result.exit_code == 2 and "is a file" in one_line(result)
 
 
 def test_changed_data_is_named(run: list[str], text: Path) -> None:
     assert train(*run).exit_code == 0
     text.write_bytes(b"x" * 460)
-    result = train(*run, "--max-steps", 6)
+    result = train(*run, "max_steps=6")
     assert result.exit_code == 1
     assert re.search(r"data xxh3_128 was \w{32}, is \w{32}", one_line(result))
-    result = train(*run, "--max-steps", 6, "--batch-size", 3)
-    assert result.exit_code == 1 and "batch_size was 4, is 3" in one_line(result)
+
+
+def test_another_batch_size_is_told_and_goes_on(run: list[str]) -> None:
+    assert train(*run).exit_code == 0
+    result = train(*run, "max_steps=6", "per_device_train_batch_size=3")
+    assert result.exit_code == 0 and "per_device_train_batch_size 4 -> 3" in result.output
 
 
 def test_another_model_than_the_checkpoints_is_refused(run: list[str]) -> None:
     assert train(*run).exit_code == 0
-    result = train(*run, "--max-steps", 6, "--n-embd", 16)
+    result = train(*run, "max_steps=6", "model.n_embd=16")
     assert result.exit_code == 1
     assert "embedding.weight" in one_line(result)
 
@@ -164,7 +188,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_one_warning(run: list[s
 
 def test_starting_over_must_be_asked_for(run: list[str]) -> None:
     assert train(*run).exit_code == 0
-    result = train(*run, "--resume", "no")
+    result = train(*run, "resume_from_checkpoint=false")
     assert result.exit_code == 1 and "overwrite_output_dir" in one_line(result)
 
 
@@ -179,7 +203,7 @@ def test_a_folder_that_cannot_be_written(run: list[str], tmp_path: Path) -> None
 
 
 def test_an_output_dir_below_a_file_is_a_storage_error(run: list[str], text: Path) -> None:
-    result = train(*run, "--output-dir", text / "run")
+    result = train(*run, f"output_dir={text / 'run'}")
     assert result.exit_code == 4, result.output
     assert str(text) in one_line(result)
 
@@ -187,10 +211,10 @@ def test_an_output_dir_below_a_file_is_a_storage_error(run: list[str], text: Pat
 def test_an_interrupted_run_says_where_it_stands(run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     step = trainer_module.Trainer.training_step
 
-    def interrupted(self: trainer_module.Trainer) -> tuple[float, float | None]:
-        if self.progress.step == stop:
+    def interrupted(self: trainer_module.Trainer) -> None:
+        if self.state.global_step == stop:
             raise KeyboardInterrupt
-        return step(self)
+        step(self)
 
     monkeypatch.setattr(trainer_module.Trainer, "training_step", interrupted)
     stop = 1
@@ -208,8 +232,10 @@ def test_a_save_that_fails_in_the_background_fails_the_run(
 ) -> None:
     storage = FaultStorage(open_storage(tmp_path / "run"))
     storage.fail(kind="write_at", path="checkpoint-2*", error=number, times=None)
-    monkeypatch.setattr(trainer_module, "CheckpointManager", lambda root, **how: CheckpointManager(storage, **how))
-    result = train(*run, "--save-async", "--max-steps", 6)
+    monkeypatch.setattr(
+        "ckpt_trainers.trainer_saves.CheckpointManager", lambda root, **how: CheckpointManager(storage, **how)
+    )
+    result = train(*run, "save_async=true", "max_steps=6")
     assert result.exit_code not in (0, 2), result.output
     said = one_line(result)
     assert "the save of step 2 in the background failed" in said and os.strerror(number) in said
@@ -217,21 +243,21 @@ def test_a_save_that_fails_in_the_background_fails_the_run(
     assert [entry.step for entry in scan_root(str(tmp_path / "run")) if entry.status == "committed"] == []
 
 
-@pytest.mark.parametrize("words", [[], ["--save-async"]])
+@pytest.mark.parametrize("words", [[], ["save_async=true"]])
 def test_sigterm_is_a_good_end_when_asked_for(
     run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     step = trainer_module.Trainer.training_step
 
-    def terminated(self: trainer_module.Trainer) -> tuple[float, float | None]:
-        if self.progress.step == 2:
+    def terminated(self: trainer_module.Trainer) -> None:
+        if self.state.global_step == 2:
             signal.raise_signal(signal.SIGTERM)
-        return step(self)
+        step(self)
 
     monkeypatch.setattr(trainer_module.Trainer, "training_step", terminated)
-    result = train(*run, "--enable-jit-checkpoint", *words)
+    result = train(*run, "enable_jit_checkpoint=true", *words)
     assert result.exit_code == 0, result.output
-    assert re.search(r"^stopped by SIGTERM: 3 steps to step 3, loss \d\.\d{4}$", result.stdout, re.MULTILINE)
+    assert re.search(r"^stopped by SIGTERM: 3 steps to step 3, mean loss \d\.\d{4}$", result.stdout, re.MULTILINE)
     assert [entry.step for entry in scan_root(str(tmp_path / "run"))] == [2, 3]
     result = train(*run, *words)
     assert result.exit_code == 0, result.output
@@ -240,7 +266,7 @@ def test_sigterm_is_a_good_end_when_asked_for(
 
 def test_ctrl_c_on_the_real_command(run: list[str], tmp_path: Path) -> None:
     # Nothing is being deleted when the signal comes: all checkpoints are kept.
-    endless = ["--max-steps", "1000000", "--save-steps", "20", "--save-total-limit", "0"]
+    endless = ["max_steps=1000000", "save_steps=20", "save_total_limit=null"]
     command = [sys.executable, "-m", "ckpt_trainers.main", *TINY, *run, *endless]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60

@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
 from ckpt_trainers import demo
-from ckpt_trainers.progress import LossFile
+from ckpt_trainers.loss_record import LossRecord
 
 from ckptcore import CheckpointManager
 
@@ -41,11 +43,13 @@ def test_a_run_killed_twice_inside_a_save_is_the_uninterrupted_run(tmp_path: Pat
 
 def make_run(folder: Path, weight: float = 1.0, loss: float = 0.5, steps: int = 2) -> Path:
     with CheckpointManager(folder) as checkpoints:
-        checkpoints.save(2, {"model": {"w": [weight]}, "progress": {"step": 2}})
-    file = LossFile(folder, 0)
-    for step in range(1, steps + 1):
-        file.append(step, loss)
-    file.close()
+        checkpoints.save(2, {"model": {"w": [weight]}, "trainer": {"step": 2, "tok_per_sec": time.perf_counter()}})
+    record, trainer = LossRecord(), SimpleNamespace(data_parallel=(0, 1), reduce=list)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0)
+    record.on_train_begin(args=SimpleNamespace(output_dir=folder), state=state)
+    for state.global_step in range(1, steps + 1):
+        record.on_train_metrics(state=state, metrics={"loss": loss}, trainer=trainer)
+    record.on_train_end()
     return folder
 
 

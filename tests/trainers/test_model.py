@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from ckpt_trainers.arguments import GPTArguments, InvalidArgument, TrainingArguments
-from ckpt_trainers.model import VOCABULARY, ByteGPT
-from ckpt_trainers.schedule import warmup_cosine
+from ckpt_trainers.arguments import GPTArguments
+from ckpt_trainers.model import VOCABULARY, ByteGPT, next_byte_loss
 
 TINY = GPTArguments(n_layer=2, n_head=2, n_embd=16, block_size=12, dropout=0.0)
 
@@ -47,67 +46,20 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(text).logits, model(text).logits)
 
 
-def test_schedule_is_a_ramp_and_a_cosine() -> None:
-    factor = warmup_cosine(4, 12)
-    assert [factor(t) for t in range(5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert factor(6) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-    assert factor(8) == pytest.approx(0.5)
-    assert factor(12) == factor(99) == 0.0
-    assert [warmup_cosine(0, 2)(t) for t in range(3)] == pytest.approx([1.0, 0.5, 0.0])
-    assert warmup_cosine(5, 5)(5) == 1.0
+def test_blocks_that_are_computed_again_give_the_same_gradients() -> None:
+    gradients = []
+    for again in (False, True):
+        torch.manual_seed(1)
+        model = ByteGPT(GPTArguments(n_layer=2, n_head=2, n_embd=16, block_size=12, dropout=0.3))
+        if again:
+            model.gradient_checkpointing_enable()
+        model(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_schedule_drives_lambda_lr_and_leaves_no_function_in_its_state() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(2, 6))
-    rates = []
-    for _ in range(6):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx([2 * warmup_cosine(2, 6)(t) for t in range(6)])
-    assert scheduler.state_dict()["lr_lambdas"] == [None]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "advice"),
-    [
-        ("save_steps", 0, "give a whole number from 1 up"),
-        ("save_steps", 2.5, "not a whole number"),
-        ("gradient_accumulation_steps", -1, "out of range"),
-        ("per_device_train_batch_size", True, "not a whole number"),
-        ("save_total_limit", 0, "None keeps all"),
-        ("learning_rate", float("nan"), "not a finite number"),
-        ("learning_rate", -1.0, "give a number from 0"),
-        ("max_grad_norm", 0.0, "None does not clip"),
-        ("adam_beta2", 1.0, "below 1"),
-        ("num_train_epochs", 0.0, "or set max_steps"),
-        ("seed", -2, "from -1 to 4294967295"),
-        ("seed", 2**32, "out of range"),
-        ("eval_strategy", "epoch", "no, steps"),
-        ("report_to", "all", "none, tensorboard"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused_by_name(name: str, value: object, advice: str) -> None:
-    with pytest.raises(InvalidArgument) as raised:
-        TrainingArguments(**{name: value})  # type: ignore[arg-type]
-    assert str(raised.value).startswith(f"{name}={value!r}: ") and advice in str(raised.value)
-    assert raised.value.name == name
-
-
-def test_model_arguments_are_checked_too() -> None:
-    with pytest.raises(InvalidArgument, match="n_embd=10: not a multiple of n_head=4"):
-        GPTArguments(n_embd=10)
-    with pytest.raises(InvalidArgument, match=r"dropout=1\.0"):
-        GPTArguments(dropout=1.0)
-    assert TrainingArguments(model={"n_layer": 2}).model == GPTArguments(n_layer=2)  # type: ignore[arg-type]
-
-
-def test_digest_of_arguments_tells_what_is_computed_not_where() -> None:
-    one = TrainingArguments(output_dir="a", save_steps=5)
-    assert one.digest() == TrainingArguments(output_dir="b", save_steps=9, resume_from_checkpoint=False).digest()
-    other = TrainingArguments(weight_decay=0.1, model=GPTArguments(dropout=0.2))
-    assert one.digest() != other.digest()
-    changed = other.differences(one.as_dict())
-    assert changed[0] == "weight_decay 0.1 (was 0.0)" and changed[1].startswith("model ")
-    assert one.differences(one.as_dict()) == []
+def test_a_loss_in_parts_is_the_loss() -> None:
+    model = ByteGPT(TINY)
+    text = torch.randint(VOCABULARY, (3, 13))
+    parts = [next_byte_loss(model(part[:, :-1]), part[:, 1:], 36) for part in (text[:1], text[1:])]
+    assert float(sum(parts).detach()) == pytest.approx(float(model(text[:, :-1], text[:, 1:]).loss.detach()), rel=1e-6)

@@ -1,0 +1,247 @@
+"""Records in a JSON file that can be read at any time and cut back to the step of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from .protocol import TrainerCallback, TrainerState
+
+__all__ = ["JsonArrayFile", "JsonLogger", "ResumableJsonFile", "plain", "read_json_array"]
+
+log = logging.getLogger(__name__)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: numbers that JSON lacks as text, tensors as numbers or lists, anything else as text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return plain(value.detach().cpu().tolist())
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def read_json_array(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a file, also of one that is being written or was torn: a last line that is not whole is left out.
+
+    Raises ValueError for what was never such a file.
+    """
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    try:
+        records = json.loads(text)
+    except ValueError:
+        records = _lines(text, path)
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise ValueError(f"{path} is not a JSON array of records")
+    return records
+
+
+def _lines(text: str, path: Any) -> list[Any]:
+    opening, *lines = [line.strip() for line in text.splitlines()] or [""]
+    if opening != "[":
+        raise ValueError(f"{path} is not a JSON array of records")
+    found = []
+    lines = [line for line in lines if line not in ("", "]", ",")]
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line.removesuffix(",")))
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{path}: record {number} is not JSON") from None
+    return found
+
+
+class JsonArrayFile:
+    """A JSON array, a record a line. The closing bracket comes with `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+        self._empty = True
+
+    def create(self) -> None:
+        """Start a file; one that is there already is renamed to `<name>.<n>.json`."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            number = 1
+            while (kept := self.path.with_suffix(f".{number}{self.path.suffix}")).exists():
+                number += 1
+            os.replace(self.path, kept)
+        self._file = self.path.open("w", encoding="utf-8")
+        self._file.write("[\n")
+        self._file.flush()
+        self._empty = True
+
+    def reopen(self, step: int) -> bool:
+        """Go on after `step`: later records are dropped. False for a file that cannot be read: it is moved aside."""
+        try:
+            records = read_json_array(self.path)
+        except ValueError as error:
+            log.warning("%s; it is kept as %s.bak", error, self.path.name)
+            os.replace(self.path, self.path.with_name(self.path.name + ".bak"))
+            return False
+        kept = [record for record in records if not _later(record, step)]
+        aside = self.path.with_name(self.path.name + ".tmp")
+        with aside.open("w", encoding="utf-8") as file:
+            file.write("[\n" + ",\n".join(map(_line, kept)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._empty = not kept
+        return True
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            raise ValueError(f"{self.path} is not open")
+        self._file.write(("" if self._empty else ",\n") + _line(record))
+        self._file.flush()
+        self._empty = False
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.write("\n]\n" if not self._empty else "]\n")
+            self._file.close()
+            self._file = None
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(plain(record), allow_nan=False)
+
+
+def _later(record: Mapping[str, Any], step: int) -> bool:
+    at = record.get("global_step")
+    return isinstance(at, int | float) and at > step
+
+
+class ResumableJsonFile:
+    """A JsonArrayFile in the logging directory of a run, found again by a run that is resumed."""
+
+    def __init__(self, file_name: str) -> None:
+        self.file_name = file_name
+        self._file: JsonArrayFile | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """As new: nothing is open, nothing is to be found again."""
+        self.close()
+        self.path: Path | None = None
+        self._place: str | None = None  # in output_dir
+        self._last_step = -1
+        self._held: dict[str, Any] | None = None
+
+    def open(self, args: Any, state: TrainerState, logging_dir: str | None) -> bool:
+        """On rank 0, when training begins. Whether it is a new file."""
+        if logging_dir is None:
+            return False
+        held, self._held = self._held, None
+        root = Path(getattr(args, "output_dir", None) or ".")
+        if held is not None:
+            # A root that was moved or copied has the file of this run in it.
+            known = [root / held["place"]] if held["place"] is not None else []
+            found = [path for path in [*known, Path(held["path"])] if path.exists()]
+            if not found:
+                log.warning("the log %s is gone; a new one is started", held["path"])
+            elif self._start(found[0], root).reopen(state.global_step):
+                return False
+        self._start(Path(logging_dir) / self.file_name, root).create()
+        return True
+
+    def _start(self, path: Path, root: Path) -> JsonArrayFile:
+        self.path = path.absolute()
+        inside = self.path.is_relative_to(root.absolute())
+        self._place = str(self.path.relative_to(root.absolute())) if inside else None
+        self._file = JsonArrayFile(self.path)
+        return self._file
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.append(record)
+            self._last_step = record.get("global_step", self._last_step)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._held is not None:
+            return dict(self._held)
+        path = None if self.path is None else str(self.path)
+        return {"path": path, "place": self._place, "step": self._last_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reset()
+        self._held = dict(state) if state.get("path") is not None else None
+
+
+class JsonLogger(TrainerCallback):
+    """Writes every log and evaluation to `<logging_dir>/trainer_logs.json`, on rank 0.
+
+    info: written as the first record of a new file. A resumed run goes on in its file, without what was written after
+    the step of the checkpoint.
+    """
+
+    def __init__(self, **info: Any) -> None:
+        self.info = info
+        self.file = ResumableJsonFile("trainer_logs.json")
+
+    @property
+    def path(self) -> Path | None:
+        """The file, once training has begun."""
+        return self.file.path
+
+    def on_train_begin(self, args: Any, state: TrainerState, trainer: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.file.open(args, state, trainer.logging_dir) and self.info:
+            self.file.append({"timestamp": time.time(), "info": self.info})
+
+    def _write(self, state: TrainerState, values: Mapping[str, Any]) -> None:
+        if state.is_world_process_zero:
+            record = {"timestamp": time.time(), "global_step": state.global_step, "epoch": state.epoch}
+            self.file.append({**record, **values})
+
+    def on_log(self, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        self._write(state, logs)
+
+    def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        self._write(state, metrics)
+
+    def on_train_end(self, **kwargs: Any) -> None:
+        self.file.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def reset(self) -> None:
+        """As new."""
+        self.file.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.file.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.file.load_state_dict(state)

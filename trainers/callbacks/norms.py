@@ -1,0 +1,235 @@
+"""Norms of weights and gradients, also of models whose parameters are spread over the ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from .json_log import ResumableJsonFile
+from .protocol import TrainerCallback, TrainerControl, TrainerState
+
+__all__ = ["GradNormLogger", "ParameterNormLogger", "WeightNormLogger", "squared_norms"]
+
+log = logging.getLogger(__name__)
+
+
+def _is_spread(tensor: Tensor) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def is_shell(model: Any) -> bool:
+    """Whether there are no weights in it: a pipeline trainer's model."""
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return first is None or first.is_meta
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether all ranks have to take part in a norm."""
+    return any(map(_is_spread, model.parameters()))
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of each, on the device. Collective, on all ranks, where tensors are spread over ranks."""
+    local: list[Tensor] = [tensor.to_local() if _is_spread(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+    with torch.no_grad():
+        norms = torch._foreach_norm(local, 2, dtype=torch.float32)
+        squares = torch.stack([norm.to(local[0].device) for norm in norms]).square()
+    meshes: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if _is_spread(tensor):
+            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+            meshes.setdefault(mesh, []).append(place)
+            for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+                if placement.is_replicate():  # counted by each of these ranks
+                    squares[place] /= mesh.size(dim)
+    for mesh, places in meshes.items():
+        part = squares[places]
+        for dim in range(mesh.ndim):
+            dist.all_reduce(part, group=mesh.get_group(dim))
+        squares[places] = part
+    return squares
+
+
+class _Watcher(TrainerCallback):
+    """What the three have in common: they stay off, with one warning, where there is nothing to look at."""
+
+    _off = False
+
+    def _turn_off(self, state: TrainerState, reason: str) -> None:
+        if not self._off and state.is_world_process_zero:
+            log.warning("%s is off: %s", self.name, reason)
+        self._off = True
+
+    def _takes_part(self, state: TrainerState, model: Any) -> bool:
+        if not self._off and is_shell(model):
+            self._turn_off(state, "the model has no weights here")
+        return not self._off and (state.is_world_process_zero or is_spread(model))
+
+
+class WeightNormLogger(_Watcher):
+    """Adds weight_norm, that of all parameters together, to the logs. Steady growth hints at weak weight decay."""
+
+    def on_log_step(self, state: TrainerState, logs: dict[str, Any], model: Any = None, **kwargs: Any) -> None:
+        if self._takes_part(state, model):
+            logs["weight_norm"] = squared_norms(list(model.parameters())).sum().sqrt().item()
+
+
+class _NormFile(_Watcher):
+    """One that writes a file of records."""
+
+    def __init__(self, file_name: str) -> None:
+        self.file = ResumableJsonFile(file_name)
+
+    def on_train_begin(self, args: Any, state: TrainerState, trainer: Any, **kwargs: Any) -> None:
+        self._off = trainer.logging_dir is None
+        if state.is_world_process_zero:
+            self.file.open(args, state, trainer.logging_dir)
+
+    def on_train_end(self, **kwargs: Any) -> None:
+        self.file.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def reset(self) -> None:
+        """As new."""
+        self.file.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.file.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.file.load_state_dict(state)
+
+
+class GradNormLogger(_NormFile):
+    """Writes the norm of each parameter's gradient, as the optimizer got it, to `<logging_dir>/gradient_norms.json` at
+    every evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__("gradient_norms.json")
+        self._captured: tuple[int, float, list[str], Tensor] | None = None
+
+    def on_pre_optimizer_step(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not self._off and getattr(args, "fuse_optim_with_backward", False):
+            self._turn_off(state, "with fuse_optim_with_backward there are no gradients to look at")
+        if not self._takes_part(state, model) or not _evaluation_follows(args, state, control, train_dataloader):
+            return
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if found:
+            norms = squared_norms(list(found.values())).sqrt()
+            self._captured = state.global_step + 1, state.epoch, list(found), norms
+
+    def on_evaluate(self, state: TrainerState, **kwargs: Any) -> None:
+        captured, self._captured = self._captured, None
+        if captured is None or not state.is_world_process_zero:
+            return
+        step, epoch, names, norms = captured
+        self.file.append(
+            {
+                "timestamp": time.time(),
+                "global_step": step,
+                "epoch": state.epoch if step == state.global_step else epoch,
+                "grad_norms": dict(zip(names, norms.tolist(), strict=True)),
+            }
+        )
+
+
+def _evaluation_follows(args: Any, state: TrainerState, control: TrainerControl, loader: Any) -> bool:
+    """Whether an evaluation is due after the step that is being made."""
+    step = state.global_step + 1
+    # A loader that knows has read all batches of the step by now; one that does not know may be at its end.
+    at_the_end = bool(getattr(loader, "epoch_ended", True))
+    strategies = [(args.eval_strategy, state.eval_steps, getattr(args, "eval_delay", 0) or 0)]
+    if getattr(args, "eval_on_save", False):
+        strategies.append((getattr(args, "save_strategy", "no"), state.save_steps, 0))
+    due = [
+        (strategy == "steps" and period > 0 and step % period == 0 and step >= delay)
+        or (strategy == "epoch" and at_the_end)
+        for strategy, period, delay in strategies
+    ]
+    return any(due) or control.should_evaluate or step == state.max_steps
+
+
+class ParameterNormLogger(_NormFile):
+    """Writes norms and spectral norms of the parameters to `<logging_dir>/parameter_norms.json` at every evaluation.
+
+    Spectral norms (the largest singular value of a parameter as a matrix) are found by power iteration, in
+    power_iter_steps steps from where the last evaluation ended, twice as many at the first one.
+    """
+
+    def __init__(self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10) -> None:
+        super().__init__("parameter_norms.json")
+        self.log_norms = log_norms
+        self.log_spectral_norms = log_spectral_norms
+        self.power_iter_steps = power_iter_steps
+        self._vectors: dict[str, Tensor] = {}
+        self._first = True
+
+    def on_evaluate(self, state: TrainerState, model: Any = None, **kwargs: Any) -> None:
+        if not self._takes_part(state, model):
+            return
+        parameters = dict(model.named_parameters())
+        record: dict[str, Any] = {"timestamp": time.time(), "global_step": state.global_step, "epoch": state.epoch}
+        norms = squared_norms(list(parameters.values())).sqrt().tolist()
+        found = dict(zip(parameters, norms, strict=True))
+        if self.log_norms:
+            record["norms"] = found
+        if self.log_spectral_norms:
+            record["spectral_norms"] = self._spectral_norms(parameters, found, state.is_world_process_zero)
+        if state.is_world_process_zero:
+            self.file.append(record)
+
+    @torch.no_grad()
+    def _spectral_norms(
+        self, parameters: dict[str, nn.Parameter], norms: dict[str, float], wanted: bool
+    ) -> dict[str, float]:
+        steps = self.power_iter_steps * (2 if self._first else 1)
+        self._first = False
+        found: dict[str, Any] = dict(norms)  # of vectors the norm is the same
+        for name, parameter in parameters.items():
+            if parameter.ndim < 2:
+                continue
+            whole: Tensor = parameter.full_tensor() if _is_spread(parameter) else parameter  # type: ignore[attr-defined]
+            if wanted:
+                found[name] = self._largest(name, whole.detach().float().reshape(len(whole), -1), steps)
+        sigmas = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        if sigmas:  # one read from the device
+            first = next(iter(sigmas.values()))
+            values = torch.stack([value.to(first.device) for value in sigmas.values()]).tolist()
+            for name, value in zip(sigmas, values, strict=True):
+                found[name] = value
+                if not value > 0:
+                    del self._vectors[name]  # leads nowhere
+        return found
+
+    def _largest(self, name: str, matrix: Tensor, steps: int) -> Tensor:
+        u = self._vectors.get(name)
+        if u is None or len(u) != len(matrix):
+            # A generator of its own: the process's random numbers are the model's.
+            source = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            u = torch.randn(len(matrix), generator=source)
+        u = u.to(matrix.device)
+        v = u.new_zeros(matrix.shape[1])
+        for _ in range(steps):
+            v = normalize(matrix.T @ u, dim=0)
+            u = normalize(matrix @ v, dim=0)
+        self._vectors[name] = u
+        return u @ (matrix @ v)

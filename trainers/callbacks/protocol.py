@@ -1,0 +1,321 @@
+"""How a trainer talks to callbacks: what it passes, in which order, and what of them a checkpoint keeps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..arguments import InvalidArgument
+
+__all__ = ["EVENTS", "CallbackHandler", "TrainerCallback", "TrainerControl", "TrainerState", "name_of"]
+
+EVENTS = (
+    "on_init_end",
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_forward_backward_begin",
+    "on_forward_backward_end",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_train_metrics",
+    "on_step_end",
+    "on_log_step",
+    "on_log",
+    "on_prediction_step",
+    "on_evaluate",
+    "on_predict",
+    "on_save",
+    "on_checkpoint_commit",
+    "on_train_end",
+)
+
+# The extras that every event brings; None for what is not built yet.
+EXTRAS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer")
+
+Handler = Callable[..., Any]
+
+log = logging.getLogger(__name__)
+
+
+class TrainerCallback:
+    """A base to build on, though any object will do: a trainer calls the `on_...` methods that it finds.
+
+    Every handler gets `args`, `state`, `control` and all extras by keyword, so it may name what it needs and take the
+    rest as `**kwargs`. It changes `control` in place, or returns another one for those that come after it. A callback
+    with `state_dict()` and `load_state_dict()` is kept in the checkpoints under its `name`; rank 0's state is what all
+    ranks get back, or with `state_per_rank = True` each rank its own. `close()` is called when training ends with an
+    error: local cleanup, nothing that waits for other ranks.
+    """
+
+    state_per_rank = False
+    _name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in log lines and checkpoints: that of its class, unless it was given another one."""
+        return self._name or type(self).__name__
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+
+
+def name_of(callback: Any) -> str:
+    """The name of any callback."""
+    return str(getattr(callback, "name", None) or type(callback).__name__)
+
+
+@dataclass
+class TrainerControl:
+    """What callbacks may ask for; it is done at the next step boundary."""
+
+    should_training_stop: bool = False  # end with all that belongs to a normal end
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+    should_abort_without_save: bool = False  # with should_training_stop: end now, evaluate and save nothing
+
+    def flags(self) -> list[bool]:
+        """All of them, in the order of the fields."""
+        return [bool(getattr(self, entry.name)) for entry in fields(self)]
+
+    def set_flags(self, flags: Iterable[bool | int]) -> None:
+        """Take over what `flags()` of another control gave."""
+        for entry, flag in zip(fields(self), flags, strict=True):
+            setattr(self, entry.name, bool(flag))
+
+
+@dataclass
+class TrainerState:
+    """How far a run has come."""
+
+    global_step: int = 0  # completed optimizer steps
+    epoch: float = 0.0
+    max_steps: int = 0
+    num_train_epochs: float = 0
+    max_eval_steps: int = -1
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    total_flos: float = 0
+    num_input_tokens_seen: int = 0
+    best_metric: float | None = None
+    best_step: int | None = None
+    best_checkpoint: str | None = None
+    logging_steps: int = 0
+    eval_steps: int = 0
+    save_steps: int = 0
+    train_batch_size: int = 0
+    stop_reason: str | None = None
+    stop_requested_by: str | None = None
+    steps_run: int = 0  # of this call of train()
+
+    # What callbacks written for Hugging Face's trainer read under other names.
+    is_hyper_param_search = False
+    trial_name = None
+    trial_params = None
+
+    @property
+    def best_model_checkpoint(self) -> str | None:
+        """Hugging Face's name of best_checkpoint."""
+        return self.best_checkpoint
+
+    @property
+    def best_global_step(self) -> int | None:
+        """Hugging Face's name of best_step."""
+        return self.best_step
+
+    def record(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Add a record of the current step to the history."""
+        entry = {**values, "step": self.global_step, "epoch": values.get("epoch", self.epoch)}
+        self.log_history.append(entry)
+        return entry
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: copy.deepcopy(getattr(self, name)) for name in _PERSISTED}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in _PERSISTED:
+            setattr(self, name, copy.deepcopy(state[name]))
+
+
+_PERSISTED = (
+    "global_step",
+    "epoch",
+    "log_history",
+    "total_flos",
+    "num_input_tokens_seen",
+    "best_metric",
+    "best_step",
+    "best_checkpoint",
+)
+
+
+class CallbackHandler:
+    """The callbacks of one trainer, called in the order in which they were added, and their state.
+
+    context: gives the extras of every event when one is fired. An event that nobody handles costs one look-up.
+    Its own state is that of the stateful callbacks, by name; `per_rank()` is a second one, for those whose state
+    belongs to a rank.
+    """
+
+    def __init__(self, callbacks: Iterable[Any] = (), *, context: Callable[[], dict[str, Any]] | None = None) -> None:
+        self.context = context or dict
+        self.callbacks: list[Any] = []
+        self.requesters: dict[str, str] = {}  # flag -> who set it first
+        self._index: dict[str, list[tuple[str, Handler]]] | None = None
+        self._beginning: dict[int, Any] = {}  # states of stateful callbacks as they were added
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Any) -> Any:
+        """Add a callback (or a class of one, made without arguments) after the others; returns it."""
+        callback = callback() if isinstance(callback, type) else callback
+        self.callbacks.append(callback)
+        self._index = None
+        try:
+            stateful = self.stateful()
+        except InvalidArgument:
+            self.callbacks.pop()
+            raise
+        if any(known is callback for known in stateful.values()) and not hasattr(callback, "reset"):
+            self._beginning[id(callback)] = copy.deepcopy(callback.state_dict())
+        return callback
+
+    def remove(self, callback: Any) -> Any:
+        """Remove a callback, or the first one of a class; returns it, or None if there is none."""
+        for number, known in enumerate(self.callbacks):
+            if known is callback or (isinstance(callback, type) and type(known) is callback):
+                self._index = None
+                return self.callbacks.pop(number)
+        return None
+
+    def handlers(self, event: str) -> list[tuple[str, Handler]]:
+        """(name of the callback, its handler) in the order of calls."""
+        if self._index is None:
+            self._index = {}
+            for callback in self.callbacks:
+                for known in EVENTS:
+                    handler = getattr(callback, known, None)
+                    if callable(handler):
+                        self._index.setdefault(known, []).append((name_of(callback), handler))
+        return self._index.get(event, [])
+
+    def has(self, event: str) -> bool:
+        """Whether anyone handles the event."""
+        return bool(self.handlers(event))
+
+    def fire(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **extra: Any) -> TrainerControl:
+        """Call all handlers of an event; returns the control that is current afterwards."""
+        handlers = self.handlers(event)
+        if not handlers:
+            return control
+        kwargs = {**dict.fromkeys(EXTRAS), **self.context(), **extra}
+        # A copy: a handler may add or remove callbacks.
+        for name, handler in list(handlers):
+            before = control.flags()
+            returned = handler(args=args, state=state, control=control, **kwargs)
+            control = _replacement(control, returned, f"{name}.{event}")
+            self._note(name, before, control, state)
+        return control
+
+    def _note(self, name: str, before: list[bool], control: TrainerControl, state: TrainerState) -> None:
+        for entry, was, is_set in zip(fields(control), before, control.flags(), strict=True):
+            if is_set and not was:
+                self.requesters.setdefault(entry.name, name)
+                if entry.name == "should_training_stop" and state.stop_requested_by is None:
+                    state.stop_requested_by = name
+
+    def close(self) -> None:
+        """Let those that can clean up do so; one that fails keeps nobody else from it."""
+        for callback in self.callbacks:
+            close = getattr(callback, "close", None)
+            if callable(close):
+                try:
+                    close()
+                except Exception:
+                    log.exception("%s could not be closed", name_of(callback))
+
+    # State.
+
+    def stateful(self) -> dict[str, Any]:
+        """The stateful callbacks by name."""
+        found: dict[str, Any] = {}
+        for callback in self.callbacks:
+            if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
+                name = name_of(callback)
+                if name in found:
+                    raise InvalidArgument(
+                        "callbacks",
+                        name,
+                        "two callbacks that are kept in checkpoints have this name",
+                        "give each a name of its own (callback.name = ...)",
+                    )
+                found[name] = callback
+        return found
+
+    def _part(self, per_rank: bool) -> dict[str, Any]:
+        return {n: c for n, c in self.stateful().items() if bool(getattr(c, "state_per_rank", False)) is per_rank}
+
+    def reset(self) -> None:
+        """Let stateful callbacks be as they were when they were added: for a run that starts from its beginning.
+
+        One with a `reset()` does it itself."""
+        self.requesters.clear()
+        for callback in self.stateful().values():
+            if hasattr(callback, "reset"):
+                callback.reset()
+            else:
+                callback.load_state_dict(copy.deepcopy(self._beginning[id(callback)]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: callback.state_dict() for name, callback in self._part(False).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._load(self._part(False), state)
+
+    def per_rank(self) -> PerRankState | None:
+        """The state of those whose state belongs to a rank; None if there are none."""
+        return PerRankState(self) if self._part(True) else None
+
+    def _load(self, callbacks: dict[str, Any], state: Mapping[str, Any]) -> None:
+        speaks = getattr(self.context().get("trainer"), "rank", 0) == 0
+        for name, callback in callbacks.items():
+            if name in state:
+                callback.load_state_dict(state[name])
+            elif speaks:
+                log.info("callback %s is not in the checkpoint and starts fresh", name)
+        unknown = sorted(state.keys() - callbacks.keys())
+        if unknown and speaks:
+            log.warning("the checkpoint's state of %s is dropped: no callback of that name", ", ".join(unknown))
+
+
+class PerRankState:
+    """The second half of a handler's state: one for each rank."""
+
+    def __init__(self, handler: CallbackHandler) -> None:
+        self.handler = handler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: callback.state_dict() for name, callback in self.handler._part(True).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.handler._load(self.handler._part(True), state)
+
+
+def _replacement(control: TrainerControl, returned: Any, where: str) -> TrainerControl:
+    """The control after a handler has returned; one of another library is taken over field by field."""
+    if returned is None or returned is control:
+        return control
+    if isinstance(returned, TrainerControl):
+        return returned
+    if not hasattr(returned, "should_training_stop"):
+        raise TypeError(f"{where} returned {type(returned).__name__}; a handler returns None or a TrainerControl")
+    return TrainerControl(**{e.name: bool(getattr(returned, e.name, False)) for e in fields(TrainerControl)})

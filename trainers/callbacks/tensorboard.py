@@ -1,0 +1,252 @@
+"""TensorBoard: a writer that goes on in the curves of a resumed run, and the callback that fills it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .json_log import plain
+from .protocol import TrainerCallback, TrainerState
+
+__all__ = ["DEFAULT_SCALARS", "ResumableSummaryWriter", "TBLogger"]
+
+log = logging.getLogger(__name__)
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # a second of imports, only for who wants it
+    except ImportError as error:
+        raise ImportError("ResumableSummaryWriter needs tensorboard: pip install tensorboard") from error
+    return SummaryWriter
+
+
+class ResumableSummaryWriter(TrainerCallback):
+    """Torch's SummaryWriter, made when it is first used. In the callback list its directory is kept in checkpoints.
+
+    A resumed run writes into the same directory, and what an earlier process logged after the step of the checkpoint
+    is hidden: one curve, no zig-zag. log_dir: by default the trainer's logging_dir.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
+        self.given = None if log_dir is None else os.fspath(log_dir)
+        self._writer: Any = None
+        self._root: Path | None = None
+        self._logging_dir: str | None = None
+        self._state: TrainerState | None = None
+        self._trainer: Any = None
+        self._active: Path | None = None
+        self._held: dict[str, Any] | None = None
+
+    # The trainer.
+
+    def _look_at(self, args: Any, state: TrainerState, trainer: Any) -> None:
+        output_dir = getattr(args, "output_dir", None)
+        self._root = None if output_dir is None else Path(output_dir).absolute()
+        self._logging_dir = getattr(trainer, "logging_dir", None) or self._logging_dir
+        self._state = state
+        self._trainer = trainer
+
+    def on_init_end(self, args: Any, state: TrainerState, trainer: Any = None, **kwargs: Any) -> None:
+        self._look_at(args, state, trainer)
+
+    def on_train_begin(self, args: Any, state: TrainerState, trainer: Any = None, **kwargs: Any) -> None:
+        self._look_at(args, state, trainer)
+
+    def on_train_end(self, **kwargs: Any) -> None:
+        self.flush()
+
+    # The writer.
+
+    @property
+    def log_dir(self) -> str | None:
+        """Where it writes, or would."""
+        if self._active is not None:
+            return str(self._active)
+        if self.given is not None:
+            return self.given
+        found = self._logging_dir or getattr(self._trainer, "logging_dir", None)
+        return None if found is None else os.fspath(found)
+
+    def writer(self) -> Any:
+        """The SummaryWriter."""
+        if self._writer is None:
+            make = _summary_writer()
+            held, self._held = self._held, None
+            found = None if held is None or held["log_dir"] is None else self._find(held)
+            if found is None:
+                if self.log_dir is None:
+                    raise ValueError("ResumableSummaryWriter: no log_dir, and the trainer has no logging_dir")
+                found = Path(self.log_dir)
+            self._active = found.absolute()
+            step = 0 if held is None else held["step"]
+            # Events of the step itself were there when the checkpoint was made.
+            self._writer = make(str(found), purge_step=step + 1 if step > 0 else None)
+        return self._writer
+
+    def _find(self, held: Mapping[str, Any]) -> Path | None:
+        # A root that was moved or copied has the directory of this run in it.
+        places: list[Path] = [Path(held["log_dir"])]
+        if self._root is not None and held["place"] is not None:
+            places.insert(0, self._root / held["place"])
+        for path in places:
+            if path.is_dir():
+                return path
+        log.warning("the TensorBoard directory %s is gone; writing to %s", held["log_dir"], self.log_dir)
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        # Trainers look for handlers and more on every callback, and must not make a writer.
+        if not name.startswith(("_", "on_", "run_is_over")) and hasattr(_summary_writer(), name):
+            return getattr(self.writer(), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def flush(self) -> None:
+        """Write what is pending, if anything was ever logged."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is pending and close the file, if anything was ever logged."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    # The checkpoints.
+
+    def reset(self) -> None:
+        """As new."""
+        self.close()
+        self._active = self._held = self._logging_dir = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._held is not None:
+            return dict(self._held)  # nothing was written since: what is to be hidden is still the same
+        step = 0 if self._state is None else self._state.global_step
+        if self._active is None:
+            return {"log_dir": None, "place": None, "step": step}
+        inside = self._root is not None and self._active.is_relative_to(self._root)
+        place = str(self._active.relative_to(self._root)) if self._root is not None and inside else None
+        return {"log_dir": str(self._active), "place": place, "step": step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reset()
+        # Also if nothing had been written: what was written since is to be hidden all the same.
+        self._held = dict(state)
+
+
+def _largest_in_gib(value: Any, record: Mapping[str, Any]) -> float:
+    return float(max(value) if isinstance(value, list | tuple) else value) / 2**30
+
+
+CHECKPOINTS = "checkpoint/*"
+
+# tag -> where its value comes from, and what becomes of it.
+DEFAULT_SCALARS: dict[str, dict[str, Any]] = {
+    "train-loss": {"source": "loss"},
+    "eval-loss": {"source": "eval_loss"},
+    "grad-norm": {"source": "grad_norm"},
+    "learning-rate": {"source": "learning_rate"},
+    "epoch": {"source": "epoch"},
+    "tokens/s": {"source": "tok_per_sec"},
+    "mfu": {"source": "mfu"},
+    "peak-mem": {"source": "peak_mem", "transform": _largest_in_gib},
+    "weight-norm": {"source": "weight_norm"},
+    CHECKPOINTS: {},
+}
+
+
+class TBLogger(TrainerCallback):
+    """Writes logs and evaluations to a SummaryWriter, on rank 0.
+
+    scalars: tag -> {"source": key in the record, by default the tag; "transform": function (value, record) -> value,
+    None to skip}, merged into DEFAULT_SCALARS; None instead removes a tag. experiment_info: a text or a dict to begin
+    with.
+    """
+
+    def __init__(
+        self,
+        summary_writer: Any,
+        scalars: Mapping[str, Mapping[str, Any] | None] | None = None,
+        experiment_info: Any = None,
+    ) -> None:
+        self.writer = summary_writer
+        self.experiment_info = experiment_info
+        self.scalars: dict[str, dict[str, Any]] = {tag: dict(entry) for tag, entry in DEFAULT_SCALARS.items()}
+        for tag, changes in (scalars or {}).items():
+            if changes is None:
+                self.scalars.pop(tag, None)
+            else:
+                unknown = changes.keys() - {"source", "transform"}
+                if unknown:
+                    raise ValueError(f"scalars[{tag!r}] has {sorted(unknown)}; it may have 'source' and 'transform'")
+                self.scalars[tag] = {**self.scalars.get(tag, {}), **changes}
+        self._written: dict[str, int] = {}  # tag -> step: each step has one value
+
+    def on_train_begin(self, args: Any, state: TrainerState, model: Any = None, **kwargs: Any) -> None:
+        self._written.clear()
+        if isinstance(self.writer, ResumableSummaryWriter):
+            self._note_written(state)
+        if not state.is_world_process_zero:
+            return
+        if self.experiment_info is not None:
+            self._text("experiment", self.experiment_info, state)
+        as_dict = getattr(args, "as_dict", None)
+        facts = {
+            "model": None if model is None else type(model).__name__,
+            "max_steps": state.max_steps,
+            "args": as_dict() if as_dict is not None else vars(args),
+        }
+        self._text("training_info", facts, state)
+        self.writer.flush()
+
+    def _note_written(self, state: TrainerState) -> None:
+        """What the step that a run is resumed at has in its curves: an evaluation at the start is not added again."""
+        for entry in state.log_history:
+            if entry["step"] == state.global_step:
+                for tag, options in self.scalars.items():
+                    if entry.get(options.get("source", tag)) is not None:
+                        self._written[tag] = state.global_step
+
+    def _text(self, tag: str, content: Any, state: TrainerState) -> None:
+        text = content if isinstance(content, str) else json.dumps(plain(content), indent=2)
+        self.writer.add_text(tag, f"```\n{text}\n```", state.global_step)
+
+    def _scalars(self, record: Mapping[str, Any], step: int) -> None:
+        for tag, entry in self.scalars.items():
+            if tag == CHECKPOINTS:
+                for key, value in record.items():
+                    if key.startswith("checkpoint/") and value is not None:
+                        self.writer.add_scalar(key, _number(value), step)
+                continue
+            value = record.get(entry.get("source", tag))
+            transform: Callable[..., Any] | None = entry.get("transform")
+            if value is not None and transform is not None:
+                value = transform(value, record)
+            if value is not None and self._written.get(tag) != step:
+                self.writer.add_scalar(tag, _number(value), step)
+                self._written[tag] = step
+
+    def on_log(self, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._scalars(logs, state.global_step)
+            self.writer.flush()
+
+    def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._scalars(metrics, state.global_step)
+            self.writer.flush()
+
+    def on_train_end(self, state: TrainerState, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            if state.log_history:
+                self._text("train_results", state.log_history[-1], state)
+            self.writer.flush()
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if hasattr(value, "item") else value)

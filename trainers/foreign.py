@@ -1,0 +1,231 @@
+"""Loaders that somebody else built, behind the interface of ResumableLoader."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckptcore import StateMismatch
+
+from .arguments import InvalidArgument
+from .randomness import random_state, restored_random, seed_random, set_random_state
+from .reading import Counted, is_stream, shut_down
+
+__all__ = ["ForeignLoader", "rows_of"]
+
+
+def rows_of(batch: Any) -> int:
+    """Samples of a collated batch: the length of the first tensor in it, or of the batch itself."""
+    for leaf in _leaves(batch):
+        if getattr(leaf, "ndim", 0) > 0:
+            return int(leaf.shape[0])
+    return len(batch)
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        for value in batch:
+            yield from _leaves(value)
+    else:
+        yield batch
+
+
+class ForeignLoader:
+    """An iterable that gives one epoch of batches each time it is iterated: torch's DataLoader, torchdata's
+    StatefulDataLoader, or anything like them.
+
+    It runs under random numbers of its own, seeded by (seed, epoch, rank) when an epoch begins, so it shuffles by them
+    unless it has generators, whose states are kept. Samplers and data sets with `set_epoch` are told the epoch. A
+    position is reached again through the `state_dict()` of the loader if it has one, else by reading on from the
+    start of the epoch: exact in both ways, but for random numbers drawn in workers that persist, or that belong to a
+    loader that has a `state_dict()`: these are its own affair. On several ranks every rank has its own shard: put it into `Agreed`.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        seed: int,
+        rank: int = 0,
+        samples_of: Callable[[Any], int] = rows_of,
+        call_set_epoch: bool = True,
+    ) -> None:
+        self.loader = loader
+        self.seed = seed
+        self.rank = rank
+        self.samples_of = samples_of
+        self.call_set_epoch = call_set_epoch
+        self.epoch = 0
+        self.position = 0  # batches of the epoch that were handed out
+        self.stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.state_per_rank = True
+        dataset = getattr(loader, "dataset", None)
+        try:
+            # The length of a stream is a guess.
+            self._length: int | None = len(loader) if dataset is None or not is_stream(dataset) else None
+        except (TypeError, NotImplementedError):
+            self._length = None
+        self._primed = False
+        self._iterator: Any = None
+        self._ahead: list[Any] = []
+        self._here: dict[str, Any] | None = None  # what belongs to the position, if the loader has read on since
+        self._resume: dict[str, Any] | None = None
+        self._random: Any = None
+        self._began: list[torch.Tensor] = [generator.get_state() for generator in self._generators()]
+
+    def _parts(self) -> list[Any]:
+        batches = getattr(self.loader, "batch_sampler", None)
+        found = [
+            batches,
+            getattr(batches, "sampler", None),
+            getattr(self.loader, "sampler", None),
+            getattr(self.loader, "dataset", None),
+        ]
+        return list({id(part): part for part in found if part is not None}.values())
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [getattr(part, "generator", None) for part in [self.loader, *self._parts()]]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether the batches handed out so far complete an epoch."""
+        return self.position == 0 and self.epoch > 0
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """None if it is not known."""
+        return self._length
+
+    @property
+    def batches_left(self) -> int | None:
+        """In the current epoch."""
+        return None if self._length is None else max(self._length - self.position, 0)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the data have no length")
+        return self._length
+
+    def next_group(self, count: int) -> list[Counted]:
+        """The next batches, up to `count` and up to the end of the epoch, with their samples."""
+        taken: list[Counted] = []
+        with restored_random():
+            if self._iterator is None:
+                self._open()
+            else:
+                set_random_state(self._random)
+            while len(taken) < count and self._read():
+                batch = self._ahead.pop()
+                rows = self.samples_of(batch)
+                taken.append((batch, rows, rows))
+                self.position += 1
+            if not taken:
+                raise InvalidArgument("train_dataset", type(self.loader).__name__, "gives no batch", "give it data")
+            self._here = self._state_here()
+            # Also at the length that it has: loaders clean up when they are read to their end.
+            if (self._length is None or self.position >= self._length) and not self._read():
+                self.go_to_epoch(self.epoch + 1)
+            self._random = random_state()
+        return taken
+
+    def _read(self) -> bool:
+        if not self._ahead:
+            try:
+                self._ahead.append(next(self._iterator))
+            except StopIteration:
+                return False
+        return True
+
+    def _open(self) -> None:
+        """Begin the epoch, or go on in it."""
+        generators = self._generators()
+        if getattr(self.loader, "persistent_workers", False) and not self.stateful and not self._primed:
+            # The first iteration starts the workers and draws a seed for them, later ones do not: make it a later one.
+            seed_random(self.seed)
+            before = [generator.get_state() for generator in generators]
+            iter(self.loader)
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+        self._primed = True
+        if self.position > 0:
+            for generator, state in zip(generators, self._began, strict=True):
+                generator.set_state(state)
+        self._began = [generator.get_state() for generator in generators]
+        for part in self._parts() if self.call_set_epoch else ():
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(self.epoch)
+        seed_random(self.seed, self.epoch, self.rank)
+        resume, self._resume = self._resume, None
+        if resume is not None and self.stateful:
+            self.loader.load_state_dict(copy.deepcopy(resume["loader"]))
+        self._iterator = iter(self.loader)
+        if resume is not None:
+            set_random_state(resume["random"])
+            return
+        for done in range(self.position):
+            if next(self._iterator, None) is None:
+                raise StateMismatch(
+                    f"the checkpoint's data position is after batch {self.position} of an epoch, "
+                    f"but the data end after {done}",
+                    mismatched={"batches": (f"at least {self.position}", str(done))},
+                )
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches that are left of the current epoch."""
+        epoch = self.epoch
+        while self.epoch == epoch:
+            yield self.next_group(1)[0][0]
+
+    def go_to_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.epoch, self.position = epoch, 0
+        self._iterator = self._resume = self._here = None
+        self._ahead = []
+        self._began = [generator.get_state() for generator in self._generators()]
+
+    def _state_here(self) -> dict[str, Any] | None:
+        if not self.stateful:
+            return None
+        return {"loader": copy.deepcopy(self.loader.state_dict()), "random": random_state()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "batches_per_epoch": self._length,
+            "generators": [state.clone() for state in self._began],
+            "within": copy.deepcopy(self._here or self._resume) if self.position else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a stored position. A loader of another length, or with other generators, is refused."""
+        then = {"batches_per_epoch": state["batches_per_epoch"], "generators": len(state["generators"])}
+        now = {"batches_per_epoch": self._length, "generators": len(self._began)}
+        mismatched = {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
+        if mismatched:
+            facts = "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in mismatched.items())
+            raise StateMismatch(
+                f"the checkpoint's data position does not fit this loader: {facts}. Give the run the data and batch "
+                "size that it was started with, or start another one in a new output_dir",
+                mismatched=mismatched,
+            )
+        self.seed = state["seed"]
+        for generator, stored in zip(self._generators(), state["generators"], strict=True):
+            generator.set_state(stored)
+        self.go_to_epoch(state["epoch"])
+        self.position = state["position"]
+        self._resume = copy.deepcopy(state["within"]) if self.stateful else None
+
+    def close(self) -> None:
+        """End the workers of the current epoch."""
+        kept, self._iterator, self._ahead = self._iterator, None, []
+        self._primed = False
+        shut_down(kept)

@@ -1,0 +1,150 @@
+"""Parameters, gradients and optimizer state in slices, one on each rank: `fully_shard` of torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ckptcore import SharingPattern, StateComponent
+
+from .arguments import FSDP2TrainingArguments, InvalidArgument
+from .ddp import RanksTrainer
+from .optimizer_states import optimizer_state
+
+__all__ = ["FSDP2Trainer"]
+
+log = logging.getLogger(__name__)
+
+
+class FSDP2Trainer(RanksTrainer):
+    """A `Trainer` on every rank, each with a slice of every parameter. On one rank it is a `Trainer`.
+
+    The layers at `fsdp2.transformer_layers_path` are sharded one by one, then the rest as one; the optimizer is made of
+    what that leaves, so its state is in slices too. Checkpoints hold slices of whole tensors, and may be read on any
+    number of ranks.
+    """
+
+    kind = "fsdp2"
+    arguments_class = FSDP2TrainingArguments
+    evaluates_together = True  # a forward pass gathers parameters from all ranks
+
+    def check(self) -> None:
+        super().check()
+        given = self.optimizer_factory or self.optimizer_cls_and_kwargs
+        if self.args.optim == "adafactor" and given is None and self.world_size > 1:
+            raise InvalidArgument("optim", "adafactor", "torch's Adafactor cannot compute on slices", "use adamw_torch")
+
+    def build_model(self) -> None:
+        if self.world_size == 1:
+            super().build_model()
+            return
+        options, wanted = self.args.fsdp2, self.args.construct_model_on
+        # Sharding moves a layer at a time, so that the device never holds more than one whole.
+        on: Any = {"default": "cpu", "device": self.device, "meta": "meta" if self.restorable else "cpu"}[wanted]
+        self.model = self.construct(on)
+        if on == "meta" and {name for name, _ in self.model.named_buffers()} - self.model.state_dict().keys():
+            self.model = self.construct("cpu")  # no checkpoint holds these buffers
+        model, empty = self.model, any(parameter.is_meta for parameter in self.model.parameters())
+        if not empty and self.args.seed < 0 and not self.restorable:
+            for tensor in self.tensors():  # every rank drew its own
+                dist.broadcast(tensor, 0, group=self.env.cpu_group if tensor.is_cpu else None)
+        dtypes = [name and self.args.dtype_of(name) for name in (options.param_dtype, options.reduce_dtype)]
+        policies = {
+            "mesh": init_device_mesh(self.device.type, (self.world_size,)),
+            "reshard_after_forward": options.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(*dtypes),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if options.cpu_offload else OffloadPolicy(),
+        }  # fmt: skip
+        for layer in self.layers():
+            fully_shard(layer, **policies)
+        fully_shard(model, **policies)
+        if empty:
+            model.to_empty(device="cpu" if options.cpu_offload else self.device)
+            self.filled = False
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    cast = options.buffer_dtype is not None and buffer.is_floating_point()
+                    module._buffers[name] = buffer.to(
+                        self.device, self.args.dtype_of(options.buffer_dtype) if cast else None
+                    )
+        self.wrapped = self.compile(model)
+
+    def layers(self) -> list[nn.Module]:
+        """Those that are sharded one by one."""
+        options = self.args.fsdp2
+        if not options.shard_transformer_layers:
+            return []
+        try:
+            found = list(self.model.get_submodule(options.transformer_layers_path).children())
+        except AttributeError:
+            found = []
+        if not options.transformer_layers_path or not found:
+            if self.rank == 0:
+                log.warning(
+                    "fsdp2.transformer_layers_path=%r: %s has no layers there, so it is sharded as one piece, and a forward "
+                    "pass holds all of it", options.transformer_layers_path, type(self.model).__name__)  # fmt: skip
+            return []
+        return found
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (parameter.detach() for parameter in self.model.parameters())
+        yield from self.model.buffers()
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last or self.world_size == 1 else self.unsynchronised()
+
+    @contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        root: Any = self.model
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        norm = super().clip_gradients(max_norm)
+        return norm.full_tensor().to(self.device) if isinstance(norm, DTensor) else norm
+
+    def evaluate_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        found = super().evaluate_batch(batch)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # there is no backward pass to do it, and all else expects slices
+        return found
+
+    def share_state(self) -> None:
+        """Buffers are not sharded; such as running statistics are those of rank 0."""
+        if self.world_size > 1:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
+
+    def model_components(self) -> list[StateComponent]:
+        if self.world_size == 1:
+            return super().model_components()
+        found = [StateComponent("model", self.model, SharingPattern.SHARDED)]
+        if self.optimizer is not None:
+            state = optimizer_state(self.optimizer, self.model)
+            found.append(StateComponent("optimizer", state, SharingPattern.SHARDED))
+        return found
+
+    def export_state(self) -> dict[str, Tensor]:
+        """Gathered one at a time; kept by rank 0."""
+        found: dict[str, Tensor] = {}
+        gathered: dict[int, Tensor] = {}  # tied ones are gathered once, and stay tied
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in gathered:
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                gathered[id(value)] = whole.detach().cpu() if self.rank == 0 else torch.empty(0)
+            found[name] = gathered[id(value)]
+        return found
