@@ -86,7 +86,7 @@ class Saving:
         comm = self.comm
         self.joined = join_save(
             comm, self.name, self.request, self.components, self.process_groups,
-            (lambda: ("", 0)) if rehearsal else self._number, self.mode)  # fmt: skip
+            (lambda: "") if rehearsal else self._attempt, self.mode)  # fmt: skip
         if self.mode == "node" and not rehearsal:
             self.joined.sequence, self.replaces = agree_place(self)
         with self._phase("capture"):
@@ -149,6 +149,9 @@ class Saving:
             for ranks in comm.nodes if self.mode == "node" else [range(comm.world_size)]:
                 _check_distinct([name for rank in ranks for name in names[rank]])
             if self.mode == "shared":
+                # Here and not at the join: it reads what is in the root, for which training need not wait.
+                with self._needing():
+                    self.joined.sequence = self._next_sequence()
                 self.make_way(folder)
 
         def write() -> dict[str, Any]:
@@ -202,13 +205,14 @@ class Saving:
         """The ranks that write to the same storage as this one."""
         return self.comm.nodes[own_node(self.comm)] if self.mode == "node" else range(self.comm.world_size)
 
-    def _number(self) -> tuple[str, int]:
-        if self.mode == "node":  # agreed on later, when the nodes are known
-            return str(Attempt.new(self.request.run_id)), 0
-        self._check_place()
+    def _attempt(self) -> str:
+        if self.mode == "shared":  # else it is agreed on later, when the nodes are known
+            self._check_place()
+        return str(Attempt.new(self.request.run_id))
+
+    def _next_sequence(self) -> int:
         last = max((info.sequence or 0 for info in scan(self.storage)), default=0)
-        last = max(last, self.request.after_sequence)
-        return str(Attempt.new(self.request.run_id)), last + 1
+        return max(last, self.request.after_sequence) + 1
 
     def _capture(self) -> None:
         """Ask every component for its state, in the same order on all ranks, because that may itself be collective."""

@@ -34,11 +34,11 @@ class JoinedSave:
     """What all ranks hold to be true for one save."""
 
     attempt: str
-    sequence: int
     run_id: str
     partitions: dict[str, list[list[int]]]
     group_keys: dict[str, list[str]]
     copies: dict[str, list[Copy]]
+    sequence: int = 0  # known to the committing rank before anything is written
 
 
 def join_save(
@@ -47,10 +47,10 @@ def join_save(
     request: SaveRequest,
     components: Sequence[StateComponent],
     groups: Mapping[str, Any],
-    begin: Callable[[], tuple[str, int]],
+    begin: Callable[[], str],
     mode: str = "shared",
 ) -> JoinedSave:
-    """Agree on the call, the groups, the attempt and its number; `begin` gives the latter two on rank 0. mode: whether
+    """Agree on the call, the groups and the attempt; `begin` gives the latter on rank 0. mode: whether
     nodes share their storage.
 
     Raises RanksDisagree, InvalidState (groups that are no partition) and what `begin` raises, on every rank.
@@ -73,9 +73,8 @@ def join_save(
         found = partitions([call["groups"] for call in calls])
         keys = {c.key: _group_keys(c, found, [call["group_keys"][c.key] for call in calls])
                 for c in components if c.process_group_name is not None}  # fmt: skip
-        attempt, sequence = begin()
         return {
-            "attempt": attempt, "sequence": sequence, "run_id": request.run_id, "partitions": found,
+            "attempt": begin(), "run_id": request.run_id, "partitions": found,
             "group_keys": {key: names for key, names in keys.items() if names is not None},
         }  # fmt: skip
 
