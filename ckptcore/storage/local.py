@@ -185,7 +185,8 @@ class _Stream:
 class _Writer(FileWriter):
     def __init__(self, storage: LocalStorage, path: str, fd: int, stream: _Stream | None) -> None:
         self.storage, self.path, self.fd, self.stream = storage, path, fd, stream
-        self.direct: int | None = None if storage.direct_flag else -1  # -1: not to be tried, or not any more
+        self.direct = -1  # the file once more, opened for writes past the page cache
+        self.tries_direct = bool(storage.direct_flag)
         self.lock = threading.Lock()
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -193,7 +194,7 @@ class _Writer(FileWriter):
             # A header comes from elsewhere in memory than the tensors after it.
             skip = 0 if len(buffers) == 1 or offset else 1
             start = offset + sum(len(b) for b in buffers[:skip])
-            data = _neighbours(start, buffers[skip:]) if self.direct != -1 else None
+            data = _neighbours(start, buffers[skip:]) if self.tries_direct else None
             if data is None:
                 self._write(offset, buffers)
                 return
@@ -217,11 +218,11 @@ class _Writer(FileWriter):
         end = (offset + len(data)) // PAGE * PAGE
         try:
             with self.lock:
-                if self.direct is None:
+                if self.direct < 0:
                     # The same file by another door, even when its name is taken by another one meanwhile.
                     flags = os.O_WRONLY | os.O_CLOEXEC | self.storage.direct_flag
                     self.direct = os.open(f"/proc/self/fd/{self.fd}", flags)
-            while at < end and self.direct != -1:
+            while at < end:
                 done = os.pwrite(self.direct, data[at - offset : end - offset], at)
                 at += done // PAGE * PAGE
                 if not done or done % PAGE:
@@ -229,13 +230,13 @@ class _Writer(FileWriter):
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EFAULT, errno.ENOTSUP, errno.ENOENT, errno.EACCES, errno.EPERM):
                 raise
-            self._close_direct()  # this filesystem, or this memory, is not made for it
+            # This filesystem, or this memory, is not made for it. Closed with the file: other threads may be using it.
+            self.tries_direct = False
         return start, at
 
     def _close_direct(self) -> None:
-        with self.lock:
-            fd, self.direct = self.direct, -1
-        if fd is not None and fd >= 0:
+        fd, self.direct = self.direct, -1
+        if fd >= 0:
             os.close(fd)
 
     def close(self) -> None:
