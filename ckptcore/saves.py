@@ -133,8 +133,6 @@ class Saves:
 
     def rehearse(self, saving: Saving) -> None:
         """Have ready what the first `later` of such a state needs."""
-        saving.begin(rehearsal=True)
-        saving.plan()
         saving.rehearse(self._pool)
         self._prepared()
 

@@ -12,7 +12,7 @@ import pathlib
 import struct
 import zoneinfo
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum, Flag
@@ -38,7 +38,7 @@ Leaf = Callable[[tuple[Any, ...], Any], "TensorRef | None"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class TensorRef:
     """Stands for the tensor number `index` of its component; `numpy`: it was a numpy array in the live state."""
 
@@ -118,7 +118,8 @@ def join_path(path: tuple[Any, ...]) -> str:
     for part in path:
         text = part if isinstance(part, str) else _key_text(part)
         parts.append(text.replace("~", "~0").replace("/", "~1") if not isinstance(part, Numbered) else text)
-    return "/".join(parts).encode("utf-8", "backslashreplace").decode()
+    name = "/".join(parts)
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
 
 LONG_INT = 2048  # bits; Python can be set to write no ints of more than 640 digits in decimal
@@ -145,12 +146,17 @@ class Numbered:
         return _key_text(self.key).replace("~", "~0").replace("/", "~1") + f"~2{type(self.key).__name__}"
 
 
-def encode(value: Any, leaf: Leaf | None = None, *, component: str = "") -> bytes:
+def encode(
+    value: Any, leaf: Leaf | None = None, *, component: str = "", renumber: Callable[[], Sequence[int]] | None = None
+) -> bytes:
     """Bytes of `value`. `leaf(path, x)` is asked first about every x that is not plain; None means "not mine".
 
+    renumber: called when all leaves were met; says for each number that `leaf` gave which one the bytes are to have.
     Raises UnsupportedValue, naming component, path and type, for what cannot be stored.
     """
-    return _Encoder(leaf, component).bytes_of(value, (), 0)
+    encoder = _Encoder(leaf, component)
+    wire = encoder.wire(value, (), 0)
+    return encoder.packed(wire, None if renumber is None else renumber())
 
 
 def decode(
@@ -178,12 +184,23 @@ _DECODE_ERRORS = (
 )  # fmt: skip
 
 _INT64 = range(-(2**63), 2**64)
-_PLAIN = frozenset({type(None), bool, float, bytes})
+_PLAIN = frozenset({type(None), bool, float, bytes, str})
 _PATHS = {cls.__name__: cls for cls in
           (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)}  # fmt: skip
 
 
+@dataclass(slots=True)
+class _Extension:
+    """An extension whose payload is `wire`, to be packed when it is known how tensors are numbered."""
+
+    code: int
+    wire: Any
+    is_set: bool = False
+
+
 class _Encoder:
+    """Two steps: a walk that makes of a value what msgpack knows (and nothing that can change later), and packing it."""
+
     def __init__(self, leaf: Leaf | None, component: str) -> None:
         self.leaf = leaf
         self.component = component
@@ -194,15 +211,27 @@ class _Encoder:
         where = f"component {self.component!r}, key {key!r}" if self.component else f"key {key!r}"
         return UnsupportedValue(f"{where}: {why}", component=self.component or None, key=key, type_name=kind)
 
-    def bytes_of(self, value: Any, path: tuple[Any, ...], depth: int) -> bytes:
-        return self.pack_wire(self.wire(value, path, depth), path, value)
+    def packed(self, wire: Any, numbers: Sequence[int] | None) -> bytes:
+        def default(item: Any) -> msgpack.ExtType:
+            if type(item) is TensorRef:
+                number = item.index if numbers is None else numbers[item.index]
+                return msgpack.ExtType(TENSOR, msgpack.packb([number, item.numpy]))
+            if item.is_set:
+                # In the order of their bytes: equal sets give equal files whatever the hash seed.
+                return msgpack.ExtType(item.code, msgpack.packb(sorted(pack(each) for each in item.wire)))
+            return msgpack.ExtType(item.code, pack(item.wire))
 
-    def ext(self, code: int, payload: Any, path: tuple[Any, ...], depth: int) -> msgpack.ExtType:
-        return msgpack.ExtType(code, self.bytes_of(payload, path, depth + 1))
+        def pack(wire: Any) -> bytes:
+            return bytes(msgpack.packb(wire, default=default, use_bin_type=True, unicode_errors="surrogatepass"))
+
+        try:
+            return pack(wire)
+        except (ValueError, OverflowError) as error:
+            raise self.refuse((), wire, f"cannot be stored ({error})") from None
 
     def wire(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
         kind = type(value)
-        if kind in _PLAIN or kind is str:
+        if kind in _PLAIN:
             return value
         if kind is int:
             if value in _INT64:
@@ -214,55 +243,54 @@ class _Encoder:
         if depth > MAX_DEPTH:
             raise self.refuse(path, value, f"nested deeper than {MAX_DEPTH} levels (or contains itself)")
         if kind is list:
-            return [self.wire(item, (*path, i), depth + 1) for i, item in enumerate(value)]
+            return self.wire_items(value, path, depth)
         if kind is dict:
             return self.wire_dict(value, path, depth)
         if kind is tuple:
-            items = [self.wire(item, (*path, i), depth + 1) for i, item in enumerate(value)]
-            return msgpack.ExtType(TUPLE, self.pack_wire(items, path, value))
+            return _Extension(TUPLE, self.wire_items(value, path, depth))
         if self.leaf is not None and (ref := self.leaf(path, value)) is not None:
-            return msgpack.ExtType(TENSOR, msgpack.packb([ref.index, ref.numpy]))
+            return ref
         return self.wire_other(value, path, depth)
 
-    def pack_wire(self, wire: Any, path: tuple[Any, ...], value: Any) -> bytes:
-        try:
-            return bytes(msgpack.packb(wire, use_bin_type=True, unicode_errors="surrogatepass"))
-        except (ValueError, OverflowError) as error:
-            raise self.refuse(path, value, f"cannot be stored ({error})") from None
+    def wire_items(self, value: Sequence[Any], path: tuple[Any, ...], depth: int) -> list[Any]:
+        return [
+            item if type(item) in _PLAIN else self.wire(item, (*path, i), depth + 1) for i, item in enumerate(value)
+        ]
 
     def wire_dict(self, value: dict[Any, Any], path: tuple[Any, ...], depth: int) -> Any:
         if all(type(key) is str for key in value):
-            return {key: self.wire(item, (*path, key), depth + 1) for key, item in value.items()}
+            return {
+                key: item if type(item) in _PLAIN else self.wire(item, (*path, key), depth + 1)
+                for key, item in value.items()
+            }
         texts = {key for key in value if type(key) is str}
         pairs = []
         for key, item in value.items():
             step = Numbered(key) if type(key) is not str and _key_text(key) in texts else key
             pairs.append([self.wire(key, (*path, step), depth + 1), self.wire(item, (*path, step), depth + 1)])
-        return msgpack.ExtType(DICT, self.pack_wire(pairs, path, value))
+        return _Extension(DICT, pairs)
 
     def wire_other(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
         kind = type(value)
         if kind in (set, frozenset):
-            # In the order of their bytes: equal sets give equal files whatever the hash seed.
-            items = sorted(self.bytes_of(item, path, depth + 1) for item in value)
-            return msgpack.ExtType(SET if kind is set else FROZENSET, msgpack.packb(items))
+            items = [self.wire(item, path, depth + 1) for item in value]
+            return _Extension(SET if kind is set else FROZENSET, items, is_set=True)
         if kind is complex:
             return msgpack.ExtType(COMPLEX, struct.pack(">dd", value.real, value.imag))
         if kind in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone, zoneinfo.ZoneInfo):
-            return self.ext(TIME, self.time_payload(value, path), path, depth)
+            return _Extension(TIME, self.wire(self.time_payload(value, path), path, depth + 1))
         if kind.__name__ in _PATHS and isinstance(value, pathlib.PurePath):
-            return self.ext(PATH, [kind.__name__, str(value)], path, depth)
+            return _Extension(PATH, [kind.__name__, str(value)])
         if is_numpy(value):
             if why := why_not_storable(value):
                 raise self.refuse(path, value, why)
-            return self.ext(NUMPY_ARRAY if is_array(value) else NUMPY_SCALAR, payload_of(value), path, depth)
+            return _Extension(NUMPY_ARRAY if is_array(value) else NUMPY_SCALAR, payload_of(value))
         codec = _by_type.get(kind)
         if codec is None:
             raise self.refuse(path, value, f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
                               "store plain values or tensors instead, or call ckptcore.register_codec for the type")  # fmt: skip
         # The payload has the path of the value itself, so that what is in it is found by its own keys.
-        payload = [codec.name, self.wire(codec.encode(value), path, depth + 1)]
-        return msgpack.ExtType(REGISTERED, self.pack_wire(payload, path, value))
+        return _Extension(REGISTERED, [codec.name, self.wire(codec.encode(value), path, depth + 1)])
 
     def time_payload(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
         if isinstance(value, dt.timedelta):

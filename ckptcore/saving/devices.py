@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,12 +21,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ..state.layout import is_dtensor
 from ..state.streams import side_stream
 
-__all__ = ["DeviceCopy", "Staging", "pin", "start_copies", "unpin", "watch_optimizers"]
+__all__ = ["DeviceCopy", "Item", "Staging", "pin", "start_copies", "unpin", "warm_up", "watch_optimizers"]
 
 Staging = Literal["auto", "copy", "overlap"]
-Pair = tuple[torch.Tensor, torch.Tensor]  # place on the host, source on the device
+# What is copied, as words on the device, and what makes its place on the host.
+Item = tuple[torch.Tensor, Callable[[], torch.Tensor]]
+Pair = tuple[torch.Tensor, torch.Tensor]  # place on the host, copy on the device
 
-DRAIN_BYTES = 256 << 20
+BLOCK_BYTES = 256 << 20
+ALIGNMENT = 512  # bytes, as the allocator's own blocks
 
 
 def pin(block: torch.Tensor) -> None:
@@ -83,47 +86,59 @@ def _memory(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr() if not local.is_meta else 0
 
 
-def start_copies(pairs: Iterable[Pair], staging: Staging) -> list[DeviceCopy]:
-    """Begin to copy every pair; one DeviceCopy for each device."""
-    by_device: dict[torch.device, list[Pair]] = {}
-    for pair in pairs:
-        if pair[1].numel():
-            by_device.setdefault(pair[1].device, []).append(pair)
+def start_copies(items: Iterable[Item], staging: Staging) -> list[DeviceCopy]:
+    """Begin to copy every item; one DeviceCopy for each device. When this returns all places were made."""
+    by_device: dict[torch.device, list[Item]] = {}
+    for item in items:
+        by_device.setdefault(item[0].device, []).append(item)
     return [DeviceCopy(device, of_device, staging) for device, of_device in by_device.items()]
+
+
+def warm_up(devices: Iterable[torch.device]) -> None:
+    """Have loaded what the first snapshot on each device runs."""
+    for device in devices:
+        if device.type == "cuda":
+            for word in (torch.uint8, torch.int16, torch.int32, torch.int64):
+                item = torch.zeros(1, dtype=word, device=device)
+                _snapshot_of([(item, item.clone)], 1 << 20)
+            torch.cuda.synchronize(device)
 
 
 class DeviceCopy:
     """Copies from one device, in flight. Sources are held until they are copied."""
 
-    def __init__(self, device: torch.device, pairs: Sequence[Pair], staging: Staging) -> None:
+    def __init__(self, device: torch.device, items: Sequence[Item], staging: Staging) -> None:
         self.device = device
-        self.snapshot: list[Pair] = []
+        self.snapshot: list[list[Pair]] = []
         self.sources: list[torch.Tensor] = []
         self.ended = threading.Event()
         self.returns_at_once = staging != "copy" and device.type == "cuda"
         if device.type != "cuda":
-            for place, source in pairs:
-                place.copy_(source)
+            for source, place in items:
+                place().copy_(source)
             self.ended.set()
             return
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         current, side = torch.cuda.current_stream(device), side_stream(device)
-        rest = list(pairs)
-        if staging == "auto":
-            rest = self._take_snapshot(rest)
-        fenced = _fenced_memory() if staging != "copy" and rest else set()
-        late = [pair for pair in rest if staging == "copy" or pair[1].untyped_storage().data_ptr() in fenced]
+        blocks: list[list[Item]] = []
+        rest = list(items)
+        # The device is given its work first, and has it while the places are made.
         with torch.cuda.stream(current):
+            if staging == "auto":
+                blocks, rest = _snapshot_of(rest, _safe_bytes(device))
+            fenced = _fenced_memory() if staging != "copy" and rest else set()
+            late = [item for item in rest if staging == "copy" or _memory(item[0]) in fenced]
             if len(late) < len(rest):
-                ids = {id(pair) for pair in late}
-                _enqueue([pair for pair in rest if id(pair) not in ids])
+                ids = {id(item) for item in late}
+                _enqueue(item for item in rest if id(item) not in ids)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             _enqueue(late)
             self.copied.record(side)
-        self.sources = [source for _, source in rest]
+        self.sources = [source for source, _ in rest]
         if late and self.returns_at_once:
             _fences.append(self)
+        self.snapshot = [[(place(), copy) for copy, place in block] for block in blocks]
 
     def returnable(self) -> None:
         """Return when the caller may go on: in "copy" mode when everything is copied."""
@@ -141,11 +156,8 @@ class DeviceCopy:
         stream = side_stream(self.device)  # of the thread that drains
         while self.snapshot:
             with torch.cuda.stream(stream):
-                size, group = 0, []
-                while self.snapshot and size < DRAIN_BYTES:
-                    group.append(self.snapshot.pop())
-                    size += group[-1][0].nbytes
-                _enqueue(group)
+                for place, copy in self.snapshot.pop():
+                    place.copy_(copy, non_blocking=True)
             stream.synchronize()
         self.ended.set()
 
@@ -153,37 +165,64 @@ class DeviceCopy:
         """Whether the host has every byte."""
         return self.ended.is_set()
 
-    def _take_snapshot(self, pairs: list[Pair]) -> list[Pair]:
-        """Copy on the device what safely fits, first what no optimizer owns; returns the rest."""
-        budget = _safe_bytes(self.device)
-        if budget <= 0:
-            return pairs
-        fenced = _fenced_memory() if sum(source.nbytes for _, source in pairs) > budget else set()
-        pairs = sorted(pairs, key=lambda pair: pair[1].untyped_storage().data_ptr() in fenced)
-        taken: list[Pair] = []
-        rest: list[Pair] = []
-        for pair in pairs:
-            (taken if budget >= pair[1].nbytes else rest).append(pair)
-            budget -= pair[1].nbytes if budget >= pair[1].nbytes else 0
+
+def _snapshot_of(items: list[Item], budget: int) -> tuple[list[list[Item]], list[Item]]:
+    """Copy on the device what fits into `budget` bytes, first what no optimizer owns. Returns the copies, each with what
+    makes its place, in blocks of memory that go back one by one; and the items that do not fit."""
+    if sum(source.nbytes for source, _ in items) > budget > 0:
+        fenced = _fenced_memory()
+        items = sorted(items, key=lambda item: _memory(item[0]) in fenced)
+    groups: list[list[Item]] = []
+    rest: list[Item] = []
+    used = BLOCK_BYTES
+    for item in items:
+        size = _aligned(item[0].nbytes)
+        if size > budget:
+            rest.append(item)
+            continue
+        budget -= size
+        if used + size > BLOCK_BYTES:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += size
+    blocks = []
+    for number, group in enumerate(groups):
         try:
-            copies = [torch.empty_like(source, memory_format=torch.contiguous_format) for _, source in taken]
+            blocks.append(_block_of(group))
         except torch.OutOfMemoryError:
-            return pairs
-        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for copy, (_, source) in zip(copies, taken, strict=True):
-            targets, sources = by_dtype.setdefault(source.dtype, ([], []))
-            targets.append(copy)
-            sources.append(source)
-        with torch.no_grad():
-            for targets, sources in by_dtype.values():
-                torch._foreach_copy_(targets, sources)
-        self.snapshot = [(place, copy) for (place, _), copy in zip(taken, copies, strict=True)]
-        return rest
+            return blocks, [*(item for later in groups[number:] for item in later), *rest]
+    return blocks, rest
 
 
-def _enqueue(pairs: Iterable[Pair]) -> None:
-    for place, source in pairs:
-        place.copy_(source, non_blocking=True)
+def _block_of(items: list[Item]) -> list[Item]:
+    """Copies of all sources in one piece of memory: few large allocations are faster than many, the first time above all."""
+    block = torch.empty(
+        sum(_aligned(source.nbytes) for source, _ in items), dtype=torch.uint8, device=items[0][0].device
+    )
+    copies, at = [], 0
+    for source, _ in items:
+        flat = block[at : at + source.nbytes].view(source.dtype)
+        copies.append(flat.view(source.shape))
+        at += _aligned(source.nbytes)
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for copy, (source, _) in zip(copies, items, strict=True):
+        targets, sources = by_dtype.setdefault(source.dtype, ([], []))
+        targets.append(copy)
+        sources.append(source)
+    with torch.no_grad():
+        for targets, sources in by_dtype.values():
+            torch._foreach_copy_(targets, sources)
+    return [(copy, place) for copy, (_, place) in zip(copies, items, strict=True)]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _enqueue(items: Iterable[Item]) -> None:
+    for source, place in items:
+        place().copy_(source, non_blocking=True)
 
 
 def _safe_bytes(device: torch.device) -> int:

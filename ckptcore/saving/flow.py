@@ -34,10 +34,11 @@ from ..state.tree import Captured, capture
 from ..storage.base import Storage
 from .apart import agree_place, check_seen, commit_apart, mark_apart
 from .commit import Receipt, Share, files_and_components, write_share
+from .devices import warm_up
 from .join import JoinedSave, SaveRequest, join_save
 from .plan import TensorSpec, plan_component
 from .publish import check_alone, check_place, discard, publish
-from .staging import HostPool, StagedCopy, bytes_needed, stage
+from .staging import HostPool, StagedCopy, stage
 from .workers import Workers
 
 __all__ = ["Progress", "Saving"]
@@ -125,10 +126,11 @@ class Saving:
         return {c.key for c in self.components if self._compared(c) and c.validated is ValidationLevel.FULL}
 
     def rehearse(self, pool: HostPool) -> None:
-        """Have the pool ready for what `stage` will put there."""
-        on_devices = any(device.type == "cuda" for device in self._devices())
-        nbytes = bytes_needed(self.comm.rank, self.captured, self.shares, self._whole())
-        pool.reserve(nbytes, pinned=on_devices, workers=self.workers)
+        """Have the pool ready, and all else that the first save would have to wait for, by copying the state once."""
+        self.begin(rehearsal=True)
+        warm_up(self._devices())
+        self.stage(pool)
+        self.comm.together("stage", self._complete, _nothing)
 
     def finish(self, comm: Communicator) -> CheckpointInfo:
         """Compare the replicas, write, commit. What one rank raises, all raise, and nothing of it stays."""

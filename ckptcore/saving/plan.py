@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..errors import InvalidState
 from ..format.digest import content_digest
@@ -19,8 +20,7 @@ MAX_FILE_BYTES = 32 << 30
 MIN_SHARE_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor to be stored: `number` among its component's tensors, name in the file, shape in items."""
 
     number: int

@@ -19,16 +19,18 @@ from ..state.component import StateComponent
 from ..state.layout import LocalPart, words
 from ..state.tree import Captured, CapturedTensor
 from .commit import Share
-from .devices import DeviceCopy, Staging, pin, start_copies, unpin, watch_optimizers
+from .devices import DeviceCopy, Item, Staging, pin, start_copies, unpin, watch_optimizers
 from .workers import Workers
 
-__all__ = ["HostPool", "StagedCopy", "Staging", "bytes_needed", "stage"]
+__all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
 
 ALIGNMENT = 64
 PAGE = 4096
 PIECE_BYTES = 16 << 20
 # Tensors smaller than this are copied many at a time by one thread: each costs more to hand over than to copy.
 SMALL_BYTES = 256 << 10
+# torch copies so many items in one thread.
+ALONE_ITEMS = 32768
 
 
 class HostPool:
@@ -79,11 +81,6 @@ class StagedCopy:
         return all(copy.complete() for copy in self.devices)
 
 
-def bytes_needed(rank: int, captured: Mapping[str, Captured], shares: Iterable[Share], whole: set[str]) -> int:
-    """Bytes of the pool that a save takes."""
-    return _places(rank, captured, shares, whole)[1]
-
-
 def stage(
     pool: HostPool,
     rank: int,
@@ -101,29 +98,48 @@ def stage(
     places, size = _places(rank, captured, shares, whole)
     wanted = {id(t) for t, _ in places}
     _keep_digests(compared, captured, wanted)
-    on_devices = any(t.tensor.device.type == "cuda" for t, _ in places)
-    block = pool.reserve(size, pinned=on_devices, workers=workers)
+    on_devices = any(t.tensor.is_cuda for t, _ in places)
+    room = _Room(pool.reserve(size, pinned=on_devices, workers=workers))
     host: list[tuple[torch.Tensor, torch.Tensor]] = []
-    away: list[tuple[torch.Tensor, torch.Tensor]] = []
-    blocks: dict[torch.dtype, torch.Tensor] = {}
+    away: list[Item] = []
     for t, at in places:
-        tensor = t.tensor
-        source = words(tensor)
-        if source.dtype not in blocks:
-            blocks[source.dtype] = block.view(source.dtype)
-        first, count = at // source.element_size(), source.numel()
-        place = blocks[source.dtype][first : first + count].view(source.shape)
-        (host if tensor.device.type == "cpu" else away).append((place, source))
-        # Words are as good as items, but where they have a dimension more.
-        mine = place if source.shape == tensor.shape else place.view(tensor.dtype).view(tensor.shape)
-        t.part, t.live = LocalPart(mine, t.part.shape, t.part.box, t.part.layout), None
+        source = words(t.tensor)
+        if source.is_cpu:
+            host.append((room.give(t, at, source), source))
+        elif t.nbytes:
+            away.append((source, partial(room.give, t, at, source)))
+        else:
+            room.give(t, at, source)
+    copies = start_copies(away, pool.staging)
     for state in captured.values():
         _settle(state, wanted)
-    copies = start_copies(away, pool.staging)
     _copy_on_host(host, workers)
     for copy in copies:
         copy.returnable()
     return StagedCopy(size, copies)
+
+
+class _Room:
+    """The pool's block, of which every tensor is given its place."""
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self.block = block
+        self.views: dict[torch.dtype, torch.Tensor] = {}
+
+    def give(self, t: CapturedTensor, at: int, source: torch.Tensor) -> torch.Tensor:
+        """The place, in words, that begins at byte `at`; from now on it is what stands for the tensor."""
+        view = self.views.get(source.dtype)
+        if view is None:
+            view = self.views[source.dtype] = self.block.view(source.dtype)
+        first = at // source.element_size()
+        if source.is_contiguous():  # in one step, and half the time
+            place = view.as_strided(source.shape, source.stride(), view.storage_offset() + first)
+        else:
+            place = view[first : first + source.numel()].view(source.shape)
+        # Words are as good as items, but where they have a dimension more.
+        mine = place if source.shape == t.part.tensor.shape else place.view(t.tensor.dtype).view(t.tensor.shape)
+        t.part, t.live = LocalPart(mine, t.part.shape, t.part.box, t.part.layout), None
+        return place
 
 
 def _places(
@@ -213,7 +229,12 @@ def _copy_jobs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[C
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, source in pairs:
+    alone = [pair for pair in pairs if pair[0].numel() < ALONE_ITEMS]
+    if alone:
+        torch._foreach_copy_([target for target, _ in alone], [source for _, source in alone])
+    for target, source in pairs if len(alone) < len(pairs) else ():
+        if target.numel() < ALONE_ITEMS:
+            continue
         if source.is_contiguous():
             # Not torch's copy, which would start threads of its own in each of ours.
             np.copyto(target.numpy(), source.numpy())

@@ -44,6 +44,8 @@ _NAMES |= {
     for name, kind in DTYPES.items()
     if not kind.native and isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
+# Nearly all tensors are of these types, of which it is known at once that there is nothing special to them.
+_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 LARGEST = 2**57  # items, also where one size is 0: see docs/format.md
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,16 +63,17 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 def why_not_storable(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be stored, or None."""
-    if is_traceable_wrapper_subclass(tensor):
+    ordinary = type(tensor) in _ORDINARY
+    if not ordinary and is_traceable_wrapper_subclass(tensor):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         return f"tensor subclass {kind} is not supported; store its inner tensors"
-    if torch.nn.parameter.is_lazy(tensor):
+    if not ordinary and torch.nn.parameter.is_lazy(tensor):
         return "an uninitialized parameter has no data; run the model once first"
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"a tensor of layout {tensor.layout} cannot be stored; convert it to dense or store its parts"
     if tensor.is_meta:
         return "a meta tensor has no data to store"
-    if prod(n or 1 for n in tensor.shape) >= LARGEST:
+    if (tensor.numel() or prod(n or 1 for n in tensor.shape)) >= LARGEST:
         return f"a tensor of shape {list(tensor.shape)} has more items than the format can count"
     if dtype_name(tensor.dtype) is None:
         return f"dtype {tensor.dtype} cannot be stored; store its integers and scales as tensors of their own"
@@ -99,7 +102,7 @@ class Shard:
             raise InvalidState(f"Shard: a box of shape {local} at {self.offset} is not inside {self.global_shape}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalPart:
     """What a rank holds of a logical tensor. `box`: None where it holds nothing by its layout (not in the mesh).
 
@@ -138,7 +141,8 @@ def _dtensor_part(leaf: Any) -> LocalPart:
 
 def is_dtensor(leaf: Any) -> bool:
     """Without importing torch's distributed tensors when nobody has made one."""
-    if not any(cls.__name__ == "DTensor" for cls in type(leaf).__mro__):
+    kind = type(leaf)
+    if kind in _ORDINARY or not any(cls.__name__ == "DTensor" for cls in kind.__mro__):
         return False
     from torch.distributed.tensor import DTensor
 

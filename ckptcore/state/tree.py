@@ -63,7 +63,7 @@ class CapturedTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.part.tensor.nbytes
 
 
 @dataclass(slots=True)
@@ -88,45 +88,36 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
 
     def leaf(path: tuple[Any, ...], value: Any) -> TensorRef | None:
         array = _array_as_tensor(value) if isinstance(value, np.ndarray) else None
-        tensor = value if isinstance(value, torch.Tensor | Shard) else array
-        if tensor is None:
+        tensor = value if array is None else array
+        if not isinstance(tensor, torch.Tensor | Shard):
             return None
         name = join_path(path) if path else "value"
-        inner = tensor.tensor if isinstance(tensor, Shard) else tensor
-        why = None if is_dtensor(inner) else why_not_storable(inner)
-        try:
-            part = local_part(tensor) if why is None else None
-        except InvalidState as error:
-            raise InvalidState(f"component {key!r}, key {name!r}: {error.message}", component=key, key=name) from None
-        if part is not None and part.layout is not None and not sharded:
-            raise InvalidState(
-                f"component {key!r}, key {name!r} is a slice of a tensor ({type(value).__name__}); declare the component SHARDED",
-                component=key, key=name)  # fmt: skip
-        if part is not None and part.tensor is not inner:
-            why = why_not_storable(part.tensor)
-        if why is not None or part is None:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            raise UnsupportedValue(f"component {key!r}, key {name!r}: {why}", component=key, key=name, type_name=kind)
+        part = _part_of(tensor, value, key, name, sharded)
         # A leaf seen before is an alias even where its part here is empty, so that all ranks see the same aliases.
-        first = same.setdefault(id(value), len(tensors))
-        view = same_view_key(part.tensor)
-        if first == len(tensors) and view is not None and part.layout != "box":
-            first = seen.setdefault((view, part.shape, part.box), len(tensors))
-        alias = None if first == len(tensors) else first
+        number = len(tensors)
+        first = same.setdefault(id(value), number)
+        if first == number and part.layout != "box" and (view := same_view_key(part.tensor)) is not None:
+            first = seen.setdefault((view, part.shape, part.box), number)
         live = array.numpy() if array is not None else value
+        alias = None if first == number else first
         tensors.append(CapturedTensor(name, name, part, dtype_name(part.tensor.dtype) or "", alias, live))
         paths.append(path)
-        return TensorRef(len(tensors) - 1, array is not None)
+        return TensorRef(number, array is not None)
 
-    encode(state, leaf, component=key)
-    # Numbered by name, not by where a dict happens to have them: replicas that were built in another order agree.
-    order = sorted(range(len(tensors)), key=lambda n: (tensors[n].name, n))
-    place = {was: now for now, was in enumerate(order)}
-    arrays = iter(range(len(tensors)))
-    tree = encode(state, lambda _, value: _again(value, tensors, place, arrays), component=key)
+    order: list[int] = []
+
+    def renumber() -> list[int]:
+        # By name, not by where a dict happens to have them: replicas that were built in another order agree.
+        order.extend(sorted(range(len(tensors)), key=lambda n: (tensors[n].name, n)))
+        place = [0] * len(order)
+        for now, was in enumerate(order):
+            place[was] = now
+        for captured in tensors:
+            captured.alias_of = None if captured.alias_of is None else place[captured.alias_of]
+        return place
+
+    tree = encode(state, leaf, component=key, renumber=renumber)
     tensors, paths = [tensors[n] for n in order], [paths[n] for n in order]
-    for captured in tensors:
-        captured.alias_of = None if captured.alias_of is None else place[captured.alias_of]
     if all(len(path) == 1 and isinstance(path[0], str) for path in paths):
         # A flat state dict: files have the very names that stock readers look for.
         for captured, path in zip(tensors, paths, strict=True):
@@ -145,12 +136,24 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
     return Captured(key, tree, tensors)
 
 
-def _again(value: Any, tensors: list[CapturedTensor], place: dict[int, int], met: Iterator[int]) -> TensorRef | None:
-    """The reference of a leaf when the same state is walked a second time, in the same order."""
-    if isinstance(value, torch.Tensor | Shard) or (type(value) is np.ndarray and _array_as_tensor(value) is not None):
-        number = next(met)
-        return TensorRef(place[number], isinstance(tensors[number].live, np.ndarray))
-    return None
+def _part_of(tensor: Any, value: Any, key: str, name: str, sharded: bool) -> LocalPart:
+    """What this rank holds of a leaf. Raises UnsupportedValue and InvalidState, as `capture` says."""
+    inner = tensor.tensor if isinstance(tensor, Shard) else tensor
+    why = None if is_dtensor(inner) else why_not_storable(inner)
+    try:
+        part = local_part(tensor) if why is None else None
+    except InvalidState as error:
+        raise InvalidState(f"component {key!r}, key {name!r}: {error.message}", component=key, key=name) from None
+    if part is not None and part.layout is not None and not sharded:
+        raise InvalidState(
+            f"component {key!r}, key {name!r} is a slice of a tensor ({type(value).__name__}); declare the component SHARDED",
+            component=key, key=name)  # fmt: skip
+    if part is not None and part.tensor is not inner:
+        why = why_not_storable(part.tensor)
+    if why is not None or part is None:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise UnsupportedValue(f"component {key!r}, key {name!r}: {why}", component=key, key=name, type_name=kind)
+    return part
 
 
 def _array_as_tensor(value: Any) -> torch.Tensor | None:
