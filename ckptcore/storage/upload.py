@@ -17,6 +17,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.payload import BytesPayload, Order, payload_type
+
 from .base import FileWriter
 from .remote import PIECE_BYTES, translating
 from .retry import http_code
@@ -28,7 +31,22 @@ __all__ = ["PartBuffers", "UploadWriter"]
 
 BUFFERED_BYTES = 96 << 20
 MOST_PARTS = 10_000
+SEND_BYTES = 1 << 20
 WRITTEN_BY = "ckptcore-write"
+
+
+class Part(bytearray):
+    """The bytes of a part. Of a plain bytearray what does not fit into the connection's buffer is copied three times."""
+
+
+@payload_type(Part, order=Order.try_first)
+class _Pieces(BytesPayload):
+    """How aiohttp sends a Part: straight from its memory, SEND_BYTES at a time."""
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        with memoryview(self._value)[:content_length] as view:
+            for at in range(0, len(view), SEND_BYTES):
+                await writer.write(view[at : at + SEND_BYTES])
 
 
 class PartBuffers:
@@ -39,9 +57,9 @@ class PartBuffers:
         self.limit = limit
         self._changed = threading.Condition()
         self._used = 0
-        self._free: list[bytearray] = []
+        self._free: list[Part] = []
 
-    def take(self, size: int) -> bytearray:
+    def take(self, size: int) -> Part:
         """A buffer of exactly `size` bytes; waits until there is room."""
         with self._changed:
             self._changed.wait_for(lambda: not self._used or self._used + size <= self.limit)
@@ -49,9 +67,9 @@ class PartBuffers:
             for number, buffer in enumerate(self._free):
                 if len(buffer) == size:
                     return self._free.pop(number)
-        return bytearray(size)
+        return Part(size)
 
-    def give(self, buffer: bytearray) -> None:
+    def give(self, buffer: Part) -> None:
         with self._changed:
             self._used -= len(buffer)
             if len(buffer) == PIECE_BYTES:
@@ -69,7 +87,7 @@ class UploadWriter(FileWriter):
         self.place, self.write = storage.place(path), secrets.token_hex(12)
         self.part_bytes = max(PIECE_BYTES, -(-size // MOST_PARTS))
         self.at = 0
-        self.part: bytearray | None = None
+        self.part: Part | None = None
         self.filled = 0
         self.upload: str | None = None
         self.sent: list[Future[dict[str, Any]]] = []
@@ -122,7 +140,7 @@ class UploadWriter(FileWriter):
         made = await self.storage.request("create_multipart_upload", **self.place, Metadata={WRITTEN_BY: self.write})
         return str(made["UploadId"])
 
-    async def _upload(self, number: int, part: bytearray, checksum: dict[str, str]) -> dict[str, Any]:
+    async def _upload(self, number: int, part: Part, checksum: dict[str, str]) -> dict[str, Any]:
         made = await self.storage.request(
             "upload_part", **self.place, UploadId=self.upload, PartNumber=number, Body=part, **checksum
         )
