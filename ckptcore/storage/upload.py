@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import BytesPayload, Order, payload_type
 
@@ -108,7 +109,8 @@ class UploadWriter(FileWriter):
             if self.part is None:
                 self.part, self.filled = self.storage.buffers.take(min(self.part_bytes, self.size - self.at)), 0
             count = min(len(data), len(self.part) - self.filled)
-            self.part[self.filled : self.filled + count] = data[:count]
+            # By numpy, which lets other threads run meanwhile: those that sign and send.
+            np.copyto(np.frombuffer(self.part, np.uint8, count, self.filled), np.frombuffer(data, np.uint8, count))
             self.filled += count
             self.at += count
             data = data[count:]
