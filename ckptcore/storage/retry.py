@@ -1,27 +1,28 @@
 """Trying again where a storage is only for the moment unable: after throttling, errors of the server, lost connections.
 
 Everything that goes over a network fails now and then. What is worth another try is decided here, for every client that
-fsspec filesystems are built on; how long to wait (exponentially longer, a random part of it, so that many ranks do not
-come back at once) and when to give up, too. The clients' own retries are turned off where that is possible: two layers
-multiply, and nobody could say how long a request takes at most.
+fsspec filesystems are built on; and when to give up. tenacity tries again and waits: exponentially longer, a random part
+of it, so that many ranks do not come back at once. The clients' own retries are turned off where that is possible: two
+layers multiply, and nobody could say how long a request takes at most.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import random
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from tenacity import AsyncRetrying, RetryCallState, Retrying, wait_random_exponential
 
 __all__ = ["RETRY_SECONDS", "Retries", "http_code", "is_transient"]
 
 T = TypeVar("T")
 
 RETRY_SECONDS = 60.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # at most
 # A failure after so much quiet is the beginning of a new outage.
 QUIET_SECONDS = 60.0
 
@@ -120,68 +121,49 @@ class Retries:
 
     def run(self, call: Callable[[], T]) -> T:
         """The result of `call`, tried again while its errors are transient. Raises the last error."""
-        tries = _Tries(self)
-        while True:
-            try:
-                result = call()
-            except Exception as error:
-                pause = tries.failed(error)
-                if pause is None:
-                    raise
-            else:
-                self.succeeded()
-                return result
-            time.sleep(pause)
+        return Retrying(**self._rules())(call)
 
     async def run_async(self, call: Callable[[], Awaitable[T]]) -> T:
         """`run` for coroutines."""
-        tries = _Tries(self)
-        while True:
-            try:
-                result = await call()
-            except Exception as error:
-                pause = tries.failed(error)
-                if pause is None:
-                    raise
-            else:
-                self.succeeded()
-                return result
-            await asyncio.sleep(pause)
 
-    def succeeded(self) -> None:
-        with self._lock:
-            self._failing_since = None
+        async def attempt() -> T:  # which tenacity knows for a coroutine, whatever `call` is
+            return await call()
 
-    def failed(self, first: float, number: int) -> float | None:
-        """How long to wait before the next try of what has failed `number` times since `first`; None: no more."""
+        return await AsyncRetrying(sleep=asyncio.sleep, **self._rules())(attempt)
+
+    def _rules(self) -> dict[str, Any]:
+        """For one operation: tenacity's objects keep a state per thread, and a loop has many operations in one."""
+        return {
+            "retry": self._is_worth_it,
+            "wait": wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE, min=FIRST_PAUSE / 10),
+            "stop": self._is_enough,
+            "before_sleep": self._counted,
+            "reraise": True,
+        }
+
+    def _is_worth_it(self, state: RetryCallState) -> bool:
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, Exception) and is_transient(error):
+            return True
+        refused = isinstance(error, FileNotFoundError | FileExistsError | PermissionError)
+        if error is None or refused or http_code(error)[0]:
+            with self._lock:
+                self._failing_since = None  # it answers
+        return False
+
+    def _is_enough(self, state: RetryCallState) -> bool:
+        now, number = time.monotonic(), state.attempt_number
+        first: float = state.retry_object.statistics.setdefault("first_failure", now)
         with self._lock:
-            now = time.monotonic()
             if self._failing_since is None or now - self._last_failure > QUIET_SECONDS:
                 self._failing_since = now
             self._last_failure = now
-            pause = random.uniform(0.1, 1.0) * min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(number, 30))
-            if max(now - first, now - self._failing_since) + pause > self.seconds:
-                return None
+            enough = now - min(first, self._failing_since) + state.upcoming_sleep > self.seconds
+        error = state.outcome.exception() if state.outcome else None
+        if enough and error is not None:
+            error.add_note(f"given up after {f'{number} tries in {now - first:.1f} s' if number > 1 else '1 try'}")
+        return enough
+
+    def _counted(self, _: RetryCallState) -> None:
+        with self._lock:
             self.count += 1
-            return pause
-
-
-class _Tries:
-    """One operation's failures."""
-
-    def __init__(self, retries: Retries) -> None:
-        self.retries, self.first, self.number = retries, 0.0, 0
-
-    def failed(self, error: Exception) -> float | None:
-        if not is_transient(error):
-            if isinstance(error, FileNotFoundError | FileExistsError | PermissionError) or http_code(error)[0]:
-                self.retries.succeeded()  # it answers
-            return None
-        self.number += 1
-        if self.number == 1:
-            self.first = time.monotonic()
-        pause = self.retries.failed(self.first, self.number)
-        if pause is None:
-            tries = f"{self.number} tries in {time.monotonic() - self.first:.1f} s" if self.number > 1 else "1 try"
-            error.add_note(f"given up after {tries}")
-        return pause
