@@ -41,9 +41,10 @@ CREATE_ONLY = frozenset({"memory", "gs", "gcs"})
 def remote_storage(url: str, options: dict[str, Any]) -> FsspecStorage:
     """The storage at an fsspec URL. Raises StorageError for a scheme that no installed filesystem knows."""
     if re.match(r"s3a?://", url):
-        from .s3 import S3Storage
+        with suppress(ImportError):  # without its client: fsspec says what to install
+            from .s3 import S3Storage
 
-        return S3Storage(url, options)
+            return S3Storage(url, options)
     return FsspecStorage(url, options)
 
 

@@ -1,6 +1,7 @@
 """B26: a URL stays a URL through a whole run and the command line, and local paths may be called anything."""
 
 import json
+import sys
 import uuid
 from pathlib import Path
 
@@ -136,3 +137,13 @@ def test_a_folder_that_is_not_rooted(s3):
         ckpt.save(1, state(1))
         ckpt.delete(1)
     assert open_storage(f"{root}-2", s3.options).read("checkpoint-9/file") == b"1"
+
+
+def test_a_url_whose_client_is_not_installed_says_what_to_install(monkeypatch):
+    for module in ("ckptcore.storage.s3", "ckptcore.storage.upload"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    for module in ("aiohttp.abc", "aiohttp.payload", "s3fs"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    with pytest.raises(StorageError, match=r"s3://user:\*\*\*@bucket/run: no filesystem .*[Ii]nstall s3fs"):
+        open_storage("s3://user:password@bucket/run")
