@@ -7,13 +7,18 @@
 * An object carries a random name of the write that made it, so that a put whose answer was lost is known for ours.
 * A read is a range request pinned to the version that was opened (`If-Match`), streamed into its destination; where the
   connection breaks, the next request asks for what is missing.
+* Requests go through loops of our own: two of them, since one thread cannot sign or encrypt as fast as can be sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 from fsspec.asyn import sync
@@ -42,6 +47,7 @@ class S3Storage(FsspecStorage):
         self.create_only = True
         self.buffers = PartBuffers()
         self.requests = 0  # that were sent, tries included
+        self._counting = threading.Lock()
         self._reading: asyncio.Semaphore | None = None
 
     def _connect(self) -> tuple[Any, str]:
@@ -49,10 +55,17 @@ class S3Storage(FsspecStorage):
 
         config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 50}
         config |= self._options.get("config_kwargs") or {}
-        fs, root = fsspec.core.url_to_fs(self._opened, **{**self._options, "config_kwargs": config})
-        fs.retries = 1  # what s3fs itself would do; the instance is shared by those alone who give the options above
+        # Parts are signed, encrypted and sent in two threads, each with a client of its own; the first one does all else.
+        # A `session` that is given belongs to one of them.
+        self._senders = []
+        for number in range(1 if self._options.get("session") else 2):
+            options = {**self._options, "config_kwargs": config, "loop": _loop(os.getpid(), number)}
+            fs, root = fsspec.core.url_to_fs(self._opened, **options)
+            # What s3fs itself would do; the instance is shared by those alone who give the options above.
+            fs.retries = 1
+            self._senders.append(fs)
         self._reading = None
-        return fs, root
+        return self._senders[0], root
 
     def place(self, path: str) -> dict[str, str]:
         bucket, _, prefix = self.root.partition("/")
@@ -62,14 +75,20 @@ class S3Storage(FsspecStorage):
         place = self.place(path)
         return {"Bucket": place["Bucket"], "Prefix": f"{place['Key'].rstrip('/')}/".removeprefix("/")}
 
-    async def ask(self, method: str, **parameters: Any) -> Any:
+    async def ask(self, method: str, sender: Any = None, **parameters: Any) -> Any:
         """One request, once."""
-        self.requests += 1
-        return await self.fs._call_s3(method, **parameters)
+        with self._counting:
+            self.requests += 1
+        return await (sender or self.fs)._call_s3(method, **parameters)
 
-    async def request(self, method: str, **parameters: Any) -> Any:
+    async def request(self, method: str, sender: Any = None, **parameters: Any) -> Any:
         """One request, tried again while it fails for the moment."""
-        return await self._retries.run_async(lambda: self.ask(method, **parameters))
+        return await self._retries.run_async(lambda: self.ask(method, sender, **parameters))
+
+    def begin(self, turn: int, method: str, **parameters: Any) -> Future[Any]:
+        """`request` in the background; `turn` says by which of the threads that send."""
+        sender = self._senders[turn % len(self._senders)]
+        return asyncio.run_coroutine_threadsafe(self.request(method, sender, **parameters), sender.loop)
 
     @property
     def sends_checksums(self) -> bool:
@@ -217,6 +236,40 @@ class S3Storage(FsspecStorage):
         if self._reading is None:
             self._reading = asyncio.Semaphore(READ_AT_ONCE)
         return self._reading
+
+
+class _Threads(ThreadPoolExecutor):
+    """Where a loop looks up the names of hosts. At the end of a program, while saves in the background go on, executors
+    refuse: then it is done at once."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            done: Future[T] = Future()
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+            return done
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    name = ""
+
+    def __repr__(self) -> str:
+        """By which fsspec tells filesystems apart; for others of the same options it has one instance."""
+        return self.name
+
+
+@cache
+def _loop(process: int, number: int) -> asyncio.AbstractEventLoop:
+    """A loop in a thread of its own: the same for all storages of a process, for as long as it lives."""
+    loop = _Loop()
+    loop.name = f"ckptcore-s3-{number}"
+    loop.set_default_executor(_Threads())
+    threading.Thread(target=loop.run_forever, name=loop.name, daemon=True).start()
+    return loop
 
 
 class _Reader(FileReader):

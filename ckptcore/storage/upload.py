@@ -6,7 +6,6 @@ all writers of a storage share PartBuffers, and wait for one to come free.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import errno
 import secrets
@@ -126,14 +125,15 @@ class UploadWriter(FileWriter):
             self.upload = self.storage.wait_for(self._begin)
         part, self.part = self.part, None
         assert part is not None
-        upload = self._upload(len(self.sent) + 1, part, self._checksum(part))
-        future = asyncio.run_coroutine_threadsafe(upload, self.storage.fs.loop)
+        number = len(self.sent) + 1
+        where = {**self.place, "UploadId": self.upload, "PartNumber": number}
+        future = self.storage.begin(number, "upload_part", **where, Body=part, **self._checksum(part))
         # Also where it is cancelled before it has begun.
         future.add_done_callback(lambda _: self.storage.buffers.give(part))
         self.sent.append(future)
 
     def _checksum(self, data: bytes | bytearray) -> dict[str, str]:
-        """What the client would compute by itself, in the one thread that sends everything."""
+        """What the client would compute by itself, in a thread that sends."""
         if not self.storage.sends_checksums:
             return {}
         return {"ChecksumCRC32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()}
@@ -141,12 +141,6 @@ class UploadWriter(FileWriter):
     async def _begin(self) -> str:
         made = await self.storage.request("create_multipart_upload", **self.place, Metadata={WRITTEN_BY: self.write})
         return str(made["UploadId"])
-
-    async def _upload(self, number: int, part: Part, checksum: dict[str, str]) -> dict[str, Any]:
-        made = await self.storage.request(
-            "upload_part", **self.place, UploadId=self.upload, PartNumber=number, Body=part, **checksum
-        )
-        return {"PartNumber": number, "ETag": made["ETag"]}
 
     def close(self) -> None:
         with translating(self.storage, self.path, "completing the object"):
@@ -158,7 +152,7 @@ class UploadWriter(FileWriter):
                     "put_object", {"Body": body, "Metadata": {WRITTEN_BY: self.write}, **self._checksum(body)}
                 )
             else:
-                parts = [future.result() for future in self.sent]
+                parts = [{"PartNumber": n, "ETag": part.result()["ETag"]} for n, part in enumerate(self.sent, 1)]
                 whole = {"UploadId": self.upload, "MultipartUpload": {"Parts": parts}}
                 self._publish("complete_multipart_upload", whole)
             self._give_back()

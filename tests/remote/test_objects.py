@@ -46,6 +46,16 @@ def test_nothing_is_there_before_it_is_complete(s3, size):
     assert plain["Body"].read() == data
 
 
+def test_parts_are_sent_by_two_clients_that_all_storages_share(s3):
+    one, other = (open_storage(s3.new_root(), s3.options) for _ in range(2))
+    data = torch.randint(0, 256, (3 * PIECE_BYTES + 1,), dtype=torch.uint8).numpy().tobytes()
+    one.write("folder/file", data)
+    assert one.requests == 7  # is it there? begin, four parts, complete
+    assert one.read("folder/file") == data
+    assert [sender._s3 is not None for sender in one._senders] == [True, True]
+    assert len({id(sender.loop) for storage in (one, other) for sender in storage._senders}) == 2
+
+
 def test_a_file_that_is_not_what_was_announced_is_not_published(s3):
     root = s3.new_root()
     storage = open_storage(root, s3.options)
@@ -205,9 +215,10 @@ def test_a_forked_child_makes_its_own_connections(s3):
 
 
 def test_a_save_in_the_background_at_the_end_of_a_program(s3, state_of):
-    """By the name of a host, so that it is looked up while the interpreter is on its way out."""
+    """By the name of a host, which is looked up for each connection while the interpreter is on its way out."""
     root = s3.new_root()
-    options = {**s3.options, "endpoint_url": f"http://localhost:{s3.port}"}
+    anew = {"connector_args": {"use_dns_cache": False}}
+    options = {**s3.options, "endpoint_url": f"http://localhost:{s3.port}", "config_kwargs": anew}
     program = """
 import sys, json, torch
 from ckptcore import CheckpointManager
