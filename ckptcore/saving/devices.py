@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ..state.layout import is_dtensor
 from ..state.streams import side_stream
 
-__all__ = ["DeviceCopy", "Item", "Staging", "pin", "start_copies", "unpin", "warm_up", "watch_optimizers"]
+__all__ = ["DeviceCopy", "Item", "Room", "Staging", "pin", "start_copies", "unpin", "warm_up", "watch_optimizers"]
 
 Staging = Literal["auto", "copy", "overlap"]
 # What is copied, as words on the device, and what makes its place on the host.
@@ -30,6 +30,24 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # place on the host, copy on the devic
 
 BLOCK_BYTES = 256 << 20
 ALIGNMENT = 512  # bytes, as the allocator's own blocks
+
+
+class Room:
+    """A block of bytes in which tensors are laid out."""
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self.block = block
+        self.views: dict[torch.dtype, torch.Tensor] = {}
+
+    def like(self, source: torch.Tensor, at: int) -> torch.Tensor:
+        """The place, from byte `at` on, of what has dtype and shape of `source`, in C order."""
+        view = self.views.get(source.dtype)
+        if view is None:
+            view = self.views[source.dtype] = self.block.view(source.dtype)
+        first = at // source.element_size()
+        if source.is_contiguous():  # in one step, and half the time
+            return view.as_strided(source.shape, source.stride(), view.storage_offset() + first)
+        return view[first : first + source.numel()].view(source.shape)
 
 
 def pin(block: torch.Tensor) -> None:
@@ -123,7 +141,7 @@ class DeviceCopy:
         blocks: list[list[Item]] = []
         rest = list(items)
         # The device is given its work first, and has it while the places are made.
-        with torch.cuda.stream(current):
+        with torch.no_grad(), torch.cuda.stream(current):
             if staging == "auto":
                 blocks, rest = _snapshot_of(rest, _safe_bytes(device))
             fenced = _fenced_memory() if staging != "copy" and rest else set()
@@ -200,20 +218,20 @@ def _block_of(items: list[Item]) -> list[Item]:
     block = torch.empty(
         sum(_aligned(source.nbytes) for source, _ in items), dtype=torch.uint8, device=items[0][0].device
     )
-    copies, at = [], 0
-    for source, _ in items:
-        flat = block[at : at + source.nbytes].view(source.dtype)
-        copies.append(flat.view(source.shape))
-        at += _aligned(source.nbytes)
+    room = Room(block)
+    copies: list[Item] = []
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for copy, (source, _) in zip(copies, items, strict=True):
+    at = 0
+    for source, place in items:
+        copy = room.like(source, at)
+        at += _aligned(source.nbytes)
+        copies.append((copy, place))
         targets, sources = by_dtype.setdefault(source.dtype, ([], []))
         targets.append(copy)
         sources.append(source)
-    with torch.no_grad():
-        for targets, sources in by_dtype.values():
-            torch._foreach_copy_(targets, sources)
-    return [(copy, place) for copy, (_, place) in zip(copies, items, strict=True)]
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
+    return copies
 
 
 def _aligned(nbytes: int) -> int:

@@ -19,7 +19,7 @@ from ..state.component import StateComponent
 from ..state.layout import LocalPart, words
 from ..state.tree import Captured, CapturedTensor
 from .commit import Share
-from .devices import DeviceCopy, Item, Staging, pin, start_copies, unpin, watch_optimizers
+from .devices import DeviceCopy, Item, Room, Staging, pin, start_copies, unpin, watch_optimizers
 from .workers import Workers
 
 __all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
@@ -99,17 +99,17 @@ def stage(
     wanted = {id(t) for t, _ in places}
     _keep_digests(compared, captured, wanted)
     on_devices = any(t.tensor.is_cuda for t, _ in places)
-    room = _Room(pool.reserve(size, pinned=on_devices, workers=workers))
+    room = Room(pool.reserve(size, pinned=on_devices, workers=workers))
     host: list[tuple[torch.Tensor, torch.Tensor]] = []
     away: list[Item] = []
     for t, at in places:
         source = words(t.tensor)
         if source.is_cpu:
-            host.append((room.give(t, at, source), source))
+            host.append((_give(room, t, at, source), source))
         elif t.nbytes:
-            away.append((source, partial(room.give, t, at, source)))
+            away.append((source, partial(_give, room, t, at, source)))
         else:
-            room.give(t, at, source)
+            _give(room, t, at, source)
     copies = start_copies(away, pool.staging)
     for state in captured.values():
         _settle(state, wanted)
@@ -119,27 +119,14 @@ def stage(
     return StagedCopy(size, copies)
 
 
-class _Room:
-    """The pool's block, of which every tensor is given its place."""
-
-    def __init__(self, block: torch.Tensor) -> None:
-        self.block = block
-        self.views: dict[torch.dtype, torch.Tensor] = {}
-
-    def give(self, t: CapturedTensor, at: int, source: torch.Tensor) -> torch.Tensor:
-        """The place, in words, that begins at byte `at`; from now on it is what stands for the tensor."""
-        view = self.views.get(source.dtype)
-        if view is None:
-            view = self.views[source.dtype] = self.block.view(source.dtype)
-        first = at // source.element_size()
-        if source.is_contiguous():  # in one step, and half the time
-            place = view.as_strided(source.shape, source.stride(), view.storage_offset() + first)
-        else:
-            place = view[first : first + source.numel()].view(source.shape)
-        # Words are as good as items, but where they have a dimension more.
-        mine = place if source.shape == t.part.tensor.shape else place.view(t.tensor.dtype).view(t.tensor.shape)
-        t.part, t.live = LocalPart(mine, t.part.shape, t.part.box, t.part.layout), None
-        return place
+def _give(room: Room, t: CapturedTensor, at: int, source: torch.Tensor) -> torch.Tensor:
+    """The tensor's place, as words, from byte `at` on; from now on it stands for the tensor."""
+    place = room.like(source, at)
+    part = t.part
+    # Words are as good as items, but where they have a dimension more.
+    mine = place if source.shape == part.tensor.shape else place.view(part.tensor.dtype).view(part.tensor.shape)
+    t.part, t.live = LocalPart(mine, part.shape, part.box, part.layout), None
+    return place
 
 
 def _places(

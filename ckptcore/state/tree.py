@@ -15,6 +15,7 @@ from .layout import LocalPart, Shard, dtype_name, is_dtensor, local_part, same_v
 
 __all__ = ["Captured", "CapturedTensor", "Differences", "capture", "differences", "key_names"]
 
+_TENSORS = (torch.Tensor, Shard)
 # Larger arrays are stored like tensors: with chunk digests, and without a copy.
 INLINE_ARRAY_BYTES = 4096
 
@@ -89,7 +90,7 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
     def leaf(path: tuple[Any, ...], value: Any) -> TensorRef | None:
         array = _array_as_tensor(value) if isinstance(value, np.ndarray) else None
         tensor = value if array is None else array
-        if not isinstance(tensor, torch.Tensor | Shard):
+        if not isinstance(tensor, _TENSORS):
             return None
         name = join_path(path) if path else "value"
         part = _part_of(tensor, value, key, name, sharded)
@@ -138,7 +139,7 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
 
 def _part_of(tensor: Any, value: Any, key: str, name: str, sharded: bool) -> LocalPart:
     """What this rank holds of a leaf. Raises UnsupportedValue and InvalidState, as `capture` says."""
-    inner = tensor.tensor if isinstance(tensor, Shard) else tensor
+    inner = tensor if isinstance(tensor, torch.Tensor) else tensor.tensor
     why = None if is_dtensor(inner) else why_not_storable(inner)
     try:
         part = local_part(tensor) if why is None else None
