@@ -77,6 +77,7 @@ def read_tensors(
     scratch = Scratch()
     # Where each read is a request of its own, few of them count for more than a warm cache.
     step_bytes = CHUNK_BYTES if storage.request_bytes else STEP_BYTES
+    most = max(CHUNK_BYTES, storage.request_bytes)
 
     def run(reader: FileReader, file: str, parts: list[_Part]) -> None:
         if not stop.is_set():
@@ -92,7 +93,7 @@ def read_tensors(
             with _present(storage, folder, file):
                 opened = storage.open(join(folder, file))
             with opened:
-                for batch in _batches(wanted):
+                for batch in _batches(wanted, most):
                     run(opened, file, batch)
         return
     readers: list[FileReader] = []
@@ -103,7 +104,7 @@ def read_tensors(
             with _present(storage, folder, file):
                 reader = storage.open(join(folder, file))
             readers.append(reader)
-            futures += [pool.submit(run, reader, file, batch) for batch in _batches(wanted)]
+            futures += [pool.submit(run, reader, file, batch) for batch in _batches(wanted, most)]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
@@ -114,14 +115,14 @@ def read_tensors(
             reader.close()
 
 
-def _batches(reads: list[TensorRead]) -> Iterator[list[_Part]]:
-    """Chunks that lie next to each other in the file, up to CHUNK_BYTES together."""
+def _batches(reads: list[TensorRead], most: int) -> Iterator[list[_Part]]:
+    """Chunks that lie next to each other in the file, up to `most` bytes together."""
     batch: list[_Part] = []
     size, end = 0, -1
     for read in sorted(reads, key=lambda r: r.entry.start):
         for number in range(len(read.entry.digests) // 8) if read.chunks is None else read.chunks:
             start, length, _ = read.entry.chunk(number)
-            if batch and (start != end or size + length > CHUNK_BYTES or len(batch) == BATCH_PARTS):
+            if batch and (start != end or size + length > most or len(batch) == BATCH_PARTS):
                 yield batch
                 batch, size = [], 0
             batch.append(_Part(read, number))
