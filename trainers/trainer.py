@@ -81,6 +81,8 @@ class Trainer(TrainerParts):
             epoch_is_over = False
             while not epoch_is_over and not boundary.stopped:
                 self.training_step()
+                if state.steps_run == 1:
+                    self.saves.prepare(checkpoints)
                 epoch_is_over = boundary.after_step()
             self.fire("on_epoch_end")
             if epoch_is_over:

@@ -212,6 +212,17 @@ class Saves:
 
     # Saving.
 
+    def prepare(self, checkpoints: CheckpointManager) -> None:
+        """After the first step, when all of the state has come to be: have ready what the first save would wait for."""
+        if self.trainer.args.save_async and self.trainer.args.save_strategy != "no":
+            checkpoints.prewarm(self.settled_state())
+
+    def settled_state(self) -> Any:
+        """What is saved, with nothing of it under way any more."""
+        self.trainer.meters.settle(self.trainer)
+        self.trainer.share_state()
+        return self.weights() if self.trainer.args.save_only_model else self.trainer
+
     def save(self, checkpoints: CheckpointManager, wait: bool = False) -> None:
         """Save this step, once. wait: until it is committed; else it is written in the background."""
         trainer, args = self.trainer, self.trainer.args
@@ -220,13 +231,12 @@ class Saves:
             return
         began = time.perf_counter()
         self.settle()
-        trainer.meters.settle(trainer)
-        trainer.share_state()
+        state = self.settled_state()
         wait = wait or not args.save_async
         call: Any = checkpoints.save if wait else checkpoints.save_async
         out = call(
             step,
-            self.weights() if args.save_only_model else trainer,
+            state,
             metrics=self.metrics(),
             metadata={
                 "training_args": args.as_dict(),

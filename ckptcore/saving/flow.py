@@ -129,7 +129,9 @@ class Saving:
         """Have the pool ready, and all else that the first save would have to wait for, by copying the state once."""
         self.begin(rehearsal=True)
         warm_up(self._devices())
+        pool.large_pages = True
         self.stage(pool)
+        pool.large_pages = False
         self.comm.together("stage", self._complete, _nothing)
 
     def finish(self, comm: Communicator) -> CheckpointInfo:

@@ -6,7 +6,9 @@ their own; devices.py says what keeps them from being changed meanwhile.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -26,6 +28,7 @@ __all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
 
 ALIGNMENT = 64
 PAGE = 4096
+LARGE_PAGE = 2 << 20
 PIECE_BYTES = 16 << 20
 # Tensors smaller than this are copied many at a time by one thread: each costs more to hand over than to copy.
 SMALL_BYTES = 256 << 10
@@ -41,15 +44,16 @@ class HostPool:
         watch_optimizers()
         self.block = torch.empty(0, dtype=torch.uint8)
         self.pinned = False
+        # Set where nobody waits for new memory. Large pages take the system longer to find, and then every save is
+        # hashed and written with less work.
+        self.large_pages = False
 
     def reserve(self, nbytes: int, *, pinned: bool, workers: Workers) -> torch.Tensor:
         """At least `nbytes` of touched memory. What was there before is given back first."""
         if self.block.numel() < nbytes or (nbytes and pinned and not self.pinned):
             size = _aligned(max(nbytes, self.block.numel()))
             self.release()
-            memory = torch.empty(size + PAGE, dtype=torch.uint8)
-            start = -memory.data_ptr() % PAGE
-            self.block = memory[start : start + size]
+            self.block = _new_memory(size, self.large_pages)
             _touch(self.block, workers)
             if pinned:
                 pin(self.block)
@@ -189,6 +193,21 @@ def _settle(state: Captured, wanted: set[int]) -> None:
 
 def _aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
+
+
+def _new_memory(size: int, large_pages: bool) -> torch.Tensor:
+    """`size` bytes that begin with a page."""
+    if large_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        page = LARGE_PAGE
+        mapped = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a request, which not every system grants
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    else:
+        page = PAGE
+        memory = torch.empty(size + page, dtype=torch.uint8)
+    start = -memory.data_ptr() % page
+    return memory[start : start + size]
 
 
 def _touch(block: torch.Tensor, workers: Workers) -> None:
