@@ -1,8 +1,8 @@
 """What writing in the background does to the steps of a training run: `python -m benchmarks background [--device cuda]`.
 
-Steps are timed while a save is being written (its copy is made by then) and, just before and after, while none is. On the CPU the
-bytes have to be hashed and handed to the system by the same cores that train; what that takes is measured alone, and only
-what a save costs beyond it counts against the target.
+Steps are timed while a save is being written (its copy is made by then) and, just before and after, while none is. On the CPU
+bytes have to be hashed and handed to the disk by the machine that trains, whoever does it; another process that does nothing
+else shows what that takes from training, and only what a save takes beyond it counts against the target.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from .asyncs import AsyncSaver, OursAsync, savers_for
+from .asyncs import AsyncSaver, BytesAlone, savers_for
 from .frame import Check, Report, Row, problem_of
 from .ground import MIB, settle, size_text
 from .savers import cores
 from .training import Trainee, check_device, wait_for
 
-__all__ = ["Effect", "run", "taken_from_training"]
+__all__ = ["Effect", "run"]
 
 THREADS = 2  # that train on the CPU
 MODEL = 24 * MIB  # on the CPU: of the state, the rest is ballast, so that a step is short against the save
@@ -57,11 +57,6 @@ class _Found:
     steps: int = LEAST
 
 
-def taken_from_training(cpu_seconds: float, all_cores: int, training: int, writing: int) -> float:
-    """Seconds by which work of `cpu_seconds` has to delay training, where there are too few cores for both."""
-    return cpu_seconds / all_cores if training + writing > all_cores else 0.0
-
-
 def run(
     folder: Path, *, size: int, rounds: int = 7, device: str = "cpu", step_seconds: float = 0.03,
     settle_seconds: float = 1.0, only: Sequence[str] = (), progress: Callable[[str], None] = lambda _: None,
@@ -87,18 +82,14 @@ def _run(
     else:
         trainee = Trainee(size, device)
     step = trainee.calibrate(step_seconds)
-    own = 0.0
-    if device == "cpu":
-        progress("what the bytes themselves cost")
-        cpu = _cpu_seconds(trainee, folder / "background-own")
-        own = taken_from_training(cpu, cores(), THREADS, cores())
     makers = [make for short, make in savers_for(device).items() if not only or short in only]
-    all_found = [_Found(saver) for make in makers if (saver := make()).in_background]
+    alone = _Found(BytesAlone("the bytes alone, by another process"))
+    all_found = [_Found(saver) for make in makers if (saver := make()).in_background] + [alone] * (device == "cpu")
     try:
         for number, found in enumerate(all_found):
             found.problem = found.saver.missing(trainee)
             if found.problem is None:
-                _noted(found, lambda f=found, n=number: f.saver.start(trainee, folder / f"background-{n}"))  # type: ignore[misc]
+                _noted(found, lambda f=found, n=number: _start(f.saver, trainee, folder / f"background-{n}"))  # type: ignore[misc]
         order = random.Random(0)
         for number in range(rounds + 1):
             which = [f for f in all_found if f.problem is None]
@@ -110,21 +101,27 @@ def _run(
         for found in all_found:
             with suppress(Exception):
                 found.saver.stop()
-    rows = [_row(found, own, device) for found in all_found]
+    own = statistics.median(effect.extra for effect in alone.effects) if alone.effects else 0.0
+    rows = [_row(found, max(0.0, own), device) for found in all_found]
     notes = [
         f"a step of {step * 1000:.1f} ms, {rounds} rounds after one that is not counted; counted are the steps from when the "
         "host has its copy until everything is written, against as many just before the save."
     ]
     if device == "cpu":
         notes.append(
-            f"{THREADS} threads train on {cores()} cores. Hashing and writing these bytes alone takes {cpu:.2f} s of CPU time, "
-            f"and so {own:.2f} s from training on these cores; net: beyond that. Median: net for ours, gross for peers."
+            f"{THREADS} threads train on {cores()} cores. As many bytes hashed and written by another process take "
+            f"{own:.3f} s from training; net: beyond that. Median: net for ours, gross for the others."
         )
     return Report(
         "background" if device == "cpu" else "background-cuda",
         f"Longer steps while {size_text(trainee.nbytes)} are written in the background, on {device}", rows,
         {"size": size, "rounds": rounds, "device": device, "step_seconds": step, "own_seconds": own}, notes,
     )  # fmt: skip
+
+
+def _start(saver: AsyncSaver, trainee: Trainee, folder: Path) -> None:
+    saver.start(trainee, folder)
+    saver.prewarm()
 
 
 def _noted(found: _Found, work: Callable[[], None]) -> None:
@@ -171,6 +168,7 @@ def _row(found: _Found, own: float, device: str) -> Row:
         row.low, row.high = min(counted), max(counted)
         gross = statistics.median(effect.percent() for effect in found.effects)
         row.extra["gross"] = f"{gross:+.1f} %"
+        row.extra["taken from training"] = f"{statistics.median(effect.extra for effect in found.effects):.3f} s"
         plain = sorted(1000 * effect.plain for effect in found.effects)
         row.extra["plain steps"] = f"{plain[0]:.1f}..{plain[-1]:.1f} ms"
         row.extra["steps while writing"] = f"{statistics.median(effect.steps for effect in found.effects):g}"
@@ -181,18 +179,3 @@ def _row(found: _Found, own: float, device: str) -> Row:
         what = "longer steps, net" if device == "cpu" else "longer steps"
         row.checks.append(Check(what, bound, row.median, at_least=False, unit=" %"))
     return row
-
-
-def _cpu_seconds(trainee: Trainee, folder: Path) -> float:
-    """CPU time of this process in the background part of one save of the same bytes while nothing else runs."""
-    saver, found = OursAsync("own"), []
-    saver.start(trainee, folder)
-    for number in range(4):
-        saver.begin(number)
-        before = time.process_time()
-        saver.handle.result(60)
-        found.append(time.process_time() - before)
-        saver.clear()
-        os.sync()
-    saver.stop()
-    return statistics.median(found[1:])

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, the
 
 from benchmarks import background, cost, cuda, held, stall  # noqa: E402
 from benchmarks.asyncs import Ours, OursAsync, TorchCheckpointing, savers_for  # noqa: E402
-from benchmarks.background import Effect, taken_from_training  # noqa: E402
+from benchmarks.background import Effect  # noqa: E402
 from benchmarks.cost import Costs, Window  # noqa: E402
 from benchmarks.frame import Contender, Report, Row, Sample, measure  # noqa: E402
 from benchmarks.ground import MIB  # noqa: E402
@@ -185,8 +185,6 @@ def test_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arithmetic_of_longer_steps() -> None:
     effect = Effect(steps=10, seconds=12.0, plain=1.0)
     assert (effect.extra, effect.percent(), effect.percent(own=1.5)) == (2.0, 20.0, 5.0)
-    assert taken_from_training(3.0, all_cores=2, training=2, writing=2) == 1.5
-    assert taken_from_training(3.0, all_cores=16, training=2, writing=8) == 0.0
 
 
 def test_memory_that_is_held(tmp_path: Path) -> None:
