@@ -74,10 +74,10 @@ def read_tensors(
     if not files:
         return
     stop = threading.Event()
-    scratch = Scratch()
     # Where each read is a request of its own, few of them count for more than a warm cache.
     step_bytes = CHUNK_BYTES if storage.request_bytes else STEP_BYTES
     most = max(CHUNK_BYTES, storage.request_bytes)
+    scratch = Scratch(most)
 
     def run(reader: FileReader, file: str, parts: list[_Part]) -> None:
         if not stop.is_set():

@@ -13,16 +13,18 @@ MakeMemory = Callable[[int], memoryview]
 
 
 class Scratch(threading.local):
-    """One chunk for each thread, and another one for bytes from or to an accelerator, which is fast from pinned memory."""
+    """`size` bytes for each thread, and as many for bytes from or to an accelerator, which is fast from pinned memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = CHUNK_BYTES) -> None:
+        self.size = size
         self.plain: memoryview | None = None
         self.pinned: memoryview | None = None
 
     def take(self, start: int, length: int, make_pinned: MakeMemory | None) -> memoryview:
-        """Bytes `start` to `start + length` of this thread's chunk; `make_pinned` where pinned memory is wanted."""
+        """Bytes `start` to `start + length` of this thread's memory; `make_pinned` where pinned memory is wanted."""
+        assert start + length <= self.size
         if make_pinned is None:
-            self.plain = self.plain or memoryview(bytearray(CHUNK_BYTES))
+            self.plain = self.plain or memoryview(bytearray(self.size))
             return self.plain[start : start + length]
-        self.pinned = self.pinned or make_pinned(CHUNK_BYTES)
+        self.pinned = self.pinned or make_pinned(self.size)
         return self.pinned[start : start + length]
