@@ -34,8 +34,12 @@ __all__ = ["FsspecStorage", "remote_storage", "translating"]
 
 # Files up to this size are one request; requests of larger ones are of this size.
 PIECE_BYTES = 8 << 20
-# Filesystems whose pipe_file(mode="create") fails, whoever else writes, when the name is taken.
-CREATE_ONLY = frozenset({"memory", "gs", "gcs"})
+# What makes a filesystem's pipe_file fail, whoever else writes, when the name is taken. All of these show an object when it
+# is complete, also those that can move one.
+_MODE, _ADLFS = {"mode": "create"}, {"overwrite": False}
+CREATE_ONLY: dict[str, dict[str, Any]] = {
+    "memory": _MODE, "gs": _MODE, "gcs": _MODE, "az": _ADLFS, "abfs": _ADLFS, "abfss": _ADLFS,
+}  # fmt: skip
 
 
 def remote_storage(url: str, options: dict[str, Any]) -> FsspecStorage:
@@ -72,10 +76,11 @@ class FsspecStorage(Storage):
         )
         fs = self.fs
         real = _real(fs)
-        # What moves by copying and deleting (fsspec's own `mv`) shows objects when they are complete.
-        self._renames = type(real).mv is not AbstractFileSystem.mv
         protocols = (real.protocol,) if isinstance(real.protocol, str) else tuple(real.protocol)
-        self.create_only = not CREATE_ONLY.isdisjoint(protocols)
+        self._create = next((CREATE_ONLY[name] for name in protocols if name in CREATE_ONLY), None)
+        self.create_only = self._create is not None
+        # What moves by copying and deleting (fsspec's own `mv`) shows objects when they are complete, too.
+        self._renames = not self.create_only and type(real).mv is not AbstractFileSystem.mv
         self._in_memory = "memory" in protocols
 
     @property
@@ -252,12 +257,12 @@ class _Writer(FileWriter):
         def put() -> None:
             nonlocal tries
             tries += 1
-            if not storage.create_only:
+            if storage._create is None:
                 self.touched = True
                 storage.fs.pipe_file(self.full, data)
                 return
             try:
-                storage.fs.pipe_file(self.full, data, mode="create")
+                storage.fs.pipe_file(self.full, data, **storage._create)
                 self.touched = True
             except FileExistsError:
                 # When an earlier try was done and its answer was lost, what is there is ours.
