@@ -308,3 +308,31 @@ def test_b32_the_best_one_is_found_after_a_move_and_replaced_when_it_is_gone(tin
     reader = tiny.trainer("reader", resume_from_checkpoint=str(tiny.root() / f"checkpoint-{best}"), max_steps=best)
     reader.train()
     assert torch.equal(trainer.model.head.weight, reader.model.head.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "moments"),
+    [({}, 3), ({"save_only_model": True}, 1), ({"save_async": False}, 0), ({"save_strategy": "no"}, 0)],
+)
+def test_the_first_save_is_prepared_after_the_first_step(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], moments: int
+) -> None:
+    """With all the state that there is by then, and before anything is saved; also in a run that goes on."""
+    steps, sizes = [], []
+    real = CheckpointManager.prewarm
+
+    def prewarm(manager: CheckpointManager, state: Any) -> None:
+        steps.append(trainer.state.global_step)
+        real(manager, state)
+        sizes.append(manager._saves._pool.block.numel())
+
+    monkeypatch.setattr(CheckpointManager, "prewarm", prewarm)
+    trainer = tiny.trainer(max_steps=4, save_steps=4, **options)
+    trainer.train()
+    weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert steps == ([1] if moments else [])
+    assert [size >= moments * weights for size in sizes] == [True] * len(steps)
+    if moments == 3:
+        trainer = tiny.trainer(max_steps=6, save_steps=4)
+        trainer.train()
+        assert steps == [1, 5]
