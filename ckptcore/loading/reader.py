@@ -155,12 +155,7 @@ def _read_batch(
             file=file, kind="size", tensor=parts[-1].read.name, expected=first + total, actual=reader.size)  # fmt: skip
     if len(parts) == 1:
         # Bytes for an accelerator go through memory that stays warm; and each step takes its turn at the interpreter.
-        target = parts[0].read.target
-        if direct[0] or target is None or target.pinned is not None:
-            digests = [_read_hashing(reader, first, buffers[0], step_bytes if direct[0] else CHUNK_BYTES)]
-        else:
-            digests = [_read_cutting(reader, first, buffers[0][:STEP], parts[0], total)]
-            direct[0] = True
+        digests = [_read_hashing(reader, first, buffers[0], step_bytes if direct[0] else CHUNK_BYTES)]
     else:
         reader.read_into(first, buffers)
         digests = [chunk_digest(buffer) for buffer in buffers]
@@ -180,18 +175,6 @@ def _read_hashing(reader: FileReader, offset: int, buffer: memoryview, step_byte
         step = buffer[at : at + step_bytes]
         reader.read_into(offset + at, [step])
         state.update(step)
-    return state.digest()
-
-
-import os
-STEP = int(os.environ.get("STEP", 1 << 20))
-def _read_cutting(reader, offset, buffer, part, total):
-    state = xxhash.xxh3_64()
-    for at in range(0, total, len(buffer)):
-        step = buffer[: min(len(buffer), total - at)]
-        reader.read_into(offset + at, [step])
-        state.update(step)
-        part.read.target.put(part.chunk * CHUNK_BYTES + at, step)
     return state.digest()
 
 
