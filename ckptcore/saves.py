@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -55,6 +56,8 @@ class Saves:
         self._branch: Communicator | None = None
         self._pending: SaveHandle | None = None
         self._pid = os.getpid()
+        # One pool, one save at a time, whichever threads they are called from.
+        self._turn, self._staging = threading.RLock(), False
 
     @property
     def busy(self) -> bool:
@@ -114,6 +117,25 @@ class Saves:
 
     def later(self, saving: Saving) -> SaveHandle:
         """Capture and stage now, and leave the rest to the background."""
+        with self._mine():
+            return self._later(saving)
+
+    @contextmanager
+    def _mine(self) -> Iterator[None]:
+        """The pool, when no save is using it: another thread may have begun one since the caller has waited."""
+        with self._turn:
+            if self._staging:
+                raise InvalidState(
+                    "save_async was called in the middle of save_async, by a signal handler or a state_dict(); use save there"
+                )
+            self._staging = True
+            try:
+                self.settle()
+                yield
+            finally:
+                self._staging = False
+
+    def _later(self, saving: Saving) -> SaveHandle:
         started = _Start.of(saving)
         branch = self._prepared()
         with _no_garbage_collection():
@@ -133,8 +155,9 @@ class Saves:
 
     def rehearse(self, saving: Saving) -> None:
         """Have ready what the first `later` of such a state needs."""
-        saving.rehearse(self._pool)
-        self._prepared()
+        with self._mine():
+            saving.rehearse(self._pool)
+            self._prepared()
 
     def close(self) -> None:
         """Wait, bounded in time, then give everything back. Raises AsyncSaveError."""
