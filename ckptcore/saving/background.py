@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import io
+import logging
+import multiprocessing.util
 import os
 import queue
 import sys
@@ -10,9 +14,10 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
-from ..errors import AsyncSaveError, CheckpointWarning
+from ..errors import AsyncSaveError, CheckpointWarning, InvalidState
 from ..ranks.communicator import Communicator
 from ..root import CheckpointInfo
 from .flow import Saving
@@ -44,10 +49,11 @@ class SaveHandle:
         self._pid = os.getpid()
         self._ended = threading.Event()
         self._written = 0, 0
+        self._finisher = 0
         if saving is None:
             self._ended.set()
         else:
-            _untold.add(self)
+            _expected(self)
 
     def staged(self) -> bool:
         """Whether the host has a private copy of everything."""
@@ -72,7 +78,7 @@ class SaveHandle:
         """
         if self._pid != os.getpid():
             raise AsyncSaveError(f"the save of step {self.step} is the parent process's; ask there", step=self.step)
-        if not self._ended.wait(timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"the save of step {self.step} is still going on after {timeout:g} s")
         self._warn()
         if self.error is not None:
@@ -82,6 +88,8 @@ class SaveHandle:
 
     def wait(self, timeout: float | None) -> bool:
         """Whether it has ended, after at most `timeout` seconds. Raises nothing."""
+        if self._finisher == threading.get_ident() and not self._ended.is_set():
+            raise InvalidState(f"{self.what} cannot be waited for by what it calls itself (on_event)")
         return self._pid != os.getpid() or self._ended.wait(timeout)
 
     def collect(self) -> None:
@@ -135,7 +143,23 @@ def expect(handle: SaveHandle) -> None:
     """The handle is of something that has begun and will end, though it is no save of its own."""
     handle.skipped = False
     handle._ended.clear()
+    _expected(handle)
+
+
+def _expected(handle: SaveHandle) -> None:
+    """The end of the program waits for it."""
+    global _registered_in, _past
     _untold.add(handle)
+    _past = getattr(sys, "last_value", None)
+    # Forked children of multiprocessing end without atexit, and forget what was registered before they began.
+    if _registered_in != os.getpid() and multiprocessing.process.parent_process() is not None:
+        multiprocessing.util.Finalize(None, _drain, exitpriority=0)
+    _registered_in = os.getpid()
+
+
+_registered_in = 0
+# An exception that was nobody's to catch before the last save began (in an interactive session) has not ended the program.
+_past: BaseException | None = None
 
 
 # Conversations of saves that nobody has closed.
@@ -158,17 +182,28 @@ def _drain() -> None:
             stuck = True
             error = TimeoutError(f"{handle.what} has not ended after {handle.drain_timeout:g} s")
         if error is not None:
-            print(f"ckptcore: {error}", file=sys.stderr)
+            with suppress(Exception):  # nobody may be reading
+                print(f"ckptcore: {error}", file=sys.stderr)
             failed |= handle.on_error == "raise"
         _untold.discard(handle)
     _untold.clear()
     for branch in () if stuck else at_exit:
         branch.close()  # rank 0 stays until the others have read that the save is committed
-    # After an exception that nobody caught the exit code is not 0, and that exception remains the last word.
-    if failed and getattr(sys, "last_value", None) is None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    # After an exception that nobody caught the exit code is not 0, and that exception remains the last word. In a child of
+    # multiprocessing it is on its way here.
+    dying = sys.exc_info()[1]
+    fine = dying is None or (isinstance(dying, SystemExit) and not dying.code)
+    if failed and fine and getattr(sys, "last_value", None) is _past:
+        _flush()
         os._exit(1)
+
+
+def _flush() -> None:
+    """What a program that leaves at once would take with it: lines that are logged, and files that are open."""
+    logging.shutdown()
+    for file in [o for o in gc.get_objects() if type(o) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)]:
+        with suppress(Exception):  # closed, or nobody is reading
+            file.flush()
 
 
 Outcome = tuple[CheckpointInfo | None, BaseException | None]
@@ -209,6 +244,7 @@ def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
     be_modest()
     while (task := tasks.get()) is not None:
         handle, work = task
+        handle._finisher = threading.get_ident()
         info, error = work()
         # What the save held goes before anybody hears of its end: a program that ends then must not find this thread
         # giving memory back.
