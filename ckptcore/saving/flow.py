@@ -13,7 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -88,6 +89,9 @@ class Saving:
         self.joined = join_save(
             comm, self.name, self.request, self.components, self.process_groups,
             (lambda: "") if rehearsal else self._attempt, self.mode)  # fmt: skip
+        # Private from here on, like the state.
+        self.request.metadata = deepcopy(self.request.metadata)
+        self.components = [replace(c, metadata=deepcopy(c.metadata)) for c in self.components]
         if self.mode == "node" and not rehearsal:
             self.joined.sequence, self.replaces = agree_place(self)
         with self._phase("capture"):
@@ -325,8 +329,10 @@ class Saving:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        self.seconds[name] = round(time.perf_counter() - start, 6)
+        try:
+            yield
+        finally:  # a phase that fails has taken its time as well
+            self.seconds[name] = round(time.perf_counter() - start, 6)
 
     @contextmanager
     def _needing(self) -> Iterator[None]:
