@@ -325,7 +325,7 @@ class _Component:
             self.fits.in_place = True
             self.read_into(number, tensor, live.part)
         else:
-            staged = torch.empty(live.shape, dtype=dtype)
+            staged = torch.empty(live.shape, dtype=dtype, device="cpu")
             self.fits.staged.append((live.tensor, staged))
             self.read_into(number, tensor, LocalPart(staged, tensor.shape, live.part.box, live.part.layout))
         return live.live
@@ -361,7 +361,7 @@ class _Component:
             whole = (0,) * len(tensor.shape), tensor.shape
             number = self.numbers[tensor.name]
             self.fits.view.check_files(piece.file for piece in self.stored.pieces(number, whole) if piece.file)
-        return torch.empty(tensor.shape, dtype=dtype)
+        return torch.empty(tensor.shape, dtype=dtype, device="cpu")
 
 
 def torch_words(tensor: torch.Tensor) -> Words:

@@ -53,7 +53,8 @@ def fingerprints(tensors: Sequence[torch.Tensor], *, sampled: bool) -> list[byte
 @cache
 def _multipliers(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(20261128)
-    return torch.randint(-(2**63), 2**63 - 1, (ROW_WORDS,), generator=generator).bitwise_or_(1).to(device)
+    words = torch.randint(-(2**63), 2**63 - 1, (ROW_WORDS,), generator=generator, device="cpu")
+    return words.bitwise_or_(1).to(device)
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:

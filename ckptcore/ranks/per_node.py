@@ -134,7 +134,7 @@ def _described(captured: Mapping[str, Captured]) -> dict[str, Any]:
 def _made(key: str, tree: bytes, rows: Sequence[Sequence[Any]]) -> Captured:
     tensors: list[CapturedTensor] = []
     for name, stored_name, dtype, shape, _, alias in rows:
-        tensor = torch.empty(shape, dtype=torch_dtype(dtype))
+        tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
         size = tuple(shape)
         part = LocalPart(tensor, size, ((0,) * len(size), size), None)
         tensors.append(CapturedTensor(name, stored_name, part, dtype, alias, None))

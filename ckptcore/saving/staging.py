@@ -42,7 +42,7 @@ class HostPool:
     def __init__(self, staging: Staging = "auto") -> None:
         self.staging: Staging = staging
         watch_optimizers()
-        self.block = torch.empty(0, dtype=torch.uint8)
+        self.block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.pinned = False
         # Set where nobody waits for new memory. Large pages take the system longer to find, and then every save is
         # hashed and written with less work.
@@ -63,7 +63,7 @@ class HostPool:
     def release(self) -> None:
         if self.pinned:
             unpin(self.block)
-        self.block, self.pinned = torch.empty(0, dtype=torch.uint8), False
+        self.block, self.pinned = torch.empty(0, dtype=torch.uint8, device="cpu"), False
 
     def __del__(self) -> None:
         if getattr(self, "pinned", False):  # memory must not go back to the system while it is locked
@@ -85,6 +85,7 @@ class StagedCopy:
         return all(copy.complete() for copy in self.devices)
 
 
+@torch.inference_mode(False)  # the threads that copy are in no such mode, whatever the caller is in
 def stage(
     pool: HostPool,
     rank: int,
@@ -205,7 +206,7 @@ def _new_memory(size: int, large_pages: bool) -> torch.Tensor:
         memory = torch.frombuffer(mapped, dtype=torch.uint8)
     else:
         page = PAGE
-        memory = torch.empty(size + page, dtype=torch.uint8)
+        memory = torch.empty(size + page, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % page
     return memory[start : start + size]
 

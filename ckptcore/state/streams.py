@@ -41,7 +41,7 @@ def pinned_memory(device: torch.device) -> MakeMemory | None:
 
 
 def _pinned(nbytes: int) -> memoryview:
-    return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data)
+    return memoryview(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data)
 
 
 def settle(devices: Iterable[torch.device]) -> None:
