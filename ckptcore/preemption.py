@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -31,8 +32,9 @@ class PreemptionGuard:
     """Catches signals, and lets all ranks agree on the step to stop after, without a collective.
 
     of: the manager, or communicator, of the job. signals: which ones mean "save and stop"; a second one of the same
-    kind does what it did before the guard. Make it on every rank at the same point of the program, in the main thread.
-    Raises InvalidState in another thread.
+    kind, `repeat_after` seconds later or more, does what it did before the guard. Until then it is the same request,
+    come twice: a scheduler signals every process of a job, and torchrun passes on what it gets. Make it on every rank at
+    the same point of the program, in the main thread. Raises InvalidState in another thread.
 
     At a step boundary every rank says how far it is, then asks whether there is something to stop for. Rank 0, when a
     signal came to any rank, first announces that there is, then looks how far the others are, and names the step after
@@ -43,17 +45,19 @@ class PreemptionGuard:
         self,
         of: CheckpointManager | Communicator | None = None,
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        *,
+        repeat_after: float = 5.0,
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise InvalidState("signals reach the main thread alone; make the PreemptionGuard there")
         comm = of.comm if isinstance(of, CheckpointManager) else of or shared_communicator()
         self.comm = comm.branch("preemption") if comm.world_size > 1 else comm
-        self.signals = tuple(signals)
+        self.signals, self.repeat_after = tuple(signals), repeat_after
         self.signaled = False
         self._told = False
         self._stop_at: int | None = None
         self._before: dict[int, Any] = {}
-        self._seen: set[int] = set()
+        self._seen: dict[int, float] = {}
 
     def __enter__(self) -> PreemptionGuard:
         for number in self.signals:
@@ -112,9 +116,9 @@ class PreemptionGuard:
         return found
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        if number in self._seen:  # asked again: as if nobody had been here
+        first = self._seen.setdefault(number, time.monotonic())
+        if time.monotonic() - first > self.repeat_after:  # asked again: as if nobody had been here
             before = self._before.get(number, signal.SIG_DFL)
             signal.signal(number, before)
             signal.raise_signal(signal.Signals(number))
-        self._seen.add(number)
         self.signaled = True
