@@ -124,6 +124,7 @@ class StoreCommunicator(BoardCommunicator):
         if rank is None or world_size is None:
             raise ValueError("StoreCommunicator(store) needs rank= and world_size= too")
         self._group: Any = None
+        self._served_by = store  # rank 0's may be the server; destroy_process_group must not end it
         own = store.clone()
         prefix = f"ckptcore/{name if name is not None else next(_created)}"
         node = node or os.environ.get("CKPTCORE_NODE") or os.environ.get("GROUP_RANK") or socket.gethostname()
