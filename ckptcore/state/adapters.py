@@ -313,8 +313,11 @@ def _pattern(value: Any, world_size: int) -> SharingPattern:
     return SharingPattern.GLOBAL if world_size == 1 else SharingPattern.REPLICATED
 
 
-def _tensors_of(value: Any) -> Iterator[Any]:
+def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any]:
     """Tensors of modules, optimizers and plain nested values, without asking anybody for a state_dict."""
+    within = above | {id(value)}
+    if id(value) in above:
+        return  # it contains itself; whoever takes it apart refuses it by name
     if isinstance(value, nn.Module):
         yield from value.parameters()
         yield from value.buffers()
@@ -326,10 +329,10 @@ def _tensors_of(value: Any) -> Iterator[Any]:
         yield from value.tensors()
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors_of(item)
+            yield from _tensors_of(item, within)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_of(item)
+            yield from _tensors_of(item, within)
     elif isinstance(value, torch.Tensor | Shard):
         yield value
 

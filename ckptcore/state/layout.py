@@ -64,7 +64,8 @@ def torch_dtype(name: str) -> torch.dtype | None:
 def why_not_storable(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be stored, or None."""
     ordinary = type(tensor) in _ORDINARY
-    if not ordinary and is_traceable_wrapper_subclass(tensor):
+    # What has inner tensors, or runs operations in a way of its own.
+    if not ordinary and (is_traceable_wrapper_subclass(tensor) or _dispatch(tensor) is not _dispatch(torch.Tensor)):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         return f"tensor subclass {kind} is not supported; store its inner tensors"
     if not ordinary and torch.nn.parameter.is_lazy(tensor):
@@ -78,6 +79,10 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
     if dtype_name(tensor.dtype) is None:
         return f"dtype {tensor.dtype} cannot be stored; store its integers and scales as tensors of their own"
     return None
+
+
+def _dispatch(of: Any) -> Any:
+    return getattr(of, "__torch_dispatch__", None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
