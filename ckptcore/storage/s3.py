@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -35,6 +36,8 @@ T = TypeVar("T")
 
 REMOVED_AT_ONCE = 1000  # keys that one request deletes
 READ_AT_ONCE = 16  # range requests under way for one storage
+# How long a server may take to let us in, to answer, and to take up the next piece of what is sent to it.
+CONNECT_SECONDS, READ_SECONDS, SEND_SECONDS = 5.0, 15.0, 30.0
 
 
 class S3Storage(FsspecStorage):
@@ -45,7 +48,7 @@ class S3Storage(FsspecStorage):
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         super().__init__(url, options)
         self.create_only = True
-        self.buffers = PartBuffers()
+        self.buffers = PartBuffers(patience=max(1.0, min(self._retries.seconds, SEND_SECONDS)))
         self.requests = 0  # that were sent, tries included
         self._counting = threading.Lock()
         self._reading: asyncio.Semaphore | None = None
@@ -53,7 +56,10 @@ class S3Storage(FsspecStorage):
     def _connect(self) -> tuple[Any, str]:
         import fsspec
 
-        config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 50}
+        # A server that takes a connection and is silent has failed, too.
+        patience = max(1.0, min(self._retries.seconds, READ_SECONDS))
+        timeouts = {"connect_timeout": min(patience, CONNECT_SECONDS), "read_timeout": patience}
+        config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 50, **timeouts}
         config |= self._options.get("config_kwargs") or {}
         # Parts are signed, encrypted and sent in two threads, each with a client of its own; the first one does all else.
         # A `session` that is given belongs to one of them.
@@ -216,20 +222,34 @@ class S3Storage(FsspecStorage):
 
     def remove_folder(self, path: str) -> None:
         """There is none; but what was begun to be uploaded below a prefix that is empty now, nobody will finish."""
-        where = self._prefix(path)
         with translating(self, path, "removing the folder"):
-            try:
-                begun = self._request("list_multipart_uploads", **where).get("Uploads", [])
-                if begun and not self._request("list_objects_v2", **where, MaxKeys=1).get("Contents"):
-                    for upload in begun:
-                        self._request(
-                            "abort_multipart_upload",
-                            Bucket=where["Bucket"],
-                            Key=upload["Key"],
-                            UploadId=upload["UploadId"],
-                        )
-            except (FileNotFoundError, PermissionError, NotImplementedError):
-                pass  # not everybody may ask for that
+            begun = self._begun(path)
+            if begun and not self._request("list_objects_v2", **self._prefix(path), MaxKeys=1).get("Contents"):
+                self._give_up(begun)
+
+    def drop_uploads(self, path: str) -> None:
+        with translating(self, path, "giving up uploads"):
+            self._give_up(self._begun(path))
+
+    def _begun(self, path: str) -> Any:
+        """Uploads below a prefix that are not complete."""
+        found: Any = []
+        more: dict[str, Any] = {}
+        try:
+            while True:
+                page = self._request("list_multipart_uploads", **self._prefix(path), **more)
+                found += page.get("Uploads", [])
+                if not page.get("IsTruncated"):
+                    return found
+                more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        except (FileNotFoundError, PermissionError, NotImplementedError):
+            return []  # not everybody may ask for that
+
+    def _give_up(self, uploads: Sequence[dict[str, Any]]) -> None:
+        bucket = self.place("")["Bucket"]
+        for upload in uploads:
+            with suppress(FileNotFoundError, PermissionError):
+                self._request("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def range_slots(self) -> asyncio.Semaphore:
         """How many range requests may be under way; to be asked for in the loop."""

@@ -6,6 +6,7 @@ all writers of a storage share PartBuffers, and wait for one to come free.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import errno
 import secrets
@@ -36,25 +37,37 @@ WRITTEN_BY = "ckptcore-write"
 
 
 class Part(bytearray):
-    """The bytes of a part. Of a plain bytearray what does not fit into the connection's buffer is copied three times."""
+    """The bytes of a part. Of a plain bytearray what does not fit into the connection's buffer is copied three times.
+
+    patience: seconds within which the server must take SEND_BYTES.
+    """
+
+    patience = 30.0
 
 
 @payload_type(Part, order=Order.try_first)
 class _Pieces(BytesPayload):
-    """How aiohttp sends a Part: straight from its memory, SEND_BYTES at a time."""
+    """How aiohttp sends a Part: straight from its memory, SEND_BYTES at a time. Its own time limits begin when all is
+    sent, so that a server which stops reading would be waited for without end."""
+
+    def __init__(self, value: Part, *args: Any, **kwargs: Any) -> None:
+        # Past the constructor in between, which warns that large bodies hold up the loop: as aiohttp sends them, they do.
+        kwargs.setdefault("content_type", "application/octet-stream")
+        super(BytesPayload, self).__init__(value, *args, **kwargs)
+        self._size, self.patience = len(value), value.patience
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         with memoryview(self._value)[:content_length] as view:
             for at in range(0, len(view), SEND_BYTES):
-                await writer.write(view[at : at + SEND_BYTES])
+                await asyncio.wait_for(writer.write(view[at : at + SEND_BYTES]), self.patience)
 
 
 class PartBuffers:
     """Memory for parts, `limit` bytes of it, or one part when that is larger. Used again, since new memory is slow; given
     back when nobody writes."""
 
-    def __init__(self, limit: int = BUFFERED_BYTES) -> None:
-        self.limit = limit
+    def __init__(self, limit: int = BUFFERED_BYTES, patience: float = Part.patience) -> None:
+        self.limit, self.patience = limit, patience
         self._changed = threading.Condition()
         self._used = 0
         self._free: list[Part] = []
@@ -67,7 +80,9 @@ class PartBuffers:
             for number, buffer in enumerate(self._free):
                 if len(buffer) == size:
                     return self._free.pop(number)
-        return Part(size)
+        part = Part(size)
+        part.patience = self.patience
+        return part
 
     def give(self, buffer: Part) -> None:
         with self._changed:

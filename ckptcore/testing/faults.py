@@ -293,6 +293,10 @@ class FaultStorage(Storage):
         with self._operation("remove_folder", path):
             self.inner.remove_folder(path)
 
+    def drop_uploads(self, path: str) -> None:
+        with self._operation("drop_uploads", path):
+            self.inner.drop_uploads(path)
+
     def free_bytes(self) -> int | None:
         if self.quota is None:
             return self.inner.free_bytes()
