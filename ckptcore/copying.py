@@ -40,12 +40,14 @@ from .root import (
     mark_attempt,
     mark_name,
     pin_checkpoint,
+    read_manifest,
     remove_checkpoint_folder,
     unmark_attempts,
 )
 from .saving.publish import check_alone, check_place, discard, publish
 from .saving.workers import Workers
 from .storage.base import Storage, open_storage
+from .storage.urls import masked_url, split_url
 from .transfer import CopyProgress, Counted, FileCopies
 
 __all__ = ["CopyProgress", "copy_between", "copy_checkpoint"]
@@ -76,9 +78,11 @@ def copy_checkpoint(
     UnsupportedVersion, NoSpace, StorageError.
     """
     told: list[str] = []
-    parent, name = _split(os.fspath(target))
+    parent, name = split_url(os.fspath(target))
     if not name:
-        raise InvalidState(f"{target!r} is the top of a storage; name the folder that is to become the checkpoint")
+        raise InvalidState(
+            f"{masked_url(os.fspath(target))!r} is the top of a storage; name the folder that is to become the checkpoint"
+        )
     own = storage_options if target_options is None else target_options
     try:
         return copy_between(
@@ -87,15 +91,6 @@ def copy_checkpoint(
     finally:
         for text in told:
             warnings.warn(text, CheckpointWarning, stacklevel=2)
-
-
-def _split(path: str) -> tuple[str, str]:
-    """The folder that a checkpoint's folder lies in, and its name there; for local paths and URLs."""
-    scheme, mark, rest = path.rpartition("://")
-    if not mark:
-        rest = os.path.abspath(os.path.expanduser(path))
-    parent, slash, name = rest.rstrip("/").rpartition("/")
-    return (scheme + mark + parent if parent or mark else slash), name
 
 
 def copy_between(
@@ -156,17 +151,20 @@ class _Copy:
         self.counted = Counted(manifest.size_bytes, self.progress)
         if _same_place(view, target, name):
             raise InvalidState(f"{view.url} is to be copied to where it is")
+        pins = pins and self._pinned(view.storage, view.folder)
         if self._there(overwrite):
             self.counted.add(0, manifest.size_bytes)
         else:
+            # What repairs a checkpoint leaves it as it was.
+            pins = pins or (self._same() and self._pinned(target, name))
             attempt = Attempt.new(self.owner)
             try:
                 with attempt.in_flight():
                     self._build(str(attempt), manifest, encoded, overwrite)
             except CheckpointExists:
-                if not self._there(thoroughly=False):  # else another copy was quicker
+                if not self._there(overwrite):  # else another copy was quicker
                     raise
-        if pins and any(entry.name == PIN_NAME for entry in entries_in(view.storage, view.folder)):
+        if pins:
             pin_checkpoint(target, name)
         there = CheckpointManifest.decode(encoded, target.at(name))
         return CheckpointInfo(name, target.at(name), "committed", there.step, None, there)
@@ -174,11 +172,11 @@ class _Copy:
     def _there(self, thoroughly: bool) -> bool:
         """Whether the target holds this commit already, by a look at its files, or `thoroughly` by reading them."""
         try:
-            there = CheckpointView(self.target, self.name)
-            if there.manifest.digest != self.view.manifest.digest:
+            if not self._same():
                 return False
+            there = CheckpointView(self.target, self.name)
             check_files(self.target, self.name, there.manifest)
-        except (CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion):
+        except (CheckpointNotFound, CheckpointCorrupt):
             return False
         if thoroughly and there.verify(self.workers.count):
             return False
@@ -188,9 +186,20 @@ class _Copy:
                 unmark_attempts(self.target, self.name)
         return True
 
+    @staticmethod
+    def _pinned(storage: Storage, folder: str) -> bool:
+        return any(entry.name == PIN_NAME for entry in entries_in(storage, folder))
+
+    def _same(self) -> bool:
+        """Whether the manifest at the target is of this very commit."""
+        try:
+            return read_manifest(self.target, self.name).digest == self.view.manifest.digest
+        except (CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion):
+            return False
+
     def _build(self, attempt: str, manifest: CheckpointManifest, encoded: bytes, overwrite: bool) -> None:
         target, name = self.target, self.name
-        gives_way = check_place(target, name, manifest.step, self.owner, overwrite)
+        gives_way = check_place(target, name, manifest.step, self.owner, overwrite, digest=manifest.digest)
         self.work = f"{name}.partial-{attempt}" if target.atomic_rename else name
         try:
             begin = self._begin_beside if target.atomic_rename else self._begin_in_place
@@ -241,6 +250,7 @@ class _Copy:
         if attempts_among(entries_in(target, name)) != [attempt]:
             where = target.at(name)
             raise CheckpointExists(f"{where} is being copied by another job, too", path=where)
+        target.drop_uploads(name)  # of the copy that did not end
 
 
 def _same_place(view: CheckpointView, target: Storage, name: str) -> bool:

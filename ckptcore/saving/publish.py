@@ -27,11 +27,13 @@ from ..storage.base import Storage
 __all__ = ["check_alone", "check_place", "discard", "publish", "put_in_place", "remove_aside", "take_back"]
 
 
-def check_place(storage: Storage, name: str, step: int | None, run_id: str, overwrite: bool) -> bool:
+def check_place(
+    storage: Storage, name: str, step: int | None, run_id: str, overwrite: bool, *, digest: str | None = None
+) -> bool:
     """Whether something at `name` must give way to a new checkpoint of the run.
 
     A committed checkpoint does so only with `overwrite`, and so does a damaged one that is pinned; what never became one,
-    or is damaged, always. Raises CheckpointExists for the rest: a committed one, a pinned one, one of a newer format,
+    or is damaged, always. digest: of the manifest of the new one; a pin does not keep the same commit from taking the place of itself. Raises CheckpointExists for the rest: a committed one, a pinned one, one of a newer format,
     what another job may be writing in that place now, or files that are not ours.
     """
     where = storage.at(name)
@@ -44,7 +46,8 @@ def check_place(storage: Storage, name: str, step: int | None, run_id: str, over
     attempts = [] if storage.atomic_rename else attempts_among(entries)
     writing = [attempt for attempt in attempts if not Attempt.parse(attempt).is_abandoned(run_id)]
     try:
-        names = check_files(storage, name, read_manifest(storage, name))
+        manifest = read_manifest(storage, name)
+        names = check_files(storage, name, manifest)
     except (CheckpointNotFound, CheckpointCorrupt) as error:
         if writing:
             what = f"is being written by another job ({writing[0]})"
@@ -71,7 +74,7 @@ def check_place(storage: Storage, name: str, step: int | None, run_id: str, over
         raise CheckpointExists(
             f"{where} is a committed checkpoint; pass overwrite=True to replace it", path=where, step=step
         )
-    if PIN_NAME in names:
+    if PIN_NAME in names and manifest.digest != digest:
         raise CheckpointExists(f"{where} is pinned; unpin it before it is replaced", path=where, step=step)
     return True
 
@@ -148,7 +151,7 @@ def put_in_place(
         return None
     storage.sync_folder(folder)
     aside = f"{name}.replaced-{attempt}"
-    gives_way = check_place(storage, name, manifest.step, manifest.run_id, overwrite)
+    gives_way = check_place(storage, name, manifest.step, manifest.run_id, overwrite, digest=manifest.digest)
     if gives_way:
         storage.rename(name, aside)
     moved = False
