@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from .state.layout import Shard as Shard
     from .storage.base import Storage as Storage
     from .storage.base import open_storage as open_storage
+    from .storage.urls import join_url as join_url
+    from .storage.urls import masked_url as masked_url
+    from .storage.urls import split_url as split_url
     from .tiers import Tier as Tier
 
 __version__ = "0.1.0"
@@ -72,6 +75,7 @@ _HOMES = {
     "state.component": ["SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"],
     "state.layout": ["Shard"],
     "storage.base": ["Storage", "open_storage"],
+    "storage.urls": ["join_url", "masked_url", "split_url"],
     "tiers": ["Tier"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

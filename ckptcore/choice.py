@@ -27,6 +27,7 @@ from .root import (
     unpin_checkpoint,
 )
 from .storage.base import Storage
+from .storage.urls import join_url, split_url
 
 __all__ = ["Root", "best_of", "candidates", "copies", "find", "first_that_loads", "newest_that_loads"]
 
@@ -47,6 +48,16 @@ class Root:
     def scan(self) -> list[CheckpointInfo]:
         """Every checkpoint-like entry, ordered by (step, commit sequence)."""
         return scan(self.storage)
+
+    @property
+    def storages(self) -> list[Storage]:
+        """Where its checkpoints may be."""
+        return [self.storage]
+
+    def named(self, url: str) -> tuple[Storage, str] | None:
+        """The storage and folder of what is called `url` here, if that lies in one of `storages`."""
+        around, folder = split_url(url)
+        return next(((s, folder) for s in self.storages if s.at(folder) == join_url(around, folder)), None)
 
     def place(self, name: str) -> tuple[Storage, str]:
         """Where an entry of `scan` lies: a storage, and its folder there."""

@@ -22,6 +22,7 @@ from .saving.workers import Workers
 from .state.adapters import as_components
 from .state.component import StateComponent, StatefulProvider
 from .storage.base import Storage, open_storage
+from .storage.urls import split_url
 
 __all__ = ["CheckpointCoordinator"]
 
@@ -75,7 +76,7 @@ class CheckpointCoordinator:
         storage_options: dict[str, Any] | None = None,
     ) -> CheckpointInfo:
         """Save to the folder `path`, which becomes the checkpoint. Raises what `save` raises."""
-        parent, name = _split(os.fspath(path))
+        parent, name = split_url(os.fspath(path))
         storage = open_storage(parent, storage_options)
         request = SaveRequest(step, run_id=secrets.token_hex(8), metadata=metadata or {}, overwrite=overwrite)
         return self.save(storage, name, request)
@@ -189,13 +190,6 @@ def meet(
 
 def _nothing(*_: Any) -> None:
     return None
-
-
-def _split(path: str) -> tuple[str, str]:
-    """The folder that a checkpoint's folder lies in, and its name there; for local paths and URLs."""
-    scheme, mark, rest = path.rpartition("://")
-    parent, slash, name = rest.rstrip("/").rpartition("/")
-    return (scheme + mark + parent if parent or mark else slash or "."), name
 
 
 def warn_all(texts: Iterable[str]) -> None:

@@ -220,7 +220,8 @@ class CheckpointManager:
         elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best")
         if elsewhere:
             coordinator, _ = self._call(state, lambda: f"load of {step}", lambda _: None)
-            return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
+            where = self._root.named(os.fspath(step)) or (open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
+            return coordinator.load(*where, **how)
         coordinator, seen = self._root.meet_and_look(
             partial(self._call, state, lambda: f"load of {step}"),
             lambda infos: [copies(infos, info := self._chosen(infos, step)), info.step],  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from .ranks.nodes import Agreed, StorageMode
 from .retention import RetentionPolicy, clean_up
 from .root import CheckpointInfo, delete_checkpoint, newest_run, pin_checkpoint, scan, unpin_checkpoint
 from .storage.base import Storage
+from .storage.local import LocalStorage
+from .storage.urls import split_url
 from .tiers import Tier, Uploads
 
 __all__ = ["TieredRoot", "open_root"]
@@ -34,8 +37,17 @@ def open_root(
     tell: Callable[[SaveEvent], None],
 ) -> tuple[Root, Uploads]:
     """The root of a run, with its tiers, and the uploads to them, which are rank 0's."""
+    if wrong := [tier for tier in tiers if not isinstance(tier, Tier)]:
+        raise InvalidState(f"tiers are Tier(root), not {wrong[0]!r}")
     if tiers and mode != "shared":
         raise InvalidState("tiers need a root that all ranks share; with storage_mode='node' no rank sees all files")
+    places = [os.path.realpath(s.url) if isinstance(s, LocalStorage) else s.url.rstrip("/")
+              for s in (storage, *(tier.storage for tier in tiers))]  # fmt: skip
+    if len(set(places)) < len(places):
+        twice = next(place for place in places if places.count(place) > 1)
+        raise InvalidState(
+            f"{twice} is given twice: a tier is another root than the manager's own, and than other tiers"
+        )
     # Writing elsewhere is slow anyway: with half as many threads it takes less from the training.
     threads = max(1, threads // 2)
     uploads = Uploads(storage, tiers if comm.rank == 0 else (), on_error, drain_timeout, threads, tell)
@@ -79,8 +91,12 @@ class TieredRoot(Root):
         infos = [i for i in infos if i.status != "committed" or copies(infos, i)[0] == i.name]
         return Agreed(infos, newest_run(infos), 0, choose(infos))
 
+    @property
+    def storages(self) -> list[Storage]:
+        return [self.storage, *self.tiers]
+
     def place(self, name: str) -> tuple[Storage, str]:
-        folder = name.rpartition("/")[2]
+        folder = split_url(name)[1]
         for storage in self.tiers:
             if storage.at(folder) == name:
                 return storage, folder
@@ -106,7 +122,7 @@ class TieredRoot(Root):
     def delete(self, info: CheckpointInfo) -> None:
         if info.pinned:
             raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
-        self.uploads.forget(info.url.rpartition("/")[2])
+        self.uploads.forget(split_url(info.url)[1])
         for place in self._places(info):
             delete_checkpoint(*place)
 

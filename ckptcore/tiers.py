@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from .root import CheckpointInfo, committed, read_manifest, scan
 from .saving.background import Background, SaveHandle, expect
 from .saving.workers import Workers
 from .storage.base import Storage, open_storage
+from .storage.urls import masked_url
 
 __all__ = ["Tier", "Uploads"]
 
@@ -44,7 +45,7 @@ __all__ = ["Tier", "Uploads"]
 _FINAL = (CheckpointCorrupt, CheckpointExists, CheckpointNotFound, UnsupportedVersion)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tier:
     """A durable root beside the one that a manager saves to.
 
@@ -56,13 +57,18 @@ class Tier:
     root: str | os.PathLike[str] | Storage
     every: int = 1
     keep: RetentionPolicy | None = None
-    storage_options: dict[str, Any] | None = field(default=None, repr=False)
+    storage_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
             raise InvalidState(f"every must be a whole number >= 1, not {self.every!r}")
         if self.keep is not None and not isinstance(self.keep, RetentionPolicy):
             raise InvalidState(f"keep must be a RetentionPolicy such as KeepLast(3), not {self.keep!r}")
+
+    def __repr__(self) -> str:
+        """Without what may be a secret."""
+        root = self.root.url if isinstance(self.root, Storage) else masked_url(os.fspath(self.root))
+        return f"Tier({root!r}, every={self.every}, keep={self.keep})"
 
     @cached_property
     def storage(self) -> Storage:

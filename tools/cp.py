@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import facts
 from .failures import BAD, GOOD, Failure, not_found
-from .lookup import Root, newest, normal, resolve, split, subject_of
+from .lookup import Root, child, newest, normal, resolve, split, subject_of
 from .render import Block, Line, Report, printable, size
 from .subject import Options, Subject
 
@@ -51,13 +51,13 @@ def cp(
             advance(copied, kept, total)
 
         info = copy_checkpoint(
-            subject.url, url, storage_options=options, target_options=target_options, threads=threads,
+            subject.typed, url, storage_options=options, target_options=target_options, threads=threads,
             overwrite=overwrite, pins=pins, progress=progress)  # fmt: skip
     document = {
         "source": subject.url,
         "target": info.url,
         "checkpoint": _checkpoint(info),
-        "already": counts[0] == 0 and before == _digest(subject.url, options),
+        "already": counts[0] == 0 and before == _digest(subject.typed, options),
         "copied_bytes": counts[0],
         "kept_bytes": counts[1],
         "warnings": [str(warning.message) for warning in told],
@@ -72,7 +72,7 @@ def _source(url: str, options: Options) -> Subject:
         info = newest(found.entries, "committed")
         if info is None:
             raise Failure("bad", BAD, f"no committed checkpoint in {found.url}", path=found.url)
-        found = subject_of(info, options)
+        found = subject_of(info, options, found.typed)
     if found.error is not None:
         raise found.error
     if found.view is None:
@@ -88,8 +88,7 @@ def _target(url: str, subject: Subject) -> str:
     if CHECKPOINT_NAME.fullmatch(split(url)[1]):
         return url
     # One that has a name of its own, or was put aside by an overwrite, is found in a root by this one only.
-    name = subject.name if CHECKPOINT_NAME.fullmatch(subject.name) else f"checkpoint-{subject.step}"
-    return f"{url}{name}" if url.endswith("/") else f"{url}/{name}"
+    return child(url, subject.name if CHECKPOINT_NAME.fullmatch(subject.name) else f"checkpoint-{subject.step}")
 
 
 def _digest(url: str, options: Options) -> str | None:

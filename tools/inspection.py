@@ -68,7 +68,7 @@ def choose(root: Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]
     """The newest committed checkpoint (else the newest entry), and the unusable ones that are newer."""
     chosen = newest(root.entries, "committed") or root.entries[-1]
     later = root.entries[root.entries.index(chosen) + 1 :]
-    return subject_of(chosen, options), [info for info in later if info.status != "committed"]
+    return subject_of(chosen, options, root.typed), [info for info in later if info.status != "committed"]
 
 
 def matching(view: CheckpointView, pattern: str) -> list[dict[str, Any]]:

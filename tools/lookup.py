@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class Root(NamedTuple):
-    """A folder of checkpoints; `entries` is never empty."""
+    """A folder of checkpoints; `entries` is never empty. typed: where it is; url: the same as it may be shown."""
 
+    typed: str
     url: str
     entries: list[CheckpointInfo]
 
@@ -25,7 +26,7 @@ PUBLISHED = ("committed", "damaged", "unsupported", "unreadable")
 
 def resolve(url: str, options: Options) -> Subject | Root:
     """What lies at `url`. Raises Failure when there is nothing, and what the storage raises."""
-    from ckptcore import CheckpointNotFound
+    from ckptcore import CheckpointNotFound, masked_url
 
     if not url:
         raise not_found("the path is empty", path=url)
@@ -40,26 +41,31 @@ def resolve(url: str, options: Options) -> Subject | Root:
             subject.learn(info)
         return subject
     if entries := scan(url, options):
-        return Root(url, entries)
+        return Root(url, masked_url(url), entries)
     if folder and (info := _beside(folder, name, options)):
-        return subject_of(info, options)  # it looks like a checkpoint and is none: no manifest
-    raise _nothing(url)
+        return subject_of(info, options, folder)  # it looks like a checkpoint and is none: no manifest
+    raise _nothing(url, masked_url(url))
 
 
 def normal(url: str) -> str:
     """Absolute, where it is a local path, and without a slash at the end."""
-    if "://" not in url:
-        return os.path.abspath(os.path.expanduser(url))
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rstrip('/')}"
+    folder, name = split(url)
+    return url if folder is None else child(folder, name)
 
 
 def split(url: str) -> tuple[str | None, str]:
-    """(folder around, last name) of a normal URL; the folder is None at the top of a storage."""
-    head, _, name = url.rpartition("/")
-    if "://" in url:
-        return (None if head.endswith(":/") else head), name
-    return (head or "/", name) if name else (None, url)
+    """(folder around, last name) of a path or URL; the folder is None at the top of a storage."""
+    from ckptcore import split_url
+
+    folder, name = split_url(url)
+    return (None if not name or folder.endswith("://") else folder), name
+
+
+def child(folder: str, name: str) -> str:
+    """What is called `name` in a folder."""
+    from ckptcore import join_url
+
+    return join_url(folder, name)
 
 
 def scan(url: str, options: Options) -> list[CheckpointInfo]:
@@ -81,8 +87,8 @@ def _beside(folder: str, name: str, options: Options) -> CheckpointInfo | None:
         return None  # the folder around a checkpoint need not be readable
 
 
-def _nothing(url: str) -> Failure:
-    if "://" not in url:
+def _nothing(typed: str, url: str) -> Failure:
+    if "://" not in typed:
         if not os.path.lexists(url):
             return not_found(f"no such file or folder: {url}", path=url)
         if not os.path.isdir(url):
@@ -94,19 +100,20 @@ def _nothing(url: str) -> Failure:
     return not_found(f"no checkpoint at {url}: {what}", path=url)
 
 
-def subject_of(info: CheckpointInfo, options: Options) -> Subject:
+def subject_of(info: CheckpointInfo, options: Options, root: str) -> Subject:
     """The subject for an entry of a root, opened where that is possible."""
     from ckptcore import CheckpointNotFound
 
+    url = child(root, info.name)
     if info.status in PUBLISHED:
         try:
-            subject = Subject.open(info.url, info.name, options)
+            subject = Subject.open(url, info.name, options)
         except CheckpointNotFound:
-            subject = Subject(info.url, info.name, options)
+            subject = Subject(url, info.name, options)
         if info.status != "committed" and subject.good:
             subject.status, subject.reason = info.status, info.reason
     else:
-        subject = Subject(info.url, info.name, options)
+        subject = Subject(url, info.name, options)
         subject.not_committed(info)
     subject.learn(info)
     return subject
@@ -130,7 +137,7 @@ def fallback(subject: Subject, verify: bool) -> dict[str, object] | None:
     """
     from ckptcore import StorageError
 
-    folder, name = split(subject.url)
+    folder, name = split(subject.typed)
     try:
         entries = scan(folder, subject.options) if folder else []
     except StorageError:
@@ -142,7 +149,7 @@ def fallback(subject: Subject, verify: bool) -> dict[str, object] | None:
     # A stable sort: oldest first within "other run" and within "same run".
     older.sort(key=lambda info: info.run_id == subject.run_id)
     for info in reversed(older):
-        candidate = subject_of(info, subject.options)
+        candidate = subject_of(info, subject.options, folder or "")
         with candidate:
             if verify:
                 candidate.verify()

@@ -28,7 +28,10 @@ class Subject:
     """
 
     def __init__(self, url: str, name: str, options: Options) -> None:
-        self.url = url
+        from ckptcore import masked_url
+
+        self.typed = url
+        self.url = masked_url(url)  # as it may be shown
         self.name = name
         self.options = options
         self.status = "committed"

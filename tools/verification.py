@@ -29,7 +29,7 @@ def verify(url: str, options: Options, everything: bool = False) -> Report:
         # What was committed and is damaged now is a finding; what was never committed is a leftover.
         whole = [info for info in found.entries if info.status in PUBLISHED]
         chosen = newest(found.entries, *PUBLISHED)
-        subjects = [subject_of(info, options) for info in whole if everything or info is chosen]
+        subjects = [subject_of(info, options, found.typed) for info in whole if everything or info is chosen]
         skipped = [info for info in found.entries if info not in whole]
     else:
         subjects = [found]
@@ -44,7 +44,7 @@ def verify(url: str, options: Options, everything: bool = False) -> Report:
         "skipped": [facts.entry(info, latest=False) for info in skipped],
     }
     if not checks:
-        return Report(document, describe(document), BAD, f"no committed checkpoint in {url}")
+        return Report(document, describe(document), BAD, f"no committed checkpoint in {found.url}")
     # Damage is certain, a storage that refuses may be a passing matter: the former decides the exit code.
     code = min((subject.exit_code for subject in bad), default=GOOD)
     complaint = ", ".join(f"{subject.name} is {subject.status}" for subject in bad)

@@ -18,6 +18,7 @@ from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
 from ..root import PIN_NAME, join, read_manifest
 from ..storage.base import Storage, open_storage
+from ..storage.urls import split_url
 from .elsewhere import cuts_here, not_here
 from .plan import numpy_words, read_of
 from .reader import TensorRead, check_header, open_member, read_tensors
@@ -86,7 +87,7 @@ class CheckpointView:
     def __init__(self, storage: Storage, folder: str) -> None:
         self.storage, self.folder = storage, folder
         self.url = storage.at(folder).rstrip("/")
-        self.name = self.url.rsplit("/", 1)[-1]
+        self.name = split_url(self.url)[1]
         self.manifest: CheckpointManifest = read_manifest(storage, folder)
         self._indexes: dict[int, Index] = {}
         self._pieces: dict[tuple[str, int], dict[int, Piece]] = {}

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import secrets
 import threading
@@ -13,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -22,7 +22,7 @@ import torch
 
 from ..attempts import Attempt
 from ..errors import CheckpointExists, InvalidState, NoSpace, RankLost, StorageError
-from ..format.manifest import CheckpointManifest, Copy
+from ..format.manifest import CheckpointManifest, Copy, strict_json
 from ..ranks.communicator import Communicator
 from ..ranks.nodes import StorageMode, own_node
 from ..ranks.per_node import on_node, part_of, pass_on
@@ -90,8 +90,8 @@ class Saving:
             comm, self.name, self.request, self.components, self.process_groups,
             (lambda: "") if rehearsal else self._attempt, self.mode)  # fmt: skip
         # Private from here on, like the state.
-        self.request.metadata = deepcopy(self.request.metadata)
-        self.components = [replace(c, metadata=deepcopy(c.metadata)) for c in self.components]
+        self.request.metadata = json.loads(strict_json(self.request.metadata))
+        self.components = [replace(c, metadata=json.loads(strict_json(c.metadata))) for c in self.components]
         if self.mode == "node" and not rehearsal:
             self.joined.sequence, self.replaces = agree_place(self)
         with self._phase("capture"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NoSpace, StorageError
+from .urls import join_url, local_path, mistaken_url
 
 __all__ = ["Entry", "FileReader", "FileWriter", "Storage", "open_storage", "translated"]
 
@@ -155,10 +155,12 @@ class Storage(ABC):
                 reader.read_into(0, [memoryview(data)])
             return bytes(data)
 
+    def drop_uploads(self, path: str) -> None:  # noqa: B027
+        """Give up what was begun to be uploaded to a folder and is not complete, where the storage keeps such a thing."""
+
     def at(self, path: str) -> str:
         """How messages name a path of this storage."""
-        root = self.url if self.url.endswith("://") else f"{self.url.rstrip('/')}/"
-        return f"{root}{path}" if path else self.url
+        return join_url(self.url, path)
 
 
 @contextmanager
@@ -180,23 +182,23 @@ def translated(storage: Storage, path: str, doing: str) -> Iterator[None]:
         raise StorageError(f"{storage.at(path)}: {doing} failed: {why}", path=path, errno=number) from error
 
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-
-
 def open_storage(url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None) -> Storage:
     """The storage whose root is `url`: a local path (with or without `file://`), any fsspec URL, or a Storage itself.
 
-    Nothing is created or contacted yet. Raises StorageError for a scheme that no installed filesystem knows.
+    Nothing is created, and nothing but a client's login contacted yet. Raises StorageError for a scheme that no installed
+    filesystem knows, and for a URL that has gone through pathlib, which leaves one slash of its two.
     """
     if isinstance(url, Storage):
         return url
-    text = os.fspath(url)
-    scheme = _SCHEME.match(text)
-    if scheme is None or scheme.group(1) in ("file", "local"):
-        from .local import LocalStorage
+    text = os.fsdecode(url)
+    path = local_path(text)
+    if path is None:
+        from .remote import remote_storage
 
-        path = Path(text[scheme.end() :] if scheme else text)
-        return LocalStorage(path, direct_io=bool((storage_options or {}).get("direct_io", True)))
-    from .remote import remote_storage
+        return remote_storage(text, storage_options or {})
+    if path == text and (meant := mistaken_url(text)) is not None:
+        what = f"{text} is no path but a URL that has lost a slash, in pathlib perhaps; pass the text {meant!r}"
+        raise StorageError(what, path=text, errno=errno.EINVAL)
+    from .local import LocalStorage
 
-    return remote_storage(text, storage_options or {})
+    return LocalStorage(Path(path), direct_io=bool((storage_options or {}).get("direct_io", True)))

@@ -29,6 +29,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from ..errors import CheckpointError, StorageError
 from .base import Entry, FileReader, FileWriter, Storage, translated
 from .retry import RETRY_SECONDS, Retries, http_code
+from .urls import masked_url
 
 __all__ = ["FsspecStorage", "remote_storage", "translating"]
 
@@ -67,9 +68,7 @@ class FsspecStorage(Storage):
         if not isinstance(seconds, int | float) or not seconds >= 0:
             raise StorageError(f"retry_deadline must be a number of seconds, not {seconds!r}", errno=errno.EINVAL)
         self._opened, self._pid = url, 0
-        self.url = re.sub(
-            r"(://[^/@:]*):[^/@]*@", r"\1:***@", url
-        )  # a password in the URL appears in no message either
+        self.url = masked_url(url)
         self._retries = Retries(float(seconds))
         self._secrets = sorted(
             _secrets_in(options) | {*re.findall(r"://[^/@:]*:([^/@]+)@", url)}, key=len, reverse=True
@@ -88,13 +87,18 @@ class FsspecStorage(Storage):
         """The filesystem: one per process, since connections and threads do not come along into a forked child."""
         if self._pid != os.getpid():
             try:
-                self._fs, root = self._connect()
+                self._fs, root = self._retries.run(self._connect)
             except (ImportError, ValueError, TypeError, KeyError) as error:
                 why = self.scrubbed(str(error))
                 raise StorageError(
                     f"{self.url}: no filesystem for this URL ({why})", path=self.url, errno=errno.EINVAL
                 ) from None
-            self.root = ("/" if root.startswith("/") else "") + "/".join(part for part in root.split("/") if part)
+            except Exception as error:  # some clients log in at once
+                with translating(self, "", "connecting"):
+                    raise error from None
+            scheme, mark, path = root.rpartition("://")  # HTTP keeps its own
+            top = "/" if path.startswith("/") and not mark else ""
+            self.root = scheme + mark + top + "/".join(part for part in path.split("/") if part)
             self._asking = threading.Lock()
             self._pid = os.getpid()
         return self._fs
@@ -145,13 +149,19 @@ class FsspecStorage(Storage):
         full = self._full(path)
         with translating(self, path, "listing"):
             found = self._retries.run(lambda: self._now("ls", path, detail=True))
-        entries = {}
-        for item in found:
-            name = item["name"].rstrip("/").rsplit("/", 1)[-1]
-            folder = item["type"] == "directory"
-            if item["name"].strip("/") != full.strip("/"):
-                entries[name] = Entry(name, folder, None if folder else int(item["size"]))
+            entries = {}
+            for item in found:
+                name = item["name"].rstrip("/").rsplit("/", 1)[-1]
+                if item["name"].strip("/") != full.strip("/"):
+                    entries[name] = Entry(name, item["type"] == "directory", self._size_of(item))
         return [entries[name] for name in sorted(entries)]
+
+    def _size_of(self, item: dict[str, Any]) -> int | None:
+        if item["type"] == "directory":
+            return None
+        if item["size"] is None:  # a page of links does not say
+            item = self._retries.run(lambda: self.fs.info(item["name"]))
+        return int(item["size"])
 
     def make_folder(self, path: str) -> None:
         with translating(self, path, "creating the folder"):
@@ -317,6 +327,8 @@ class _Reader(FileReader):
 
         def fetch() -> memoryview:
             data = memoryview(self.storage.fs.cat_file(self.full, start=start, end=stop))
+            if len(data) == self.size > stop - start:  # a server that knows no ranges sends all
+                data = data[start:stop]
             if not data or len(data) > stop - start:
                 raise ConnectionError(f"{len(data)} bytes came, {stop - start} were asked for")
             return data

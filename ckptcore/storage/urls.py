@@ -1,0 +1,80 @@
+"""URLs and paths of storages: which text is which, what lies below what, and what of them is a secret.
+
+A chained URL of fsspec (`simplecache::s3://bucket/run`, `zip://run::/x/archive.zip`) says in its first part that has a
+`://` what lies where; the rest says what that is in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+__all__ = ["join_url", "local_path", "masked_url", "mistaken_url", "split_url"]
+
+_NAME = r"[A-Za-z][A-Za-z0-9+.-]*"
+_URL = re.compile(rf"(?:{_NAME}::)*({_NAME})://")
+_EATEN = re.compile(rf"({_NAME[:-1]}+):/(?!/)")  # not one letter, which is a drive
+
+
+def local_path(text: str) -> str | None:
+    """The path on this machine that a text means; None when it is a URL of something else."""
+    found = _URL.match(text)
+    if found is None:
+        return text
+    if found.group(1) not in ("file", "local") or "::" in text:
+        return None
+    rest = text[found.end() :]
+    return rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+
+
+def mistaken_url(text: str) -> str | None:
+    """The URL that a path was, before something that normalizes paths took it for one; None when it was none.
+
+    `str(Path("s3://bucket/run"))` is `s3:/bucket/run`, which is a fine name for a local folder that nobody wants.
+    """
+    found = _EATEN.match(text)
+    if found is None:
+        return None
+    if found.group(1) not in ("file", "local"):
+        from fsspec.registry import available_protocols
+
+        if found.group(1) not in available_protocols():
+            return None
+    rest = text[found.end() :]
+    return f"{found.group(1)}://{'/' if found.group(1) in ('file', 'local') else ''}{rest}"
+
+
+def join_url(url: str, path: str) -> str:
+    """The URL, or local path, of what lies at `path` below `url`."""
+    if not path:
+        return url
+    before, part, after = _parted(url)
+    scheme, mark, rest = part.rpartition("://")
+    top = "/" if rest.startswith("/") else ""
+    around = rest.rstrip("/") + "/" if rest.rstrip("/") else top
+    return f"{before}{scheme}{mark}{around}{path}{after}"
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """What lies around a folder, and its name there; a local path becomes absolute. The name is empty at the top."""
+    if local_path(url) == url:
+        parent, _, name = os.path.abspath(os.path.expanduser(url)).rpartition("/")
+        return parent or "/", name
+    before, part, after = _parted(url)
+    scheme, mark, rest = part.rpartition("://")
+    parent, slash, name = rest.rstrip("/").rpartition("/")
+    return f"{before}{scheme}{mark}{parent or slash}{after}", name
+
+
+def masked_url(url: str) -> str:
+    """A URL as messages may show it: without the password in it."""
+    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
+
+
+def _parted(url: str) -> tuple[str, str, str]:
+    """A chained URL around the part that says what lies where."""
+    if _URL.match(url) is None:
+        return "", url, ""
+    parts = url.split("::")
+    number = next(n for n, part in enumerate(parts) if "://" in part)
+    return "".join(f"{p}::" for p in parts[:number]), parts[number], "".join(f"::{p}" for p in parts[number + 1 :])

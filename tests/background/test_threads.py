@@ -1,0 +1,167 @@
+"""One manager and several callers: threads that save at the same time, and `save_async` in the middle of itself."""
+
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+
+from ckptcore import CheckpointManager, InvalidState, open_storage
+from ckptcore.testing import FaultStorage
+
+ITEMS = 1 << 20  # four MiB: copying them takes a moment
+SMALL = 50
+
+
+def state(step):
+    return {"large": torch.full((ITEMS,), float(step)), **{f"w{n}": torch.full((9,), float(step)) for n in range(SMALL)}}
+
+
+def marks(ckpt, step):
+    """Every value in a checkpoint."""
+    live = {"m": state(-1)}
+    assert ckpt.load(live, step).step == step
+    return {value for tensor in live["m"].values() for value in tensor.unique().tolist()}
+
+
+class Both:
+    """State whose owner tries, once, to be asked for it while the other thread is being asked as well."""
+
+    def __init__(self, step, meet):
+        self.state, self.meet = state(step), meet
+
+    def state_dict(self):
+        with suppress(threading.BrokenBarrierError):  # one at a time, as it should be
+            self.meet.wait(0.1)
+        return self.state
+
+    def load_state_dict(self, state_dict):
+        raise AssertionError
+
+
+def in_threads(*calls):
+    """What each call returned or raised."""
+    found = [None] * len(calls)
+
+    def run(number):
+        try:
+            found[number] = calls[number]()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize("prewarmed", [False, True])
+def test_two_threads_save_their_own_state(tmp_path, prewarmed):
+    """Every checkpoint is of one step through and through: nobody else's copy is in it."""
+    meet = threading.Barrier(2)
+
+    def saves(ckpt, first):
+        made = []
+        for step in range(first, 8, 2):
+            own = Both(step, meet)
+            made.append(ckpt.save_async(step, {"m": own}))
+            for tensor in own.state.values():
+                tensor.fill_(-step)  # it is private by now
+        return [handle.result(30).step for handle in made]
+
+    with CheckpointManager(tmp_path) as ckpt:
+        if prewarmed:
+            ckpt.prewarm({"m": state(0)})
+        assert in_threads(lambda: saves(ckpt, 0), lambda: saves(ckpt, 1)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert [info.step for info in ckpt.list()] == list(range(8))
+        assert {step: marks(ckpt, step) for step in range(8)} == {step: {float(step)} for step in range(8)}
+        assert ckpt.failed_steps == ()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in range(8)]
+
+
+def test_a_thread_that_comes_while_the_other_save_is_written_waits(tmp_path):
+    """Also where neither saw the other when it asked whether there is one to wait for."""
+    faults, meet = FaultStorage(open_storage(tmp_path)), threading.Barrier(2)
+    with CheckpointManager(faults, drain_timeout=20) as ckpt:
+        gate = faults.block(kind="write_at")
+
+        def save(step):
+            return ckpt.save_async(step, {"m": Both(step, meet)})
+
+        def opens():
+            gate.wait_reached(20)
+            held = [handle for handle in ckpt.list() if handle.step]
+            gate.open()
+            return held
+
+        first, second, held = in_threads(lambda: save(1), lambda: save(2), opens)
+        assert held == []
+        assert (first.result(30).step, second.result(30).step) == (1, 2)
+        assert (marks(ckpt, 1), marks(ckpt, 2)) == ({1.0}, {2.0})
+
+
+def test_prewarm_in_another_thread_takes_no_memory_from_a_save(tmp_path):
+    meet = threading.Barrier(2)
+    with CheckpointManager(tmp_path) as ckpt:
+        wanted = {"m": Both(0, meet), "more": state(0)}
+        saved, prewarmed = in_threads(
+            lambda: ckpt.save_async(1, {"m": Both(1, meet)}).result(30).step, lambda: ckpt.prewarm(wanted)
+        )
+        assert (saved, prewarmed) == (1, None)
+        assert marks(ckpt, 1) == {1.0}
+
+
+class Reentrant:
+    """State whose `state_dict()` saves, as a signal handler might that comes in the middle of a save."""
+
+    def __init__(self, then):
+        self.then, self.seen = then, []
+
+    def state_dict(self):
+        then, self.then = self.then, None
+        if then is not None:
+            try:
+                self.seen.append(then())
+            except InvalidState as error:
+                self.seen.append(error)
+        return {"w": torch.full((9,), 1.0)}
+
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict["w"].tolist()
+
+
+@pytest.mark.parametrize("outer", ["save_async", "prewarm"])
+@pytest.mark.parametrize("inner", ["save_async", "prewarm"])
+def test_save_async_in_the_middle_of_itself_is_refused(tmp_path, outer, inner):
+    """There is one pool, and it is in use. The save that was under way is none the worse."""
+    with CheckpointManager(tmp_path) as ckpt:
+        calls = {"save_async": lambda: ckpt.save_async(20, {"m": state(20)}), "prewarm": lambda: ckpt.prewarm(state(20))}
+        own = Reentrant(calls[inner])
+        if outer == "prewarm":
+            ckpt.prewarm({"own": own, "m": state(1)})
+        else:
+            assert ckpt.save_async(1, {"own": own, "m": state(1)}).result(30).step == 1
+        assert [type(error) for error in own.seen] == [InvalidState]
+        assert "save_async was called in the middle of save_async" in str(own.seen[0])
+        assert [info.step for info in ckpt.list()] == ([] if outer == "prewarm" else [1])
+        assert ckpt.save_async(2, {"own": own, "m": state(2)}).result(30).step == 2
+        for step in ([2], [1, 2])[outer == "save_async"]:
+            live = {"own": own, "m": state(-1)}
+            ckpt.load(live, step)
+            assert own.loaded == [1.0] * 9
+            assert {v for t in live["m"].values() for v in t.unique().tolist()} == {float(step)}
+
+
+def test_save_in_the_middle_of_save_async_works(tmp_path):
+    with CheckpointManager(tmp_path) as ckpt:
+        own = Reentrant(lambda: ckpt.save(1, {"m": state(1)}).step)
+        assert ckpt.save_async(2, {"own": own, "m": state(2)}).result(30).step == 2
+        assert own.seen == [1]
+        assert [info.step for info in ckpt.list()] == [1, 2]
+        assert marks(ckpt, 1) == {1.0}
+        live = {"own": own, "m": state(-1)}
+        ckpt.load(live, 2)
+        assert {v for t in live["m"].values() for v in t.unique().tolist()} == {2.0}
