@@ -10,6 +10,7 @@ Exit code: 0 when the target holds the checkpoint, whether it was copied now or 
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 import warnings
@@ -19,7 +20,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from . import facts
-from .failures import BAD, GOOD, Failure, not_found
+from .failures import BAD, GOOD, STORAGE, Failure, not_found
 from .lookup import Root, child, newest, normal, resolve, split, subject_of
 from .render import Block, Line, Report, printable, size
 from .subject import Options, Subject
@@ -36,7 +37,7 @@ def cp(
     source: str, target: str, options: Options, target_options: Options, threads: int | None, overwrite: bool,
     pins: bool, quiet: bool) -> Report:  # fmt: skip
     """`source` is a checkpoint, or a root: then its newest committed one. quiet: no progress bar."""
-    from ckptcore import CheckpointWarning, copy_checkpoint
+    from ckptcore import CheckpointWarning, StorageError, copy_checkpoint
 
     subject = _source(source, options)
     url = _target(target, subject)
@@ -50,9 +51,14 @@ def cp(
             counts[:] = copied, kept
             advance(copied, kept, total)
 
-        info = copy_checkpoint(
-            subject.typed, url, storage_options=options, target_options=target_options, threads=threads,
-            overwrite=overwrite, pins=pins, progress=progress)  # fmt: skip
+        try:
+            info = copy_checkpoint(
+                subject.typed, url, storage_options=options, target_options=target_options, threads=threads,
+                overwrite=overwrite, pins=pins, progress=progress)  # fmt: skip
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):  # the source was there: the target cannot be made
+                raise Failure("storage", STORAGE, str(error), path=error.path) from None
+            raise
     document = {
         "source": subject.url,
         "target": info.url,

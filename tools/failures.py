@@ -68,7 +68,8 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, CheckpointError):
         # What kind of damage it is has a name of its own beside the kind of the failure.
         facts |= {"damage" if name == "kind" else name: getattr(error, name) for name in error.facts}
-    message = str(error) or type(error).__name__
+    # What a program passes, a user types.
+    message = (str(error) or type(error).__name__).replace("pass overwrite=True", "pass --overwrite")
     kinds: list[tuple[type[Exception], str, int]] = [
         (NoUsableCheckpoint, "unusable", BAD),
         (CheckpointNotFound, "not_found", NOT_FOUND),
