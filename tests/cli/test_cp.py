@@ -83,7 +83,7 @@ def test_what_is_in_the_way(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
     assert ckpt("cp", root / "checkpoint-10", target).code == 0
     refused = ckpt("cp", root, tmp_path / "r")
     assert (refused.code, refused.out) == (1, "")
-    assert "is a committed checkpoint; pass overwrite=True to replace it" in refused.err
+    assert "is a committed checkpoint; pass --overwrite to replace it" in refused.err
     assert contents(target) == contents(root / "checkpoint-10")
     error = ckpt("cp", root, tmp_path / "r", "--json").document["error"]
     assert (error["type"], error["exit_code"], error["path"]) == ("CheckpointExists", 1, str(target))
