@@ -29,7 +29,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from ..errors import CheckpointError, StorageError
 from .base import Entry, FileReader, FileWriter, Storage, translated
 from .retry import RETRY_SECONDS, Retries, http_code
-from .urls import masked_url
+from .urls import masked_url, secrets_of
 
 __all__ = ["FsspecStorage", "remote_storage", "translating"]
 
@@ -70,9 +70,7 @@ class FsspecStorage(Storage):
         self._opened, self._pid = url, 0
         self.url = masked_url(url)
         self._retries = Retries(float(seconds))
-        self._secrets = sorted(
-            _secrets_in(options) | {*re.findall(r"://[^/@:]*:([^/@]+)@", url)}, key=len, reverse=True
-        )
+        self._secrets = sorted(secrets_of(url, options), key=len, reverse=True)
         fs = self.fs
         real = _real(fs)
         protocols = (real.protocol,) if isinstance(real.protocol, str) else tuple(real.protocol)
@@ -355,24 +353,6 @@ def _forget(fs: Any, handle: Any) -> None:
             return
         except IndexError:  # another thread has noted or forgotten a file meanwhile
             pass
-
-
-# Options that are no secret, and would make messages poorer if they went.
-_PLAIN = frozenset({
-    "account_name", "addressing_style", "auto_mkdir", "endpoint_url", "fo", "fs", "host", "location", "path", "project",
-    "protocol", "region", "region_name", "signature_version", "target_protocol",
-})  # fmt: skip
-
-
-def _secrets_in(options: Any, name: str = "") -> set[str]:
-    """Strings among storage options that are in no message: all that are not plainly something else."""
-    if name.lower() in _PLAIN:
-        return set()
-    if isinstance(options, dict):
-        return set().union(*(_secrets_in(value, str(key)) for key, value in options.items()))
-    if isinstance(options, list | tuple):
-        return set().union(*(_secrets_in(value) for value in options))
-    return {options} if isinstance(options, str) and len(options) >= 6 else set()
 
 
 # What clients raise without saying an errno.

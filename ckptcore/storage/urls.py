@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
-__all__ = ["join_url", "local_path", "masked_url", "mistaken_url", "split_url"]
+__all__ = ["join_url", "local_path", "masked_url", "mistaken_url", "secrets_of", "split_url"]
 
 _NAME = r"[A-Za-z][A-Za-z0-9+.-]*"
 _URL = re.compile(rf"(?:{_NAME}::)*({_NAME})://")
@@ -69,6 +70,29 @@ def split_url(url: str) -> tuple[str, str]:
 def masked_url(url: str) -> str:
     """A URL as messages may show it: without the password in it."""
     return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
+
+
+def secrets_of(url: str, options: Any) -> set[str]:
+    """What must be in no message: a password in the URL, and what is given as a credential among storage options."""
+    return _secrets_in(options) | {*re.findall(r"://[^/@:]*:([^/@]+)@", url)}
+
+
+# Options that are no secret, and would make messages poorer if they went.
+_PLAIN = frozenset({
+    "account_name", "addressing_style", "auto_mkdir", "endpoint_url", "fo", "fs", "host", "location", "path", "project",
+    "protocol", "region", "region_name", "signature_version", "target_protocol",
+})  # fmt: skip
+
+
+def _secrets_in(options: Any, name: str = "") -> set[str]:
+    """Strings among storage options that are in no message: all that are not plainly something else."""
+    if name.lower() in _PLAIN:
+        return set()
+    if isinstance(options, dict):
+        return set().union(*(_secrets_in(value, str(key)) for key, value in options.items()))
+    if isinstance(options, list | tuple):
+        return set().union(*(_secrets_in(value) for value in options))
+    return {options} if isinstance(options, str) and len(options) >= 6 else set()
 
 
 def _parted(url: str) -> tuple[str, str, str]:

@@ -1,12 +1,13 @@
 """One manager and several callers: threads that save at the same time, and `save_async` in the middle of itself."""
 
+import sys
 import threading
 from contextlib import suppress
 
 import pytest
 import torch
 
-from ckptcore import CheckpointManager, InvalidState, open_storage
+from ckptcore import AsyncSaveError, CheckpointManager, InvalidState, SaveHandle, StateComponent, open_storage
 from ckptcore.testing import FaultStorage
 
 ITEMS = 1 << 20  # four MiB: copying them takes a moment
@@ -103,15 +104,91 @@ def test_a_thread_that_comes_while_the_other_save_is_written_waits(tmp_path):
         assert (marks(ckpt, 1), marks(ckpt, 2)) == ({1.0}, {2.0})
 
 
-def test_prewarm_in_another_thread_takes_no_memory_from_a_save(tmp_path):
-    meet = threading.Barrier(2)
-    with CheckpointManager(tmp_path) as ckpt:
-        wanted = {"m": Both(0, meet), "more": state(0)}
-        saved, prewarmed = in_threads(
-            lambda: ckpt.save_async(1, {"m": Both(1, meet)}).result(30).step, lambda: ckpt.prewarm(wanted)
-        )
-        assert (saved, prewarmed) == (1, None)
-        assert marks(ckpt, 1) == {1.0}
+class Provider:
+    """A trainer that lets another thread save while it is asked for its components."""
+
+    def __init__(self, step, other):
+        self.components, self.other = [StateComponent("m", state(step))], [other]
+
+    def get_state_components(self):
+        while self.other:
+            self.other.pop()()
+        return self.components
+
+    def get_process_groups(self):
+        return {}
+
+
+@pytest.mark.parametrize("saves", ["save_async", "save"])
+def test_a_save_that_another_thread_began_meanwhile_is_waited_for_and_not_skipped(tmp_path, saves):
+    faults, events = FaultStorage(open_storage(tmp_path)), []
+    with CheckpointManager(faults, on_event=lambda e: events.append((e.kind, e.step)), drain_timeout=20) as ckpt:
+        gate = faults.block(kind="write_at", path="checkpoint-1*")
+
+        def other():
+            (handle,) = in_threads(lambda: ckpt.save_async(1, {"m": state(1)}))
+            gate.wait_reached(20)
+            if saves == "save_async":
+                threading.Timer(0.1, gate.open).start()
+            return handle
+
+        made = getattr(ckpt, saves)(2, Provider(2, other))
+        gate.open()
+        if saves == "save_async":
+            assert not made.skipped
+            made = made.result(30)
+        assert made.step == 2 and ckpt.wait(30)
+        assert (marks(ckpt, 1), marks(ckpt, 2)) == ({1.0}, {2.0})
+        assert not [event for event in events if event[0] == "skipped"]
+
+
+def test_a_failure_is_told_even_if_another_thread_saved_meanwhile(tmp_path):
+    """The second save waits for the first one to end, and does not take its failure out of sight."""
+    faults, meet, inside = FaultStorage(open_storage(tmp_path)), threading.Barrier(2), threading.Event()
+    faults.fail(kind="write_at", path="checkpoint-1*")
+    ckpt = CheckpointManager(faults, drain_timeout=20)
+
+    class First(Both):
+        def state_dict(self):
+            inside.set()
+            return super().state_dict()
+
+    def second():
+        assert inside.wait(20)
+        return ckpt.save_async(2, {"m": Both(2, meet)})
+
+    first, made = in_threads(lambda: ckpt.save_async(1, {"m": First(1, meet)}), second)
+    assert first.wait(30) and isinstance(first.error, OSError)
+    told = [made] if isinstance(made, AsyncSaveError) else []
+    for look in (ckpt.wait, ckpt.close):
+        try:
+            look()
+        except AsyncSaveError as error:
+            told.append(error)
+    assert [error.step for error in told] == [1] and ckpt.failed_steps == (1,)
+
+
+def test_a_look_for_a_failure_does_not_lose_sight_of_a_new_save(tmp_path, monkeypatch):
+    """Another thread's save begins just as this one has seen that the one before is over."""
+    faults, done, others = FaultStorage(open_storage(tmp_path)), SaveHandle.done, []
+    with CheckpointManager(faults, drain_timeout=20) as ckpt:
+        first = ckpt.save_async(1, {"m": state(1)})
+        assert first.wait(30)
+        gate = faults.block(kind="write_at")
+
+        def late(handle):
+            found = done(handle)
+            if handle is first and not others and sys._getframe(1).f_code.co_name == "raise_failure":
+                others.append(None)
+                others[:] = in_threads(lambda: ckpt.save_async(2, {"m": state(2)}))
+                gate.wait_reached(20)
+                threading.Timer(0.1, gate.open).start()
+            return found
+
+        monkeypatch.setattr(SaveHandle, "done", late)
+        assert ckpt.save_async(3, {"m": state(3)}).result(30).step == 3
+        assert others[0].result(30).step == 2
+        assert [marks(ckpt, step) for step in (1, 2, 3)] == [{1.0}, {2.0}, {3.0}]
 
 
 class Reentrant:

@@ -21,8 +21,9 @@ class Proxy(ThreadingHTTPServer):
     """rate: the part of requests that one of `kinds` is done to.
 
     "drop": the connection is reset before anybody has seen the request. "lost": the request is done, and the answer is
-    lost. "truncate": half of the answer comes. `asked` lists (name of the request, key) of all that came, `ranges` those
-    that were asked for; `faults` counts what was done to them.
+    lost. "truncate": half of the answer comes. "stall", when it is asked for: what follows the head of the request is not
+    read, and nothing answered. `asked` lists (name of the request, key) of all that came, `ranges` those that were asked
+    for; `faults` counts what was done to them.
     """
 
     daemon_threads = True
@@ -38,6 +39,7 @@ class Proxy(ThreadingHTTPServer):
         self.ranges: list[str] = []
         self.faults: Counter[str] = Counter()
         self.lock = threading.Lock()
+        self.closing = threading.Event()
 
     def fault(self, name: str, key: str) -> str | None:
         with self.lock:
@@ -64,8 +66,12 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         kind = self.server.fault(*named(self.command, self.path))
+        if kind == "stall":
+            self.close_connection = True
+            self.server.closing.wait()
+            return None
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if "Range" in self.headers:
             self.server.ranges.append(self.headers["Range"])
         if kind == "drop":
@@ -131,6 +137,7 @@ def proxy(s3):
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     yield server
+    server.closing.set()
     server.shutdown()
     server.server_close()
 
