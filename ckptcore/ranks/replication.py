@@ -17,7 +17,7 @@ from ..state.tree import Captured, CapturedTensor
 from .communicator import Communicator
 from .fingerprint import fingerprints, on_accelerator
 
-__all__ = ["chunk_digests", "compared_digest", "difference", "replica_digest", "take_fingerprints", "validate"]
+__all__ = ["chunk_digests", "compared_digest", "distances", "replica_digest", "take_fingerprints", "validate"]
 
 SAMPLES = 16
 SAMPLE_BYTES = 512
@@ -121,25 +121,14 @@ def replica_digest(
 ) -> bytes:
     """What replicas of one tensor, or of one part of it, are compared by at the component's level.
 
-    Chunk digests that this takes go into `known`, by component and tensor number.
+    number: of the tensor that holds the bytes, which of an alias is another one; chunk digests that this takes go into
+    `known` under it.
     """
-    if tensor.digest is not None:
-        return content_hash(tensor.digest)
-    digest = compared_digest(component, tensor)
-    if component.validated is not ValidationLevel.QUICK:
-        known[component.key, number] = digest
-    return content_hash(digest)
-
-
-def _tensor_digest(
-    component: StateComponent, tensor: CapturedTensor, number: int, known: dict[tuple[str, int], bytes]
-) -> bytes:
     if tensor.digest is not None:
         return tensor.digest
     if component.validated is ValidationLevel.QUICK:
         return compared_digest(component, tensor)
-    # An alias has the bytes of its target, which may come later.
-    place = component.key, number if tensor.alias_of is None else tensor.alias_of
+    place = component.key, number
     if place not in known:
         known[place] = compared_digest(component, tensor)
     return known[place]
@@ -152,7 +141,7 @@ def _leaf_digests(
     yield content_hash(captured.tree)
     for number, tensor in enumerate(captured.tensors):
         yield f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {tensor.alias_of}".encode()
-        yield _tensor_digest(component, tensor, number, known)
+        yield replica_digest(component, tensor, number if tensor.alias_of is None else tensor.alias_of, known)
 
 
 def _explain(
@@ -172,8 +161,9 @@ def _explain(
         leaves = {name: ["value", digest] for name, digest in _value_digests(state)}
         leaves[STRUCTURE] = ["structure", _structure(state, captured)]
         for number, tensor in enumerate(captured.tensors):
+            held = number if tensor.alias_of is None else tensor.alias_of
             what = f"{tensor.dtype} {list(tensor.shape)}"
-            leaves[tensor.name] = [what, _tensor_digest(component, tensor, number, known)]
+            leaves[tensor.name] = [what, replica_digest(component, tensor, held, known)]
         return leaves
 
     def compare(found: list[dict[str, list[Any]]]) -> dict[str, list[int]]:
@@ -188,15 +178,10 @@ def _explain(
     wrong = comm.together(f"compare replicas of {component.key}", details, compare)
     if not wrong:
         return  # equal content: only the order of keys in dicts differs
-    numbers: dict[str, Any] = {}
-    if component.validated is ValidationLevel.FULL:
-        mine = {t.name: t for t in captured.tensors} if captured is not None and member else {}
-        tolerant = bool(component.atol or component.rtol)
-        for name in wrong if tolerant else list(wrong)[:FULL_TENSORS]:
-            numbers[name] = difference(comm, component, copy, name, mine.get(name))
-        tolerated = [name for name, found in numbers.items() if found is not None and found["beyond tolerance"] == 0]
-        if tolerant and len(tolerated) == len(wrong):
-            return
+    mine = {t.name: t for t in captured.tensors} if captured is not None and member else {}
+    numbers, tolerable = distances(comm, component, [(name, copy.members) for name in wrong], mine)
+    if tolerable:
+        return
     if len(wrong) > 1:
         wrong.pop(STRUCTURE, None)  # the keys say it better
     raise _mismatch(component, copy, wrong, numbers)
@@ -258,19 +243,38 @@ def _value_digests(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str
         yield join_path(path) if path else "value", content_hash(type(state).__name__.encode() + encode(state))
 
 
-def difference(
-    comm: Communicator, component: StateComponent, copy: Copy, name: str, tensor: CapturedTensor | None
+def distances(
+    comm: Communicator,
+    component: StateComponent,
+    wrong: Sequence[tuple[str, Sequence[int]]],
+    mine: Mapping[str, CapturedTensor],
+) -> tuple[dict[str, Any], bool]:
+    """For FULL: by how much tensors that are not equal differ, and whether that is within tolerance for all of them.
+
+    wrong: their names, each with the ranks that hold it.
+    """
+    if component.validated is not ValidationLevel.FULL:
+        return {}, False
+    tolerant = bool(component.atol or component.rtol)
+    found = [(name, _difference(comm, component, members, name, mine.get(name)))
+             for name, members in (wrong if tolerant else wrong[:FULL_TENSORS])]  # fmt: skip
+    tolerable = all(numbers is not None and numbers["beyond tolerance"] == 0 for _, numbers in found)
+    return dict(found), tolerant and tolerable
+
+
+def _difference(
+    comm: Communicator, component: StateComponent, members: Sequence[int], name: str, tensor: CapturedTensor | None
 ) -> dict[str, Any] | None:
     """How a tensor differs from that of the lowest rank, element by element, a chunk at a time; None for values and
     for tensors of different shape."""
-    reference = copy.members[0]
-    member = comm.rank in copy.members
+    reference = members[0]
+    member = comm.rank in members
 
     def describe() -> Any:
         return None if tensor is None else [tensor.dtype, list(tensor.shape), tensor.nbytes]
 
     def same(found: list[Any]) -> Any:
-        shapes = [found[rank] for rank in copy.members]
+        shapes = [found[rank] for rank in members]
         return shapes[0] if shapes[0] is not None and all(s == shapes[0] for s in shapes) else None
 
     agreed = comm.together(f"compare {name}", describe, same)
@@ -289,10 +293,7 @@ def difference(
             mine = _bytes_of(tensor, start, length)
             if mine != theirs:
                 _count(counts, theirs, mine, dtype, start, component)
-    return _merged(comm, name, counts)
 
-
-def _merged(comm: Communicator, name: str, counts: dict[str, Any]) -> dict[str, Any]:
     def merge(found: list[dict[str, Any]]) -> dict[str, Any]:
         firsts = [c["first index"] for c in found if c["first index"] is not None]
         result = {key: max(c[key] for c in found) for key in ("differing", "beyond tolerance", "largest difference")}

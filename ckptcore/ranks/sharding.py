@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidState, ReplicationMismatch
-from ..format.digest import combined_digest, content_digest
+from ..format.digest import combined_digest, content_digest, content_hash
 from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, Mesh, MeshLayout, WholeLayout, intersection, volume
-from ..format.manifest import Copy
 from ..format.tensorfile import tensor_nbytes
 from ..format.values import TensorRef, decode, encode, join_path
 from ..state.component import StateComponent, ValidationLevel
 from ..state.tree import Captured
 from .communicator import Communicator
-from .replication import FULL_TENSORS, difference, replica_digest, take_fingerprints
+from .replication import distances, replica_digest, take_fingerprints
 
 __all__ = ["ShardedState", "agree_layouts", "merge_descriptions", "validate_shards"]
 
@@ -293,7 +292,7 @@ def validate_shards(
     known: dict[tuple[str, int], bytes] = {}
     checked = [c for c in components if c.key in merged and c.validated is not ValidationLevel.NONE]
     if not checked or comm.world_size == 1:
-        return known
+        return {}
     mine: dict[str, dict[str, list[Any]]] = {}
 
     def summary() -> dict[str, str]:
@@ -303,9 +302,8 @@ def validate_shards(
             numbers = {t.name: number for number, t in enumerate(merged[component.key].tensors)}
             for holders, tensors in _replicas(comm.rank, captured[component.key], merged[component.key]).items():
                 tag = f"{content_digest(repr(holders).encode())} {component.key}"
-                mine[tag] = {
-                    t.name: [replica_digest(component, t, numbers[t.name], known), list(holders)] for t in tensors
-                }
+                found = {t.name: replica_digest(component, t, numbers[t.name], known) for t in tensors}
+                mine[tag] = {name: [content_hash(digest), list(holders)] for name, digest in found.items()}
                 digests[tag] = combined_digest(
                     part for name, found in sorted(mine[tag].items()) for part in (name.encode(), found[0])
                 )
@@ -318,37 +316,40 @@ def validate_shards(
         )
 
     differing = comm.together("compare replicas", summary, compare)
-    if not differing:
-        return known
+    for component in checked:
+        tags = [tag for tag in differing if tag.split(" ", 1)[1] == component.key]
+        if tags:
+            _explain(comm, component, captured[component.key], {tag: mine[tag] for tag in tags if tag in mine})
+    return known
 
-    def explain(found: list[dict[str, dict[str, list[Any]]]]) -> dict[str, list[Any]]:
-        """Of the first component that differs: name -> [holders, ranks that differ from the lowest of them]."""
+
+def _explain(
+    comm: Communicator, component: StateComponent, captured: Captured, mine: Mapping[str, dict[str, list[Any]]]
+) -> None:
+    """Find out which tensors differ, on which ranks, and for FULL by how much; raise unless that is within tolerance."""
+
+    def compare(found: list[dict[str, dict[str, list[Any]]]]) -> list[list[Any]]:
+        """[name, holders, ranks that differ from the lowest of them]."""
         wrong: dict[str, list[Any]] = {}
         reference: dict[str, bytes] = {}
         for rank, tags in enumerate(found):
             for tag, tensors in tags.items():
-                for name, (digest, holders) in tensors.items() if tag.split(" ", 1)[1] == key else ():
+                for name, (digest, holders) in tensors.items():
                     if reference.setdefault(f"{tag} {name}", digest) != digest:
                         wrong.setdefault(f"{tag} {name}", [name, holders, []])[2].append(rank)
-        return wrong
+        return list(wrong.values())
 
-    key = differing[0].split(" ", 1)[1]
-    component = next(c for c in checked if c.key == key)
-    wrong = comm.together("explain replicas", lambda: {tag: mine[tag] for tag in differing if tag in mine}, explain)
-    numbers: dict[str, Any] = {}
-    if component.validated is ValidationLevel.FULL:
-        held = {t.name: t for t in captured[key].tensors}
-        tolerant = bool(component.atol or component.rtol)
-        for name, holders, _ in list(wrong.values())[: None if tolerant else FULL_TENSORS]:
-            numbers[name] = difference(comm, component, Copy("", tuple(holders)), name, held.get(name))
-        if tolerant and all(numbers[name] and numbers[name]["beyond tolerance"] == 0 for name, _, _ in wrong.values()):
-            return known
-    names = sorted({name for name, _, _ in wrong.values()})
-    ranks = sorted({rank for _, _, found_on in wrong.values() for rank in found_on})
+    wrong = comm.together("explain replicas", lambda: dict(mine), compare)
+    held = {t.name: t for t in captured.tensors}
+    numbers, tolerable = distances(comm, component, [(name, holders) for name, holders, _ in wrong], held)
+    if tolerable:
+        return
+    names = sorted({name for name, _, _ in wrong})
+    ranks = sorted({rank for _, _, found_on in wrong for rank in found_on})
     raise ReplicationMismatch(
-        f"component {key!r} is SHARDED, and {', '.join(map(repr, names[:5]))} on ranks {ranks} is not equal to the same part "
-        "on lower ranks; replicas of a part must be equal; nothing was committed",
-        component=key, keys=names[:20], ranks=ranks, details=numbers or None)  # fmt: skip
+        f"component {component.key!r} is SHARDED, and {', '.join(map(repr, names[:5]))} on ranks {ranks} is not equal to the "
+        "same part on lower ranks; replicas of a part must be equal; nothing was committed",
+        component=component.key, keys=names[:20], ranks=ranks, details=numbers or None)  # fmt: skip
 
 
 def _replicas(rank: int, captured: Captured, merged: ShardedState) -> dict[tuple[int, ...], list[Any]]:

@@ -12,6 +12,7 @@ from ckptcore import (
     CheckpointManager,
     OptimizerState,
     ReplicationMismatch,
+    Shard,
     SharingPattern,
     StateComponent,
     ValidationLevel,
@@ -301,3 +302,31 @@ def test_memory_of_full_is_bounded(tmp_path, errors_of, on_all):
     error = on_all(results, ReplicationMismatch)
     assert error.details["x"]["differing"] == 24 << 20
     assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("order", [["near", "far"], ["far", "near"]])
+def test_one_sharded_component_within_its_tolerance_excuses_no_other(tmp_path, order, errors_of, on_all):
+    def program(comm):
+        states = {
+            "near": {"x": torch.full((8,), 1 + comm.rank * 1e-6)},
+            "far": {"x": torch.full((8,), 1.0 + comm.rank)},
+        }
+        how = {"near": {"validation_level": "FULL", "atol": 1e-3}, "far": {}}
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(1, [StateComponent(key, states[key], SharingPattern.SHARDED, **how[key]) for key in order])
+
+    error = on_all(errors_of(2, program), ReplicationMismatch)
+    assert (error.component, error.keys, error.ranks) == ("far", ["x"], [1])
+
+
+@pytest.mark.parametrize("far", [2, 3])
+def test_one_part_within_the_tolerance_excuses_no_other(tmp_path, far, errors_of, on_all):
+    """Ranks 0 and 2 hold one half of a tensor, ranks 1 and 3 the other one."""
+
+    def state(rank):
+        part = torch.ones(4) + (0 if rank < 2 else 1 if rank == far else 1e-6)
+        leaf = Shard(part, (8,), (4 * (rank % 2),))
+        return StateComponent("s", {"x": leaf}, SharingPattern.SHARDED, validation_level="FULL", atol=1e-3)
+
+    error = on_all(saving(tmp_path, errors_of, 4, state), ReplicationMismatch)
+    assert (error.component, error.keys) == ("s", ["x"])
