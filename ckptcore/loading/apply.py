@@ -59,23 +59,27 @@ class Loading:
         step: int | None = None,
     ) -> None:
         manifest = view.manifest
-        self.step = step
-        self.comm = comm
-        self.own: Sequence[TensorRead] | None = None
-        self.view, self.components, self.io_threads, self.strict = view, components, io_threads, strict
+        self.view, self.components, self.comm, self.io_threads = view, components, comm, io_threads
+        self.strict, self.cast, self.transactional, self.step = strict, cast, transactional, step
         self.report = LoadReport(step=manifest.step, path=view.url, manifest=manifest)
         self.place = Place(comm.rank, comm.world_size, comm.nodes, partitions)
-        self.fits = _Fits(view, cast, transactional, self.report)
         self.prepared: list[tuple[StateComponent, Any]] = []
-
-    @property
-    def reads(self) -> Sequence[TensorRead]:
-        """What this rank has still to read itself."""
-        return self.fits.reads if self.own is None else self.own
+        # What is to be read, where to, and what is then copied into live tensors.
+        self.reads: list[TensorRead] = []
+        self.devices: set[torch.device] = set()
+        self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.in_place = False
+        self.spans: dict[str, list[tuple[int, int]]] = {}
+        # What does not fit.
+        self.mismatched: dict[str, tuple[str, str]] = {}
+        self.unmatched: list[str] = []
+        self.regrouped: list[StateMismatch] = []
+        self.elsewhere: dict[str, list[str]] = {}
+        self.nothing_here: set[str] = set()
 
     def read_once(self) -> None:
         """Read what all ranks need on one of them each, and pass it on. Raises what `read` raises."""
-        self.own = read_shared(self.comm, self.view.storage, self.view.folder, self.fits.reads, self.io_threads)
+        self.reads = read_shared(self.comm, self.view.storage, self.view.folder, self.reads, self.io_threads)
 
     def check(self) -> dict[str, list[bytes]]:
         """Match saved and live state, and check the files that are needed. Live state is untouched.
@@ -95,9 +99,9 @@ class Loading:
         for component in self.components:
             copy = copy_for(self.view.manifest, component, self.place) if component.key in saved else None
             if copy is not None:
-                self.prepared.append((component, self.fits.prepare(component, copy)))
+                self.prepared.append((component, self._prepare(component, copy)))
         return {key: [content_hash(name.encode("utf-8", "surrogatepass")) for name in names]
-                for key, names in self.fits.elsewhere.items()}  # fmt: skip
+                for key, names in self.elsewhere.items()}  # fmt: skip
 
     @staticmethod
     def on_no_rank(found: list[dict[str, list[bytes]]]) -> dict[str, list[bytes]]:
@@ -105,64 +109,7 @@ class Loading:
         return {key: [h for h in names if all(h in other for other in others)] for key, names in found[0].items()
                 if (others := [set(f.get(key, ())) for f in found[1:]]) or True}  # fmt: skip
 
-    def judge(self, on_no_rank: dict[str, list[bytes]]) -> None:
-        """Raise StateMismatch for what must not be loaded; check the files that are to be read."""
-        for key, names in self.fits.elsewhere.items():
-            unknown = set(on_no_rank.get(key, ()))
-            found = [n for n in names if content_hash(n.encode("utf-8", "surrogatepass")) in unknown]
-            self.report.unexpected += [f"{key}/{name}" for name in found]
-            if key in self.fits.nothing_here and len(found) == len(names):
-                self.fits.unmatched.append(key)  # no rank has any of the names
-        self.fits.judge(self.strict, matched_any=any(c.key in self.view.manifest.components for c in self.components))
-        self.view.check_small_files()
-        self.view.check_files(read.entry.file for read in self.fits.reads if read.entry.file)
-
-    def read(self) -> None:
-        """Read every byte into its place, verified. Raises CheckpointCorrupt, StorageError."""
-        settle(self.fits.devices)
-        try:
-            read_tensors(self.view.storage, self.view.folder, self.reads, self.io_threads)
-        except CheckpointError as error:
-            if self.fits.in_place:
-                error.message += PARTLY_OVERWRITTEN
-            raise
-
-    def apply(self) -> None:
-        """Hand the complete states over, random streams last."""
-        for live, staged in self.fits.staged:
-            copy_into(live, staged)
-        for component, state in sorted(
-            self.prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))
-        ):
-            component.stateful.load_state_dict(state)
-            if isinstance(component.stateful, PlainState):
-                self.report.values[component.key] = component.stateful.loaded
-
-
-class _Skip:
-    """In the place of a tensor that this rank does not want."""
-
-
-_SKIP = _Skip()
-
-
-class _Fits:
-    """Matches what was saved with what is live: destinations, differences, mismatches."""
-
-    def __init__(self, view: CheckpointView, cast: bool, transactional: bool, report: LoadReport) -> None:
-        self.view, self.cast, self.transactional, self.report = view, cast, transactional, report
-        self.devices: set[torch.device] = set()
-        self.reads: list[TensorRead] = []
-        self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.in_place = False
-        self.mismatched: dict[str, tuple[str, str]] = {}
-        self.unmatched: list[str] = []
-        self.regrouped: list[StateMismatch] = []
-        self.elsewhere: dict[str, list[str]] = {}
-        self.nothing_here: set[str] = set()
-        self.spans: dict[str, list[tuple[int, int]]] = {}
-
-    def prepare(self, component: StateComponent, copy: int) -> Any:
+    def _prepare(self, component: StateComponent, copy: int) -> Any:
         """The saved state with destinations in place of the tensors, none of them read yet."""
         stored = self.view.component(component.key, copy)
         state = component.stateful.state_dict()
@@ -194,14 +141,27 @@ class _Fits:
         if not found.matched and (found.missing or found.unexpected):
             self.unmatched.append(component.key)
 
-    def judge(self, strict: bool, matched_any: bool) -> None:
-        """Raise StateMismatch for what must not be loaded. Nothing live has been touched so far."""
+    def judge(self, on_no_rank: dict[str, list[bytes]]) -> None:
+        """Raise StateMismatch for what must not be loaded; check the files that are to be read. Live state is untouched."""
+        for key, names in self.elsewhere.items():
+            unknown = set(on_no_rank.get(key, ()))
+            found = [n for n in names if content_hash(n.encode("utf-8", "surrogatepass")) in unknown]
+            self.report.unexpected += [f"{key}/{name}" for name in found]
+            if key in self.nothing_here and len(found) == len(names):
+                self.unmatched.append(key)  # no rank has any of the names
+        self._judge_names()
+        self.view.check_small_files()
+        self.view.check_files(read.entry.file for read in self.reads if read.entry.file)
+
+    def _judge_names(self) -> None:
+        """Of what does not fit, the worst."""
         where, report = self.view.url, self.report
         facts = {
             "path": where, "missing": report.missing, "unexpected": report.unexpected, "mismatched": self.mismatched,
         }  # fmt: skip
         if self.regrouped:
             raise self.regrouped[0]
+        matched_any = any(c.key in self.view.manifest.components for c in self.components)
         if not matched_any or self.unmatched:
             what = f"component {self.unmatched[0]!r}" if self.unmatched else "the state"
             raise StateMismatch(
@@ -215,10 +175,31 @@ class _Fits:
             raise StateMismatch(
                 f"{where}: {name!r} was saved as {saved}, the live state has {live}{more}{hint}", **facts
             )
-        if strict and (report.missing or report.unexpected):
+        if self.strict and (report.missing or report.unexpected):
             raise StateMismatch(
                 f"{where} and the live state have different keys: missing in the checkpoint: {_some(report.missing)}; "
                 f"unexpected in the checkpoint: {_some(report.unexpected)}; strict=False loads the rest", **facts)  # fmt: skip
+
+    def read(self) -> None:
+        """Read every byte into its place, verified. Raises CheckpointCorrupt, StorageError."""
+        settle(self.devices)
+        try:
+            read_tensors(self.view.storage, self.view.folder, self.reads, self.io_threads)
+        except CheckpointError as error:
+            if self.in_place:
+                error.message += PARTLY_OVERWRITTEN
+            raise
+
+    def apply(self) -> None:
+        """Hand the complete states over, random streams last."""
+        for live, staged in self.staged:
+            copy_into(live, staged)
+        for component, state in sorted(
+            self.prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))
+        ):
+            component.stateful.load_state_dict(state)
+            if isinstance(component.stateful, PlainState):
+                self.report.values[component.key] = component.stateful.loaded
 
     def free_for_reading(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory may be read into: not shared with another destination, or with itself."""
@@ -237,19 +218,26 @@ class _Fits:
         return True
 
 
+class _Skip:
+    """In the place of a tensor that this rank does not want."""
+
+
+_SKIP = _Skip()
+
+
 class _Component:
     """Destinations of one component's tensors. skip: tensors that this rank does not have belong to others."""
 
     def __init__(
         self,
-        fits: _Fits,
+        loading: Loading,
         component: StateComponent,
         stored: StoredComponent,
         live: dict[str, CapturedTensor],
         *,
         skip: bool,
     ) -> None:
-        self.fits, self.component, self.stored, self.live, self.skip = fits, component, stored, live, skip
+        self.loading, self.component, self.stored, self.live, self.skip = loading, component, stored, live, skip
         self.judged = hasattr(component.stateful, "differences")
         self.live_list = list(live.values())
         self.numbers = {tensor.name: number for number, tensor in enumerate(stored.tensors)}
@@ -282,7 +270,7 @@ class _Component:
                     return live.live
                 # One memory cannot hold two values.
                 forms = ("a value of its own", f"memory that it shares with {other.name!r}")
-                self.fits.mismatched[f"{self.component.key}/{tensor.name}"] = forms
+                self.loading.mismatched[f"{self.component.key}/{tensor.name}"] = forms
                 return live.live
         return self.once(number)
 
@@ -311,7 +299,7 @@ class _Component:
         name = f"{self.component.key}/{tensor.name}"
         dtype = torch_dtype(tensor.dtype)
         if dtype is None:
-            raise CheckpointCorrupt(f"{self.fits.view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch lacks",
+            raise CheckpointCorrupt(f"{self.loading.view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch lacks",
                                     tensor=name, kind="format")  # fmt: skip
         live = self.live.get(tensor.name)
         if live is None or not (self.judged or self.skip or self.fitting(live, tensor)):
@@ -321,12 +309,12 @@ class _Component:
             return leaf
         if not self.fitting(live, tensor) and not self.castable(name, tensor, live, dtype):
             return live.live
-        if self.fitting(live, tensor) and self.fits.free_for_reading(live.tensor):
-            self.fits.in_place = True
+        if self.fitting(live, tensor) and self.loading.free_for_reading(live.tensor):
+            self.loading.in_place = True
             self.read_into(number, tensor, live.part)
         else:
             staged = torch.empty(live.shape, dtype=dtype, device="cpu")
-            self.fits.staged.append((live.tensor, staged))
+            self.loading.staged.append((live.tensor, staged))
             self.read_into(number, tensor, LocalPart(staged, tensor.shape, live.part.box, live.part.layout))
         return live.live
 
@@ -334,17 +322,17 @@ class _Component:
         if part.box is None:
             return
         words = torch_words(part.tensor)
-        self.fits.devices.add(part.tensor.device)
+        self.loading.devices.add(part.tensor.device)
         for piece in self.stored.pieces(number, part.box):
-            self.fits.reads.append(read_of(self.component.key, piece, part.box, words))
+            self.loading.reads.append(read_of(self.component.key, piece, part.box, words))
 
     def castable(self, name: str, tensor: LogicalTensor, live: CapturedTensor, dtype: torch.dtype) -> bool:
         same_kind = live.tensor.is_complex() == dtype.is_complex
-        if self.fits.cast and live.part.shape == tensor.shape and same_kind:
-            self.fits.report.cast[name] = f"{tensor.dtype} -> {live.dtype}"
+        if self.loading.cast and live.part.shape == tensor.shape and same_kind:
+            self.loading.report.cast[name] = f"{tensor.dtype} -> {live.dtype}"
             return True
         saved, held = f"{tensor.dtype} {list(tensor.shape)}", f"{live.dtype} {list(live.part.shape)}"
-        self.fits.mismatched[name] = (saved, held)
+        self.loading.mismatched[name] = (saved, held)
         return False
 
     def fresh(self, tensor: LogicalTensor, dtype: torch.dtype) -> Any:
@@ -360,7 +348,7 @@ class _Component:
             # First that the bytes are there, then memory for them.
             whole = (0,) * len(tensor.shape), tensor.shape
             number = self.numbers[tensor.name]
-            self.fits.view.check_files(piece.file for piece in self.stored.pieces(number, whole) if piece.file)
+            self.loading.view.check_files(piece.file for piece in self.stored.pieces(number, whole) if piece.file)
         return torch.empty(tensor.shape, dtype=dtype, device="cpu")
 
 

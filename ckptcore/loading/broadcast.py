@@ -36,7 +36,7 @@ class _Host:
 
 def read_shared(
     comm: Communicator, storage: Storage, folder: str, reads: Sequence[TensorRead], io_threads: int
-) -> Sequence[TensorRead]:
+) -> list[TensorRead]:
     """Do those of `reads` that are the same on every rank; the others are returned, to be read by each rank itself.
 
     What one rank raises, all raise: CheckpointCorrupt, StorageError.
