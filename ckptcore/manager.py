@@ -184,7 +184,7 @@ class CheckpointManager:
         )
         if skip:
             self._saves.emit("skipped", saving)
-            return SaveHandle(saving.request.step)
+            return SaveHandle(saving.request.step, skipped=True)
         return self._saves.later(saving)
 
     def prewarm(self, state: Any) -> None:

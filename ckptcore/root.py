@@ -119,13 +119,10 @@ def check_files(
     if listed is None or any(sizes.get(name) != record.size for name, record in manifest.files.items()):
         sizes = {entry.name: entry.size for entry in storage.list(folder)}
     for name, record in manifest.files.items():
-        if name not in sizes:
+        if sizes.get(name) is None:
+            what = "is not a file" if name in sizes else "is missing"
             raise CheckpointCorrupt(
-                f"{storage.at(join(folder, name))} is missing", path=storage.at(folder), file=name,
-                kind="missing", expected=record.size)  # fmt: skip
-        if sizes[name] is None:
-            raise CheckpointCorrupt(
-                f"{storage.at(join(folder, name))} is not a file", path=storage.at(folder), file=name,
+                f"{storage.at(join(folder, name))} {what}", path=storage.at(folder), file=name,
                 kind="missing", expected=record.size)  # fmt: skip
         if sizes[name] != record.size:
             raise CheckpointCorrupt(

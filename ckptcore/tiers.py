@@ -34,7 +34,7 @@ from .errors import (
 from .events import SaveEvent
 from .retention import RetentionPolicy, clean_up
 from .root import CheckpointInfo, committed, read_manifest, scan
-from .saving.background import Background, SaveHandle, expect
+from .saving.background import Background, SaveHandle
 from .saving.workers import Workers
 from .storage.base import Storage, open_storage
 from .storage.urls import masked_url
@@ -79,9 +79,8 @@ class _UploadHandle(SaveHandle):
     """Uploads that began after one commit."""
 
     def __init__(self, step: int, where: str, on_error: Literal["raise", "warn"], drain_timeout: float) -> None:
-        super().__init__(step, None, on_error, drain_timeout)
         self.where = where
-        expect(self)
+        super().__init__(step, None, on_error, drain_timeout)
 
     @property
     def what(self) -> str:

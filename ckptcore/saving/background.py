@@ -23,7 +23,7 @@ from ..root import CheckpointInfo
 from .flow import Saving
 from .workers import be_modest
 
-__all__ = ["Background", "SaveHandle", "expect"]
+__all__ = ["Background", "SaveHandle"]
 
 
 class SaveHandle:
@@ -38,9 +38,10 @@ class SaveHandle:
         saving: Saving | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         drain_timeout: float = 0.0,
+        *,
+        skipped: bool = False,
     ) -> None:
-        self.step = step
-        self.skipped = saving is None
+        self.step, self.skipped = step, skipped
         self.error: BaseException | None = None
         self.on_error, self.drain_timeout = on_error, drain_timeout
         self._told = [] if saving is None else saving.told
@@ -50,7 +51,7 @@ class SaveHandle:
         self._ended = threading.Event()
         self._written = 0, 0
         self._finisher = 0
-        if saving is None:
+        if skipped:
             self._ended.set()
         else:
             _expected(self)
@@ -137,13 +138,6 @@ class SaveHandle:
 
 # Saves of this process that have not ended, or have failed and nobody was told.
 _untold: set[SaveHandle] = set()
-
-
-def expect(handle: SaveHandle) -> None:
-    """The handle is of something that has begun and will end, though it is no save of its own."""
-    handle.skipped = False
-    handle._ended.clear()
-    _expected(handle)
 
 
 def _expected(handle: SaveHandle) -> None:

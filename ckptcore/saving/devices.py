@@ -21,7 +21,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ..state.layout import is_dtensor
 from ..state.streams import side_stream
 
-__all__ = ["DeviceCopy", "Item", "Room", "Staging", "pin", "start_copies", "unpin", "warm_up", "watch_optimizers"]
+__all__ = [
+    "DeviceCopy", "Item", "Room", "Staging", "aligned", "pin", "start_copies", "unpin", "warm_up", "watch_optimizers",
+]  # fmt: skip
 
 Staging = Literal["auto", "copy", "overlap"]
 # What is copied, as words on the device, and what makes its place on the host.
@@ -30,6 +32,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # place on the host, copy on the devic
 
 BLOCK_BYTES = 256 << 20
 ALIGNMENT = 512  # bytes, as the allocator's own blocks
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment
 
 
 class Room:
@@ -194,7 +200,7 @@ def _snapshot_of(items: list[Item], budget: int) -> tuple[list[list[Item]], list
     rest: list[Item] = []
     used = BLOCK_BYTES
     for item in items:
-        size = _aligned(item[0].nbytes)
+        size = aligned(item[0].nbytes)
         if size > budget:
             rest.append(item)
             continue
@@ -216,7 +222,7 @@ def _snapshot_of(items: list[Item], budget: int) -> tuple[list[list[Item]], list
 def _block_of(items: list[Item]) -> list[Item]:
     """Copies of all sources in one piece of memory: few large allocations are faster than many, the first time above all."""
     block = torch.empty(
-        sum(_aligned(source.nbytes) for source, _ in items), dtype=torch.uint8, device=items[0][0].device
+        sum(aligned(source.nbytes) for source, _ in items), dtype=torch.uint8, device=items[0][0].device
     )
     room = Room(block)
     copies: list[Item] = []
@@ -224,7 +230,7 @@ def _block_of(items: list[Item]) -> list[Item]:
     at = 0
     for source, place in items:
         copy = room.like(source, at)
-        at += _aligned(source.nbytes)
+        at += aligned(source.nbytes)
         copies.append((copy, place))
         targets, sources = by_dtype.setdefault(source.dtype, ([], []))
         targets.append(copy)
@@ -232,10 +238,6 @@ def _block_of(items: list[Item]) -> list[Item]:
     for targets, sources in by_dtype.values():
         torch._foreach_copy_(targets, sources)
     return copies
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _enqueue(items: Iterable[Item]) -> None:

@@ -21,7 +21,7 @@ from ..state.component import StateComponent
 from ..state.layout import LocalPart, words
 from ..state.tree import Captured, CapturedTensor
 from .commit import Share
-from .devices import DeviceCopy, Item, Room, Staging, pin, start_copies, unpin, watch_optimizers
+from .devices import DeviceCopy, Item, Room, Staging, aligned, pin, start_copies, unpin, watch_optimizers
 from .workers import Workers
 
 __all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
@@ -51,7 +51,7 @@ class HostPool:
     def reserve(self, nbytes: int, *, pinned: bool, workers: Workers) -> torch.Tensor:
         """At least `nbytes` of touched memory. What was there before is given back first."""
         if self.block.numel() < nbytes or (nbytes and pinned and not self.pinned):
-            size = _aligned(max(nbytes, self.block.numel()))
+            size = aligned(max(nbytes, self.block.numel()), ALIGNMENT)
             self.release()
             self.block = _new_memory(size, self.large_pages)
             _touch(self.block, workers)
@@ -118,7 +118,7 @@ def stage(
     copies = start_copies(away, pool.staging)
     for state in captured.values():
         _settle(state, wanted)
-    _copy_on_host(host, workers)
+    workers.run(list(_copy_jobs(host)))
     for copy in copies:
         copy.returnable()
     return StagedCopy(size, copies)
@@ -148,7 +148,7 @@ def _places(
     for share in shares:
         for plan in share.files:
             if plan.writer == rank:
-                first = _aligned(end, PAGE) - len(plan.header)
+                first = aligned(end, PAGE) - len(plan.header)
                 for number, place in plan.places:
                     t = share.tensors[number]
                     # Items of dtypes that no stock reader knows need not begin at a multiple of their size.
@@ -160,7 +160,7 @@ def _places(
     for key in whole & captured.keys():
         apart |= {id(t): t for t in captured[key].tensors if t.alias_of is None and id(t) not in found}
     for t in apart.values():
-        end = _aligned(end)
+        end = aligned(end, ALIGNMENT)
         found[id(t)] = (t, end)
         end += t.nbytes
     return list(found.values()), end
@@ -192,10 +192,6 @@ def _settle(state: Captured, wanted: set[int]) -> None:
         t.part = LocalPart(tensor, t.part.shape, t.part.box, t.part.layout)
 
 
-def _aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    return -(-nbytes // alignment) * alignment
-
-
 def _new_memory(size: int, large_pages: bool) -> torch.Tensor:
     """`size` bytes that begin with a page."""
     if large_pages and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -215,11 +211,6 @@ def _touch(block: torch.Tensor, workers: Workers) -> None:
     """Have the system provide the pages now, by several threads."""
     pages = block.numpy()
     workers.run([partial(pages[at : at + PIECE_BYTES].fill, 0) for at in range(0, len(pages), PIECE_BYTES)])
-
-
-def _copy_on_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], workers: Workers) -> None:
-    if jobs := list(_copy_jobs(pairs)):
-        workers.run(jobs)
 
 
 def _copy_jobs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Callable[[], None]]:
