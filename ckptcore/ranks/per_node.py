@@ -37,54 +37,40 @@ def on_node(state: ShardedState, ranks: Sequence[int], *, spread: bool) -> Shard
     """
     load: defaultdict[int, int] = defaultdict(int)
     places: dict[tuple[int, int], tuple[int, ...] | None] = {}  # a rank's coordinates in a mesh, by the mesh's identity
-    tensors = []
-    for tensor, claims in zip(state.tensors, state.layouts, strict=True):
-        layout = None if tensor.layout is None else _held(tensor, claims, ranks, load, places, spread)
-        tensors.append(replace(tensor, layout=layout))
+
+    def box_of(shape: tuple[int, ...], claims: Sequence[tuple[list[int], Any]], rank: int) -> Box | None:
+        """What a rank holds of a tensor; None when that is nothing."""
+        for members, layout in claims:
+            if rank not in members:
+                continue
+            if not isinstance(layout, MeshLayout):
+                return ((0,) * len(shape), shape) if layout is None else layout
+            place = id(layout.mesh), rank
+            if place not in places:
+                places[place] = layout.mesh.coordinates(rank)
+            at = places[place]
+            return None if at is None else layout.box_at(shape, at)
+        return None
+
+    def held(tensor: LogicalTensor, claims: Sequence[tuple[list[int], Any]]) -> Layout:
+        holders: dict[Box, list[int]] = {}
+        for rank in ranks:
+            box = box_of(tensor.shape, claims, rank)
+            if box is not None:
+                holders.setdefault(box, []).append(rank)
+        whole = (0,) * len(tensor.shape), tensor.shape
+        writers: dict[Box, int] = {}
+        for box in sorted(holders):
+            if volume(box[1]) or box == whole:
+                writers[box] = rank = min(holders[box], key=lambda r: (load[r], r)) if spread else holders[box][0]
+                load[rank] += tensor_nbytes(tensor.dtype, box[1])
+        if whole in writers:
+            return WholeLayout(writers[whole])
+        return BoxLayout(tuple((rank, box) for box, rank in writers.items()))
+
+    tensors = [replace(tensor, layout=None if tensor.layout is None else held(tensor, claims))
+               for tensor, claims in zip(state.tensors, state.layouts, strict=True)]  # fmt: skip
     return ShardedState(state.tree, tensors, state.layouts)
-
-
-def _held(
-    tensor: LogicalTensor,
-    claims: Sequence[tuple[list[int], Any]],
-    ranks: Sequence[int],
-    load: defaultdict[int, int],
-    places: dict[tuple[int, int], tuple[int, ...] | None],
-    spread: bool,
-) -> Layout:
-    holders: dict[Box, list[int]] = {}
-    for rank in ranks:
-        box = _box(tensor.shape, claims, rank, places)
-        if box is not None:
-            holders.setdefault(box, []).append(rank)
-    whole = (0,) * len(tensor.shape), tensor.shape
-    writers: dict[Box, int] = {}
-    for box in sorted(holders):
-        if volume(box[1]) or box == whole:
-            writers[box] = rank = min(holders[box], key=lambda r: (load[r], r)) if spread else holders[box][0]
-            load[rank] += tensor_nbytes(tensor.dtype, box[1])
-    if whole in writers:
-        return WholeLayout(writers[whole])
-    return BoxLayout(tuple((rank, box) for box, rank in writers.items()))
-
-
-def _box(
-    shape: tuple[int, ...],
-    claims: Sequence[tuple[list[int], Any]],
-    rank: int,
-    places: dict[tuple[int, int], tuple[int, ...] | None],
-) -> Box | None:
-    """What a rank holds of a tensor; None when that is nothing."""
-    for ranks, layout in claims:
-        if rank in ranks:
-            if isinstance(layout, MeshLayout):
-                mesh = layout.mesh
-                if (id(mesh), rank) not in places:
-                    places[id(mesh), rank] = mesh.coordinates(rank)
-                at = places[id(mesh), rank]
-                return None if at is None else layout.box_at(shape, at)
-            return ((0,) * len(shape), shape) if layout is None else layout
-    return None
 
 
 def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, Captured]:
