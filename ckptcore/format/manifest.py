@@ -264,15 +264,11 @@ def _typed(value: Any, *kinds: type) -> Any:
 
 
 def _ranks(value: Any) -> list[int]:
-    return [_count(rank) for rank in _typed(value, list)]
+    return [whole(rank) for rank in _typed(value, list)]
 
 
 def _partition(value: Any) -> list[list[int]]:
     return [_ranks(group) for group in _typed(value, list)]
-
-
-def _count(value: Any) -> int:
-    return whole(value)
 
 
 def _texts(value: Any) -> dict[str, str]:
@@ -289,7 +285,7 @@ def _numbers(value: Any) -> dict[str, float]:
 
 
 def _world_size(value: Any) -> int:
-    if not 1 <= _count(value) <= WORLD_LIMIT:
+    if not 1 <= whole(value) <= WORLD_LIMIT:
         raise ValueError(f"a world of {value} ranks is not one that was ever saved")
     return int(value)
 
@@ -300,33 +296,25 @@ def _pattern(value: Any) -> str:
     return str(value)
 
 
+def _is(kind: type) -> Any:
+    return lambda value: _typed(value, kind)
+
+
 def _optional(check: Any) -> Any:
     return lambda value: None if value is None else check(value)
 
 
 def _file(value: Any) -> FileRecord:
     size, digest, writer = _typed(value, list)
-    return FileRecord(_count(size), _typed(digest, str), _count(writer))
-
-
-def _string(value: Any) -> str:
-    return str(_typed(value, str))
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return dict(_typed(value, dict))
-
-
-def _boolean(value: Any) -> bool:
-    return bool(_typed(value, bool))
+    return FileRecord(whole(size), _typed(digest, str), whole(writer))
 
 
 _COMPONENT = {
     "pattern": _pattern, "writers": _ranks,
-    "group": _optional(_string), "partition": _optional(_partition),
-    "group_keys": _optional(lambda v: [_string(k) for k in _typed(v, list)]),
-    "size_bytes": _count, "checksum": _string, "files": lambda v: [check_file_name(n) for n in _typed(v, list)],
-    "required": _boolean, "tensors": _count, "metadata": _mapping,
+    "group": _optional(_is(str)), "partition": _optional(_partition),
+    "group_keys": _optional(lambda v: [_typed(k, str) for k in _typed(v, list)]),
+    "size_bytes": whole, "checksum": _is(str), "files": lambda v: [check_file_name(n) for n in _typed(v, list)],
+    "required": _is(bool), "tensors": whole, "metadata": _is(dict),
 }  # fmt: skip
 
 
@@ -337,19 +325,19 @@ def _component(key: str, value: dict[str, Any]) -> ComponentManifest:
 
 
 _MANIFEST = {
-    "checkpoint_id": _string, "step": _count, "run_id": _string, "attempt_id": _string, "sequence": _count,
-    "created": _string, "world_size": _world_size, "nodes": _partition,
-    "groups": lambda v: {k: _partition(p) for k, p in _mapping(v).items()},
-    "components": lambda v: {k: _component(k, c) for k, c in _mapping(v).items()},
-    "files": lambda v: {check_file_name(n): _file(f) for n, f in _mapping(v).items()},
-    "metrics": _numbers, "metrics_step": _optional(_count), "training_args_hash": _optional(_string),
-    "versions": _texts, "environment": _texts, "timings": _numbers, "metadata": _mapping, "format_version": _string,
+    "checkpoint_id": _is(str), "step": whole, "run_id": _is(str), "attempt_id": _is(str), "sequence": whole,
+    "created": _is(str), "world_size": _world_size, "nodes": _partition,
+    "groups": lambda v: {k: _partition(p) for k, p in _typed(v, dict).items()},
+    "components": lambda v: {k: _component(k, c) for k, c in _typed(v, dict).items()},
+    "files": lambda v: {check_file_name(n): _file(f) for n, f in _typed(v, dict).items()},
+    "metrics": _numbers, "metrics_step": _optional(whole), "training_args_hash": _optional(_is(str)),
+    "versions": _texts, "environment": _texts, "timings": _numbers, "metadata": _is(dict), "format_version": _is(str),
 }  # fmt: skip
 
 
 def _manifest(document: dict[str, Any]) -> CheckpointManifest:
     known = {name: check(document.pop(name)) for name, check in _MANIFEST.items()}
-    mode, node = document.pop("storage_mode", "shared"), _optional(_count)(document.pop("node", None))
+    mode, node = document.pop("storage_mode", "shared"), _optional(whole)(document.pop("node", None))
     if mode not in ("shared", "node") or (mode == "node") != (node is not None):
         raise ValueError(f"storage mode {short(mode)} with node {node} makes no sense")
     manifest = CheckpointManifest(**known, node=node, extra=document)
