@@ -54,11 +54,6 @@ class TensorEntry:
     def nbytes(self) -> int:
         return tensor_nbytes(self.dtype, self.local_shape)
 
-    @property
-    def digest(self) -> str:
-        """The tensor's digest (of this piece): that of its ordered chunk digests."""
-        return combined_digest([self.digests])
-
     def chunk(self, number: int) -> tuple[int, int, bytes]:
         """Start in the file, length, and digest of chunk `number`."""
         at = number * CHUNK_BYTES
