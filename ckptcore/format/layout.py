@@ -22,7 +22,7 @@ from .tensorfile import DTYPES, tensor_nbytes
 
 __all__ = [
     "Box", "BoxLayout", "Layout", "LogicalTensor", "Mesh", "MeshLayout", "WholeLayout", "decode_layouts", "encode_layouts",
-    "intersection", "volume"]  # fmt: skip
+    "intersection", "overlapping", "volume"]  # fmt: skip
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
@@ -37,6 +37,23 @@ def intersection(a: Box, b: Box) -> Box | None:
     ends = (min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
     shape = tuple(e - o for e, o in zip(ends, offset, strict=True))
     return None if any(n <= 0 for n in shape) else (offset, shape)
+
+
+def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of `boxes`, none of them empty, that have an item in common; None when all are apart. Along the dimension with
+    the most cuts, only boxes that start before another ends can meet it."""
+    dims = range(len(boxes[0][0])) if boxes else range(0)
+    along = max(dims, key=lambda d: len({box[0][d] for box in boxes}), default=None)
+    if along is None:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b[0][along]):
+        open_boxes = [b for b in open_boxes if b[0][along] + b[1][along] > box[0][along]]
+        for other in open_boxes:
+            if intersection(other, box) is not None:
+                return other, box
+        open_boxes.append(box)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,24 +270,6 @@ def _mesh(shape: Any, ranks: Any, world_size: int) -> Mesh:
     return mesh
 
 
-def _overlap(boxes: list[Box]) -> bool:
-    """Whether two boxes have an item in common, or one has none. Along the dimension with the most cuts, only boxes that
-    start before another ends can meet it."""
-    if any(not volume(box[1]) for box in boxes):
-        return True
-    dims = range(len(boxes[0][0])) if boxes else range(0)
-    along = max(dims, key=lambda d: len({box[0][d] for box in boxes}), default=None)
-    if along is None:
-        return len(boxes) > 1
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b[0][along]):
-        open_boxes = [b for b in open_boxes if b[0][along] + b[1][along] > box[0][along]]
-        if any(intersection(b, box) is not None for b in open_boxes):
-            return True
-        open_boxes.append(box)
-    return False
-
-
 def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size: int, holes: bool) -> Layout:
     if type(layout) is int:
         return WholeLayout(whole(layout, world_size))
@@ -285,7 +284,8 @@ def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size:
             boxes.append((whole(writer, world_size), box))
         made_of = BoxLayout(tuple(boxes))
         complete = sum(volume(box[1]) for _, box in boxes) == volume(shape)
-        if not (complete or holes) or _overlap([box for _, box in boxes]):
+        nothing = any(not volume(box[1]) for _, box in boxes)
+        if nothing or not (complete or holes) or overlapping([box for _, box in boxes]) is not None:
             raise ValueError("the boxes overlap or leave a hole")
         if len({writer for writer, _ in boxes}) != len(boxes):
             raise ValueError("a writer has two boxes of one tensor")

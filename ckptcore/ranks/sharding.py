@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import InvalidState, ReplicationMismatch
 from ..format.digest import combined_digest, content_digest, content_hash
-from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, Mesh, MeshLayout, WholeLayout, intersection, volume
+from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, Mesh, MeshLayout, WholeLayout, overlapping, volume
 from ..format.tensorfile import tensor_nbytes
 from ..format.values import TensorRef, decode, encode, join_path
 from ..state.component import StateComponent, ValidationLevel
@@ -244,15 +244,12 @@ def _boxes(
     for box in boxes:  # the holder with the least to write so far
         held[box] = rank = min(holders[box], key=lambda r: (load[r] if loads is not None else 0, r))
         load[rank] += tensor_nbytes(claims[0].dtype, box[1])
-    for number, box in enumerate(boxes):
-        for other in boxes[number + 1 :]:
-            if shape and other[0][0] >= box[0][0] + box[1][0]:
-                break  # sorted by their first offset: nothing later can reach back
-            if intersection(box, other) is not None:
-                raise InvalidState(
-                    f"component {key!r}, key {name!r}: the box at {box[0]} of {box[1]} on rank {held[box]} and the one at "
-                    f"{other[0]} of {other[1]} on rank {held[other]} overlap", component=key, key=name,
-                    ranks=[held[box], held[other]])  # fmt: skip
+    if pair := overlapping(boxes):
+        box, other = sorted(pair)
+        raise InvalidState(
+            f"component {key!r}, key {name!r}: the box at {box[0]} of {box[1]} on rank {held[box]} and the one at "
+            f"{other[0]} of {other[1]} on rank {held[other]} overlap", component=key, key=name,
+            ranks=[held[box], held[other]])  # fmt: skip
     missing = volume(shape) - sum(volume(box[1]) for box in boxes)
     if missing:
         raise InvalidState(
