@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -79,7 +80,8 @@ class Loading:
 
     def read_once(self) -> None:
         """Read what all ranks need on one of them each, and pass it on. Raises what `read` raises."""
-        self.reads = read_shared(self.comm, self.view.storage, self.view.folder, self.reads, self.io_threads)
+        with self._touching():
+            self.reads = read_shared(self.comm, self.view.storage, self.view.folder, self.reads, self.io_threads)
 
     def check(self) -> dict[str, list[bytes]]:
         """Match saved and live state, and check the files that are needed. Live state is untouched.
@@ -183,8 +185,13 @@ class Loading:
     def read(self) -> None:
         """Read every byte into its place, verified. Raises CheckpointCorrupt, StorageError."""
         settle(self.devices)
-        try:
+        with self._touching():
             read_tensors(self.view.storage, self.view.folder, self.reads, self.io_threads)
+
+    @contextmanager
+    def _touching(self) -> Iterator[None]:
+        try:
+            yield
         except CheckpointError as error:
             if self.in_place:
                 error.message += PARTLY_OVERWRITTEN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import warnings
 from pathlib import Path
@@ -214,7 +215,7 @@ def test_any_series_of_misfortunes(tmp_path_factory: pytest.TempPathFactory, dat
             on_error="warn",
             drain_timeout=20,
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.closing(ckpt):
             warnings.simplefilter("ignore", CheckpointWarning)
             state: dict[str, Any] = {"progress": {"mark": -1}}
             report = ckpt.restore(state)
@@ -229,7 +230,6 @@ def test_any_series_of_misfortunes(tmp_path_factory: pytest.TempPathFactory, dat
                 info = ckpt.save(step, {"progress": {"mark": step * 7}})
                 assert (info.sequence or 0) > last_sequence
                 last_sequence = info.sequence or 0
-            ckpt.close()
         if data.draw(st.booleans(), label="lose"):
             for entry in disks[0].list() if (folder / "fast").exists() else []:
                 for file in disks[0].list(entry.name):

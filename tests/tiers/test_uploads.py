@@ -131,6 +131,7 @@ def test_a_failure_is_told_at_the_end_at_the_latest(ground: Any) -> None:
 
 
 def test_closing_waits_so_long_and_no_longer(ground: Any) -> None:
+    before = threading.enumerate()
     ckpt = ground.manager(drain_timeout=0.2)
     gate = ground.slow.block(kind="write_at", path="*.safetensors")
     ckpt.save(10, ground.state(10))
@@ -139,7 +140,7 @@ def test_closing_waits_so_long_and_no_longer(ground: Any) -> None:
         with pytest.raises(AsyncSaveError, match=r"upload of step 10 .* has not ended after 0\.2 s and is given up"):
             ckpt.close()
     finally:
-        threads = [t for t in threading.enumerate() if t.name == "ckptcore-upload"]
+        threads = [t for t in threading.enumerate() if t.name == "ckptcore-upload" and t not in before]
         gate.open()
     for thread in threads:
         thread.join(20)
