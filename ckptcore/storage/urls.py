@@ -14,7 +14,9 @@ __all__ = ["join_url", "local_path", "masked_url", "mistaken_url", "secrets_of",
 
 _NAME = r"[A-Za-z][A-Za-z0-9+.-]*"
 _URL = re.compile(rf"(?:{_NAME}::)*({_NAME})://")
-_EATEN = re.compile(rf"({_NAME[:-1]}+):/(?!/)")  # not one letter, which is a drive
+_EATEN = re.compile(rf"((?:{_NAME}::)*)({_NAME[:-1]}+):/(?!/)")  # not one letter, which is a drive
+# Up to the last @ before the path, since a password may have one, too.
+_PASSWORD = re.compile(r"://([^/:]*):([^/]*)@")
 
 
 def local_path(text: str) -> str | None:
@@ -36,13 +38,14 @@ def mistaken_url(text: str) -> str | None:
     found = _EATEN.match(text)
     if found is None:
         return None
-    if found.group(1) not in ("file", "local"):
+    before, scheme = found.groups()
+    top = "/" if scheme in ("file", "local") else ""
+    if not top:
         from fsspec.registry import available_protocols
 
-        if found.group(1) not in available_protocols():
+        if scheme not in available_protocols():
             return None
-    rest = text[found.end() :]
-    return f"{found.group(1)}://{'/' if found.group(1) in ('file', 'local') else ''}{rest}"
+    return f"{before}{scheme}://{top}{text[found.end() :]}"
 
 
 def join_url(url: str, path: str) -> str:
@@ -69,12 +72,12 @@ def split_url(url: str) -> tuple[str, str]:
 
 def masked_url(url: str) -> str:
     """A URL as messages may show it: without the password in it."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
+    return _PASSWORD.sub(r"://\1:***@", url)
 
 
 def secrets_of(url: str, options: Any) -> set[str]:
     """What must be in no message: a password in the URL, and what is given as a credential among storage options."""
-    return _secrets_in(options) | {*re.findall(r"://[^/@:]*:([^/@]+)@", url)}
+    return _secrets_in(options) | {password for _, password in _PASSWORD.findall(url) if password}
 
 
 # Options that are no secret, and would make messages poorer if they went.
