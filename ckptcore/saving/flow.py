@@ -321,7 +321,7 @@ class Saving:
             metrics_step=request.step if request.metrics else None,
             training_args_hash=request.training_args_hash,
             versions=_versions(),
-            environment={"platform": platform.platform(), "host": platform.node()},
+            environment={"platform": _system(), "host": platform.node()},
             timings=self.seconds,
             metadata=request.metadata,
         )
@@ -365,6 +365,12 @@ def _sharded_share(key: str, rank: int, captured: Captured, merged: ShardedState
             specs.append(TensorSpec(number, tensor.stored_name, tensor.dtype, tensor.shape, tensor.nbytes))
     files = plan_component(key, specs, [rank], f".rank{rank:05d}")
     return Share(key, tensors, files, merged.tree if first else None, merged.tensors)
+
+
+def _system() -> str:
+    """Not platform.platform(), which starts `uname -p`: a loader's worker that is forked meanwhile holds the pipe open, and
+    the thread that saves would wait for as long as the worker lives."""
+    return f"{platform.system()}-{platform.release()}-{platform.machine()}"
 
 
 def _versions() -> dict[str, str]:
