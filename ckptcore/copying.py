@@ -141,6 +141,7 @@ class _Copy:
     tell: Callable[[str], None]
     work: str = ""
     counted: Counted = field(init=False)
+    pins: bool = False
 
     def run(self, overwrite: bool, pins: bool) -> CheckpointInfo:
         view, target, name = self.view, self.target, self.name
@@ -151,12 +152,12 @@ class _Copy:
         self.counted = Counted(manifest.size_bytes, self.progress)
         if _same_place(view, target, name):
             raise InvalidState(f"{view.url} is to be copied to where it is")
-        pins = pins and self._pinned(view.storage, view.folder)
+        self.pins = pins and self._pinned(view.storage, view.folder)
         if self._there(overwrite):
             self.counted.add(0, manifest.size_bytes)
         else:
             # What repairs a checkpoint leaves it as it was.
-            pins = pins or (self._same() and self._pinned(target, name))
+            self.pins = self.pins or (self._same() and self._pinned(target, name))
             attempt = Attempt.new(self.owner)
             try:
                 with attempt.in_flight():
@@ -164,7 +165,7 @@ class _Copy:
             except CheckpointExists:
                 if not self._there(overwrite):  # else another copy was quicker
                     raise
-        if pins:
+        if self.pins:
             pin_checkpoint(target, name)
         there = CheckpointManifest.decode(encoded, target.at(name))
         return CheckpointInfo(name, target.at(name), "committed", there.step, None, there)
@@ -205,6 +206,8 @@ class _Copy:
             begin = self._begin_beside if target.atomic_rename else self._begin_in_place
             begin(attempt, gives_way)
             FileCopies(self.view, target, self.work, self.workers, self.counted).make()
+            if self.pins and target.atomic_rename:  # now, so that no kill comes between the name and the pin
+                target.write(join(self.work, PIN_NAME), b"")
             target.sync_folder(self.work)
             publish(target, attempt, self.work, name, manifest, overwrite, self.tell, encoded)
         except BaseException as error:
@@ -226,6 +229,7 @@ class _Copy:
             if entry.is_folder and left != entry.name and Attempt.parse(left).is_abandoned(self.owner):
                 with suppress(StorageError):  # another copy was quicker
                     target.rename(entry.name, self.work)
+                    self.pins = self.pins or self._pinned(target, self.work)
                     return
         target.make_folder(self.work)
 

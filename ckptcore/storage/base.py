@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NoSpace, StorageError
-from .urls import join_url, local_path, mistaken_url
+from .urls import join_url, local_path
 
 __all__ = ["Entry", "FileReader", "FileWriter", "Storage", "open_storage", "translated"]
 
@@ -196,9 +196,6 @@ def open_storage(url: str | os.PathLike[str] | Storage, storage_options: dict[st
         from .remote import remote_storage
 
         return remote_storage(text, storage_options or {})
-    if path == text and (meant := mistaken_url(text)) is not None:
-        what = f"{text} is no path but a URL that has lost a slash, in pathlib perhaps; pass the text {meant!r}"
-        raise StorageError(what, path=text, errno=errno.EINVAL)
     from .local import LocalStorage
 
     return LocalStorage(Path(path), direct_io=bool((storage_options or {}).get("direct_io", True)))

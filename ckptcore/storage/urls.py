@@ -6,9 +6,12 @@ A chained URL of fsspec (`simplecache::s3://bucket/run`, `zip://run::/x/archive.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from typing import Any
+
+from ..errors import StorageError
 
 __all__ = ["join_url", "local_path", "masked_url", "mistaken_url", "secrets_of", "split_url"]
 
@@ -20,9 +23,13 @@ _PASSWORD = re.compile(r"://([^/:]*):([^/]*)@")
 
 
 def local_path(text: str) -> str | None:
-    """The path on this machine that a text means; None when it is a URL of something else."""
+    """The path on this machine that a text means; None when it is a URL of something else. Raises StorageError for what
+    has been a URL (`mistaken_url`)."""
     found = _URL.match(text)
     if found is None:
+        if (meant := mistaken_url(text)) is not None:
+            what = f"{text} is no path but a URL that has lost a slash, in pathlib perhaps; pass the text {meant!r}"
+            raise StorageError(what, path=text, errno=errno.EINVAL)
         return text
     if found.group(1) not in ("file", "local") or "::" in text:
         return None
@@ -67,6 +74,8 @@ def split_url(url: str) -> tuple[str, str]:
     before, part, after = _parted(url)
     scheme, mark, rest = part.rpartition("://")
     parent, slash, name = rest.rstrip("/").rpartition("/")
+    if not slash and "@" in name:  # a host, with who asks it
+        return url, ""
     return f"{before}{scheme}{mark}{parent or slash}{after}", name
 
 
