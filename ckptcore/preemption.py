@@ -116,8 +116,8 @@ class PreemptionGuard:
         return found
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        first = self._seen.setdefault(number, time.monotonic())
-        if time.monotonic() - first > self.repeat_after:  # asked again: as if nobody had been here
+        now = time.monotonic()
+        if now - self._seen.setdefault(number, now) > self.repeat_after:  # asked again: as if nobody had been here
             before = self._before.get(number, signal.SIG_DFL)
             signal.signal(number, before)
             signal.raise_signal(signal.Signals(number))
