@@ -96,7 +96,8 @@ class CheckpointManager:
         self.process_groups, self.writers, self.load_broadcast = process_groups, writers, load_broadcast
         self.io_threads, self.when_busy = io_threads or default_io_threads(), when_busy
         self.storage_mode: StorageMode = storage_mode
-        self._run_id, self._new_run_id = run_id, ""
+        self._run_id = run_id
+        self._new_run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         self._found_damaged: set[str] = set()
         self._root, uploads = open_root(self.comm, self.storage, storage_mode, tiers, on_error, drain_timeout,
                                         self.io_threads, lambda event: self._saves.tell(event))  # fmt: skip
@@ -111,11 +112,8 @@ class CheckpointManager:
     @property
     def run_id(self) -> str:
         """The run that new checkpoints belong to."""
-        if self._run_id is not None:
-            return self._run_id
-        # Not this manager's run before it has committed: until then `restore` goes by what is in the root.
-        self._new_run_id = self._new_run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-        return self._new_run_id
+        # A new one is not this manager's run before it has committed: until then `restore` goes by what is in the root.
+        return self._new_run_id if self._run_id is None else self._run_id
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -335,7 +333,8 @@ class CheckpointManager:
         def judge(calls: Sequence[Sequence[Any]]) -> str:
             if any(failed for _, _, failed in calls):
                 return "failed"
-            if not any(busy for _, busy, _ in calls):
+            # With "wait" one that another thread has begun meanwhile is waited for before anything is copied.
+            if when_busy == "wait" or not any(busy for _, busy, _ in calls):
                 return "go"
             if when_busy == "raise":
                 raise AsyncSaveError(f"a save is still being written; step {step} is not saved", step=step)

@@ -85,7 +85,6 @@ class Saves:
         """Raise, or warn of, the failure of a save in the background or an upload that nobody was told of."""
         pending = self._pending
         if pending is not None and pending.done():
-            self._pending = None
             pending.collect()
         self.uploads.raise_failure()
 
@@ -131,6 +130,8 @@ class Saves:
             self._staging = True
             try:
                 self.settle()
+                if self._pending is not None:
+                    self._pending.collect()
                 yield
             finally:
                 self._staging = False

@@ -193,7 +193,14 @@ def _drain() -> None:
 
 
 def _flush() -> None:
-    """What a program that leaves at once would take with it: lines that are logged, and files that are open."""
+    """What a program that leaves at once would take with it: lines that are logged, and files that are open. And what it
+    would leave behind: children."""
+    children = [c for c in multiprocessing.active_children() if c._parent_pid == os.getpid()]  # type: ignore[attr-defined]
+    for child in children:
+        if child.daemon:
+            child.terminate()
+    for child in children:
+        child.join()
     logging.shutdown()
     for file in [o for o in gc.get_objects() if type(o) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)]:
         with suppress(Exception):  # closed, or nobody is reading
