@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from .copying import copy_checkpoint as copy_checkpoint
     from .events import SaveEvent as SaveEvent
     from .events import TensorBoardEvents as TensorBoardEvents
+    from .format.codecs import Opaque as Opaque
+    from .format.codecs import register_codec as register_codec
     from .format.manifest import CheckpointManifest as CheckpointManifest
     from .format.manifest import ComponentManifest as ComponentManifest
-    from .format.values import Opaque as Opaque
-    from .format.values import register_codec as register_codec
     from .loading.apply import LoadReport as LoadReport
     from .loading.view import CheckpointView as CheckpointView
     from .loading.view import Problem as Problem
@@ -60,8 +60,8 @@ _HOMES = {
     "coordinator": ["CheckpointCoordinator"],
     "copying": ["copy_checkpoint"],
     "events": ["SaveEvent", "TensorBoardEvents"],
+    "format.codecs": ["Opaque", "register_codec"],
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
-    "format.values": ["Opaque", "register_codec"],
     "loading.apply": ["LoadReport"],
     "loading.view": ["CheckpointView", "Problem", "TensorInfo", "open_checkpoint"],
     "manager": ["CheckpointManager"],

@@ -11,31 +11,25 @@ import datetime as dt
 import pathlib
 import struct
 import zoneinfo
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from enum import Enum, Flag
-from fractions import Fraction
-from functools import reduce
-from operator import or_
-from typing import Any, TypeVar
-from uuid import UUID
+from typing import Any
 
 import msgpack
 
 from ..errors import CheckpointCorrupt, StateMismatch, UnsupportedValue
 from .arrays import array_of, is_array, is_numpy, payload_of, scalar_of, why_not_storable
+from .codecs import BY_NAME, BY_TYPE, Opaque
 from .nesting import MAX_DEPTH, check_declared, check_depth
 from .strict import exact, exact_items, short, unique
 
-__all__ = ["MAX_DEPTH", "Numbered", "Opaque", "TensorRef", "decode", "encode", "join_path", "register_codec"]
+__all__ = ["MAX_DEPTH", "Numbered", "TensorRef", "decode", "encode", "join_path"]
 
 # Extension codes of format version 1. Never reuse a number.
 BIG_INT, TUPLE, DICT, SET, FROZENSET, COMPLEX, TIME, PATH, NUMPY_SCALAR, NUMPY_ARRAY, REGISTERED, TENSOR = range(1, 13)
 
 Leaf = Callable[[tuple[Any, ...], Any], "TensorRef | None"]
-T = TypeVar("T")
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -44,68 +38,6 @@ class TensorRef:
 
     index: int
     numpy: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """A value whose codec is not registered in this process (only when reading leniently, as `ckpt` does)."""
-
-    codec: str
-    payload: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Codec:
-    cls: type
-    name: str
-    encode: Callable[[Any], Any]
-    decode: Callable[[Any], Any]
-
-
-_by_type: dict[type, _Codec] = {}
-_by_name: dict[str, _Codec] = {}
-
-
-def register_codec(
-    cls: type[T],
-    encode: Callable[[T], Any] | None = None,
-    decode: Callable[[Any], T] | None = None,
-    *,
-    name: str | None = None,
-) -> None:
-    """Teach checkpoints to hold values of exactly the type `cls`.
-
-    `encode` turns a value into plain ones (tensors inside are fine), `decode` turns them back. An Enum needs
-    neither: its members are stored by name. `name` is what the file says, by default module and qualified name;
-    keep it when you move the class. The same call must have been made in the process that loads.
-    Raises ValueError when the name is taken by another class, TypeError when functions are missing.
-    """
-    if issubclass(cls, Flag):  # any combination of members
-        encode = encode or (lambda flag: [member.name for member in flag])  # type: ignore[attr-defined]
-        decode = decode or (lambda names: reduce(or_, [cls[n] for n in exact(names, list)], cls(0)))
-    elif issubclass(cls, Enum):
-        encode = encode or (lambda member: member.name)  # type: ignore[attr-defined]
-        decode = decode or (lambda member_name: cls[member_name])
-    if encode is None or decode is None:
-        raise TypeError(f"register_codec({cls.__qualname__}) needs encode= and decode=")
-    name = name or f"{cls.__module__}.{cls.__qualname__}"
-    taken = _by_name.get(name)
-    if taken is not None and (taken.cls.__module__, taken.cls.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ValueError(f"codec name {name!r} is taken by {taken.cls!r}")
-    _by_type[cls] = _by_name[name] = _Codec(cls, name, encode, decode)
-
-
-register_codec(OrderedDict, dict, lambda p: OrderedDict(exact(p, dict)), name="OrderedDict")
-register_codec(Counter, dict, lambda p: Counter(exact(p, dict)), name="Counter")
-register_codec(deque, lambda d: [list(d), d.maxlen], lambda p: deque(exact(p[0], list), p[1]), name="deque")
-register_codec(bytearray, bytes, lambda p: bytearray(exact(p, bytes)), name="bytearray")
-register_codec(range, lambda r: [r.start, r.stop, r.step], lambda p: range(*exact_items(p, int)), name="range")
-register_codec(slice, lambda s: [s.start, s.stop, s.step], lambda p: slice(*exact(p, list)), name="slice")
-register_codec(Decimal, str, lambda p: Decimal(exact(p, str)), name="Decimal")
-register_codec(
-    Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*exact_items(p, int)), name="Fraction"
-)
-register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=exact(p, bytes)), name="UUID")
 
 
 def join_path(path: tuple[Any, ...]) -> str:
@@ -160,13 +92,18 @@ def encode(
 
 
 def decode(
-    data: bytes, leaf: Callable[[TensorRef], Any] | None = None, *, lenient: bool = False, file: str = ""
+    data: bytes,
+    leaf: Callable[[TensorRef], Any] | None = None,
+    *,
+    lenient: bool = False,
+    opaque: bool = False,
+    file: str = "",
 ) -> Any:
     """The value that `encode` was given. `leaf(ref)` supplies tensors. Raises CheckpointCorrupt.
 
     lenient: values of unregistered codecs become `Opaque` instead of an error.
     """
-    decoder = _Decoder(leaf, lenient)
+    decoder = _Decoder(leaf, lenient, opaque)
     try:
         value = decoder.value_of(data)
         check_depth(value)
@@ -182,6 +119,7 @@ _DECODE_ERRORS = (
     ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, ArithmeticError, RecursionError,
     MemoryError, struct.error, msgpack.UnpackException,
 )  # fmt: skip
+
 
 _INT64 = range(-(2**63), 2**64)
 _PLAIN = frozenset({type(None), bool, float, bytes, str})
@@ -285,7 +223,9 @@ class _Encoder:
             if why := why_not_storable(value):
                 raise self.refuse(path, value, why)
             return _Extension(NUMPY_ARRAY if is_array(value) else NUMPY_SCALAR, payload_of(value))
-        codec = _by_type.get(kind)
+        if kind is Opaque:
+            return _Extension(REGISTERED, [value.codec, self.wire(value.payload, path, depth + 1)])
+        codec = BY_TYPE.get(kind)
         if codec is None:
             raise self.refuse(path, value, f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
                               "store plain values or tensors instead, or call ckptcore.register_codec for the type")  # fmt: skip
@@ -312,9 +252,9 @@ class _Encoder:
 
 
 class _Decoder:
-    def __init__(self, leaf: Callable[[TensorRef], Any] | None, lenient: bool) -> None:
+    def __init__(self, leaf: Callable[[TensorRef], Any] | None, lenient: bool, opaque: bool) -> None:
         self.leaf = leaf
-        self.lenient = lenient
+        self.lenient, self.opaque, self.refs = lenient, opaque, 0
         self.depth = 0
 
     def value_of(self, data: bytes) -> Any:
@@ -359,11 +299,15 @@ class _Decoder:
             index, is_numpy = self.value_of(data)
             if type(index) is not int or type(is_numpy) is not bool:
                 raise ValueError("a tensor reference is malformed")
+            self.refs += 1
             ref = TensorRef(index, is_numpy)
             return ref if self.leaf is None else self.leaf(ref)
         if code == REGISTERED:
+            before = self.refs
             name, payload = self.value_of(data)
-            codec = _by_name.get(name)
+            codec = BY_NAME.get(name)
+            if codec is not None and self.opaque and self.refs > before and codec.cls not in (OrderedDict, Counter):
+                return Opaque(name, payload)
             if codec is not None:
                 try:
                     return codec.decode(payload)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
+from ..format.codecs import revived
 from ..format.digest import content_hash
 from ..format.layout import LogicalTensor, volume
 from ..format.manifest import MANIFEST_NAME
@@ -30,8 +31,9 @@ from ..state.layout import (
     words,
 )
 from ..state.streams import own_stream, pinned_memory, settle
-from ..state.tree import CapturedTensor, capture
+from ..state.tree import CapturedTensor, capture, differences
 from .broadcast import read_shared
+from .partial import SKIPPED, leaf_names, pruned
 from .place import Place, copy_for
 from .plan import Words, read_of
 from .reader import TensorRead, read_tensors
@@ -117,14 +119,16 @@ class Loading:
         state = component.stateful.state_dict()
         live = {t.name: t for t in capture(component.key, state, sharded=True).tensors}
         sharded = component.sharded or self.view.manifest.components[component.key].pattern == "SHARDED"
-        found = _Component(self, component, stored, live, skip=sharded)
+        found = _Component(self, component, stored, live, set(leaf_names(state)), skip=sharded)
         file = f"{self.view.url}: component {component.key!r}"
         compare = getattr(component.stateful, "differences", None)
+        if compare is None and sharded:
+            compare = partial(differences, live=state)
         if compare is not None:
             # Names and values first, so that nothing is allocated for a state that does not fit.
-            self._compare(component, compare, decode(stored.tree, file=file), sharded)
-        pruned = _pruned(decode(stored.tree, found.leaf, file=file))
-        return {} if pruned is _SKIP else pruned
+            self._compare(component, compare, decode(stored.tree, opaque=True, file=file), sharded)
+        left = pruned(decode(stored.tree, found.leaf, opaque=True, file=file))
+        return {} if left is SKIPPED else left
 
     def _compare(self, component: StateComponent, compare: Any, saved: Any, sharded: bool) -> None:
         try:
@@ -204,7 +208,7 @@ class Loading:
         for component, state in sorted(
             self.prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))
         ):
-            component.stateful.load_state_dict(state)
+            component.stateful.load_state_dict(revived(state, f"{self.view.url}: component {component.key!r}"))
             if isinstance(component.stateful, PlainState):
                 self.report.values[component.key] = component.stateful.loaded
 
@@ -225,13 +229,6 @@ class Loading:
         return True
 
 
-class _Skip:
-    """In the place of a tensor that this rank does not want."""
-
-
-_SKIP = _Skip()
-
-
 class _Component:
     """Destinations of one component's tensors. skip: tensors that this rank does not have belong to others."""
 
@@ -241,12 +238,14 @@ class _Component:
         component: StateComponent,
         stored: StoredComponent,
         live: dict[str, CapturedTensor],
+        leaves: set[str],
         *,
         skip: bool,
     ) -> None:
         self.loading, self.component, self.stored, self.live, self.skip = loading, component, stored, live, skip
         self.judged = hasattr(component.stateful, "differences")
         self.live_list = list(live.values())
+        self.names = leaves
         self.numbers = {tensor.name: number for number, tensor in enumerate(stored.tensors)}
         self.leaves: dict[int, Any] = {}
 
@@ -268,7 +267,7 @@ class _Component:
             if live is not None and other is not None and self.tied(live, other):
                 self.once(tensor.alias_of)
                 return live.live
-        elif live is not None and live.alias_of is not None:
+        if live is not None and live.alias_of is not None:
             other = self.live_list[live.alias_of]
             number_of_other = self.numbers.get(other.name)
             if number_of_other is not None and self.tied(live, other):
@@ -311,7 +310,7 @@ class _Component:
         live = self.live.get(tensor.name)
         if live is None or not (self.judged or self.skip or self.fitting(live, tensor)):
             leaf = self.fresh(tensor, dtype)
-            if leaf is not _SKIP:
+            if leaf is not SKIPPED:
                 self.read_into(number, tensor, local_part(leaf))
             return leaf
         if not self.fitting(live, tensor) and not self.castable(name, tensor, live, dtype):
@@ -342,6 +341,11 @@ class _Component:
         self.loading.mismatched[name] = (saved, held)
         return False
 
+    def has(self, name: str) -> bool:
+        """Whether the live state has something else where a tensor was saved, or a list that it was in."""
+        parts = name.split("/")
+        return any("/".join(parts[:n]) in self.names for n in range(1, len(parts) + 1))
+
     def fresh(self, tensor: LogicalTensor, dtype: torch.dtype) -> Any:
         """A leaf for a tensor that the live state does not have."""
         allocate = getattr(self.component.stateful, "allocate", None)
@@ -349,8 +353,8 @@ class _Component:
             made = allocate(tensor.name, dtype, tensor.shape)
             if made is not None:
                 return made
-        if self.skip:
-            return _SKIP
+        if self.skip and not self.has(tensor.name):
+            return SKIPPED
         if volume(tensor.shape) * dtype.itemsize > ALLOCATED_UNSEEN:
             # First that the bytes are there, then memory for them.
             whole = (0,) * len(tensor.shape), tensor.shape
@@ -368,21 +372,15 @@ def torch_words(tensor: torch.Tensor) -> Words:
 
     flat = lambda data: torch.frombuffer(data, dtype=array.dtype)  # noqa: E731
     if tensor.device.type == "cpu":
-        return Words(array, array.element_size(), flat, memory)
+        return Words(array, array.element_size(), flat, memory, moving=torch.inference_mode)
     flattened = lambda part: part.view(-1) if part.is_contiguous() else None  # noqa: E731
-    moving = partial(own_stream, tensor.device)
+
+    @contextmanager
+    def moving() -> Iterator[None]:
+        with torch.inference_mode(), own_stream(tensor.device):
+            yield
+
     return Words(array, array.element_size(), flat, memory, flattened, pinned_memory(tensor.device), moving)
-
-
-def _pruned(state: Any) -> Any:
-    """The state without what was skipped, and without dicts that held nothing else."""
-    if type(state) is dict:
-        kept = {key: _pruned(item) for key, item in state.items()}
-        result = {key: item for key, item in kept.items() if item is not _SKIP}
-        return _SKIP if kept and not result else result
-    if type(state) in (list, tuple):
-        return type(state)(None if (item := _pruned(i)) is _SKIP else item for i in state)
-    return state
 
 
 def _some(names: Sequence[str]) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ..errors import ReplicationMismatch
+from ..format.codecs import Opaque
 from ..format.digest import CHUNK_BYTES, chunk_count, chunk_digest, combined_digest, content_hash
 from ..format.manifest import Copy
-from ..format.values import TensorRef, decode, encode, join_path
+from ..format.values import Numbered, TensorRef, decode, encode, join_path
 from ..state.component import StateComponent, ValidationLevel
 from ..state.layout import TensorBytes, torch_dtype
 from ..state.tree import Captured, CapturedTensor
@@ -157,7 +158,7 @@ def _explain(
     def details() -> dict[str, list[Any]]:
         if not member or captured is None:
             return {}
-        state = decode(captured.tree, lambda ref: ref)
+        state = decode(captured.tree, lambda ref: ref, opaque=True)
         leaves = {name: ["value", digest] for name, digest in _value_digests(state)}
         leaves[STRUCTURE] = ["structure", _structure(state, captured)]
         for number, tensor in enumerate(captured.tensors):
@@ -187,7 +188,7 @@ def _explain(
     raise _mismatch(component, copy, wrong, numbers)
 
 
-STRUCTURE = "(structure)"
+STRUCTURE = "(structure)~"
 
 
 def _structure(state: Any, captured: Captured) -> bytes:
@@ -199,6 +200,8 @@ def _structure(state: Any, captured: Captured) -> bytes:
             return [type(value).__name__, *([key, item] for key, item in items)]
         if isinstance(value, list | tuple):
             return [type(value).__name__, *(shape(item) for item in value)]
+        if isinstance(value, Opaque):
+            return [value.codec, shape(value.payload)]
         return ["leaf"]
 
     ties = {t.name: None if t.alias_of is None else captured.tensors[t.alias_of].name for t in captured.tensors}
@@ -233,9 +236,13 @@ def _mismatch(
 
 def _value_digests(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, bytes]]:
     """Name and digest of every plain value, at any depth of dicts, lists and tuples."""
-    if isinstance(state, Mapping):
+    if isinstance(state, Opaque):
+        yield from _value_digests(state.payload, path)
+    elif isinstance(state, Mapping):
+        texts = {join_path((key,)) for key in state if isinstance(key, str)}
         for key, item in state.items():
-            yield from _value_digests(item, (*path, key))
+            step = Numbered(key) if not isinstance(key, str) and join_path((key,)) in texts else key
+            yield from _value_digests(item, (*path, step))
     elif isinstance(state, list | tuple):
         for number, item in enumerate(state):
             yield from _value_digests(item, (*path, number))
@@ -320,6 +327,8 @@ def _count(
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), torch.uint8)
     unequal = (a.view(words) != b.view(words)).reshape(a.numel(), -1).any(1)
     distance = (_wide(a) - _wide(b)).abs()[unequal]
+    if not (a.is_floating_point() or a.is_complex()):
+        distance = distance.clamp(min=1)  # large ones may be the same as floats
     allowed = component.atol + component.rtol * _wide(a).abs()[unequal]
     counts["differing"] += int(unequal.sum())
     counts["beyond tolerance"] += int((~(distance <= allowed)).sum())

@@ -123,7 +123,7 @@ def merge_descriptions(
                 layout = (tuple(layout["box"][0]), tuple(layout["box"][1]))
             claim = _Claim(dtype, tuple(shape), tied[number if alias is None else alias], layout, ranks)
             claims.setdefault(name, []).append(claim)
-        trees.append(decode(raw["tree"], lambda ref, names=names: _Named(names[ref.index], ref.numpy)))  # type: ignore[misc]
+        trees.append(decode(raw["tree"], lambda ref, names=names: _Named(names[ref.index], ref.numpy), opaque=True))  # type: ignore[misc]
     numbers = {name: number for number, name in enumerate(claims)}
     loads: dict[Mesh | None, defaultdict[int, int]] = {}
     tensors: dict[int, LogicalTensor] = {}
@@ -191,7 +191,7 @@ def _layout(
         places: Sequence[int] = claim.ranks
         if claim.layout is not None:
             places = range(claim.layout.replicas)
-            if lacking := _lacking(claim.layout.mesh, claims):
+            if lacking := _lacking(claim.layout, claims):
                 absent |= lacking
                 lost = {claim.layout.replica_at(at) for rank in lacking if (at := claim.layout.mesh.coordinates(rank))
                         is not None and volume(claim.layout.box_at(shape, at)[1])}  # fmt: skip
@@ -211,9 +211,9 @@ def _layout(
     return WholeLayout(place) if claim.layout is None else MeshLayout(claim.layout.mesh, claim.layout.placements, place)
 
 
-def _lacking(mesh: Mesh, claims: Sequence[_Claim]) -> set[int]:
-    """The ranks of a mesh that do not have the key."""
-    return set(mesh.ranks).difference(*(c.ranks for c in claims))
+def _lacking(layout: MeshLayout, claims: Sequence[_Claim]) -> set[int]:
+    """The ranks of a layout's mesh that do not have the key, or hold another box of it by a layout of their own."""
+    return set(layout.mesh.ranks).difference(*(c.ranks for c in claims if c.layout == layout))
 
 
 def _grid(layout: MeshLayout | None) -> tuple[tuple[int, ...], ...]:
@@ -272,7 +272,10 @@ def holders_of(
         else:
             for at, held in layout.places(shape, box):
                 if held == box:
-                    holders.update(layout.holder(at, replica) for replica in range(layout.replicas))
+                    # Not every rank of the mesh need have the key.
+                    holders.update(
+                        {layout.holder(at, replica) for replica in range(layout.replicas)}.intersection(ranks)
+                    )
     return tuple(sorted(holders | {rank}))
 
 

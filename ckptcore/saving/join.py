@@ -92,7 +92,13 @@ def _call(name: str, request: SaveRequest, components: Sequence[StateComponent])
     # The rest of the request is rank 0's to say: a new run has no name yet, and metrics may well be known there alone.
     asked: dict[str, Any] = {"step": request.step, "overwrite": request.overwrite}
     for c in components:
-        asked[f"component {c.key!r}"] = [c.sharing_pattern.value, c.process_group_name, c.validated.value]
+        asked[f"component {c.key!r}"] = [
+            c.sharing_pattern.value,
+            c.process_group_name,
+            c.validated.value,
+            c.atol,
+            c.rtol,
+        ]
     return {"name": name, "components": [c.key for c in components], **asked}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -164,12 +165,13 @@ class OptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         """{"state": {name: values}, "group_of": {name: group number}, "shapes": {name: shape of the parameter},
-        "groups": {group number: options}}.
+        "groups": {group number: options}}, and "other": state that is of no parameter, where there is any.
 
         By name throughout, so that the states of pipeline stages put together are the state of the whole model.
         """
         names = self._parameter_names()
         groups = self.optimizer.param_groups
+        other = {k: v for k, v in self.optimizer.state.items() if not isinstance(k, torch.Tensor)}
         return {
             "state": {names[p]: dict(values) for group in groups for p in group["params"]
                       if (values := self.optimizer.state.get(p))},
@@ -177,6 +179,7 @@ class OptimizerState:
             "shapes": {names[p]: list(p.shape) for group in groups for p in group["params"]},
             "groups": {number: {k: v for k, v in group.items() if k not in ("params", "param_names")}
                        for number, group in enumerate(groups)},
+            **({"other": other} if other else {}),
         }  # fmt: skip
 
     def differences(self, saved: Any) -> Differences:
@@ -233,6 +236,7 @@ class OptimizerState:
         for parameter, values in self.optimizer.state.items():
             if names.get(parameter) not in state_dict["group_of"]:
                 state[parameter] = values  # not in the checkpoint at all (not strict): stays as it is
+        state.update(state_dict.get("other", {}))
         for number, group in enumerate(self.optimizer.param_groups):
             saved = state_dict["groups"][number]
             lacking = group.keys() - saved.keys() - {"params", "param_names"}
@@ -337,6 +341,11 @@ def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any
         yield value
 
 
+def _state_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    names = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+    return any(getattr(optimizer, name, None) for name in names)
+
+
 def _is_model(value: Any) -> bool:
     """A module, or a list of them: the stages of a pipeline."""
     several = isinstance(value, list | tuple) and value and all(isinstance(item, nn.Module) for item in value)
@@ -358,7 +367,19 @@ def _adapted(component: StateComponent, modules: dict[str, Any]) -> StateCompone
     return adapted
 
 
+# Optimizers of which was said that they may keep more than is stored.
+_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
 def _optimizer_state(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> OptimizerState:
+    plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not _state_hooks(optimizer)
+    # That of Accelerate's wrapper is the one of what it wraps.
+    if not (plain or type(optimizer).__module__.startswith("accelerate.")) and optimizer not in _warned:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__qualname__} has a state_dict() of its own, or hooks on it, which are not asked: stored are its "
+            "state and param_groups; keep more in a component of its own, whose object is not an Optimizer",
+            CheckpointWarning, stacklevel=4)  # fmt: skip
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     holders = {k: held for k, held in modules.items()
                if any(id(p) in mine for _, m in _prefixed(held) for p in m.parameters())}  # fmt: skip

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from ..errors import InvalidState, UnsupportedValue
-from ..format.values import Numbered, TensorRef, encode, join_path, register_codec
+from ..format.codecs import register_codec
+from ..format.values import Numbered, TensorRef, encode, join_path
 from .layout import LocalPart, Shard, dtype_name, is_dtensor, local_part, same_view_key, why_not_storable
 
 __all__ = ["Captured", "CapturedTensor", "Differences", "capture", "differences", "key_names"]
@@ -86,12 +87,14 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
     paths: list[tuple[Any, ...]] = []
     seen: dict[tuple[Any, ...], int] = {}
     same: dict[int, int] = {}
+    kept: list[Any] = []  # what a codec made, so that nothing else gets its id
 
     def leaf(path: tuple[Any, ...], value: Any) -> TensorRef | None:
         array = _array_as_tensor(value) if isinstance(value, np.ndarray) else None
         tensor = value if array is None else array
         if not isinstance(tensor, _TENSORS):
             return None
+        kept.append(value)
         name = join_path(path) if path else "value"
         part = _part_of(tensor, value, key, name, sharded)
         # A leaf seen before is an alias even where its part here is empty, so that all ranks see the same aliases.

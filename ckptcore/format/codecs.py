@@ -1,0 +1,98 @@
+"""Codecs of types beyond the plain ones, built in and registered by users."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum, Flag
+from fractions import Fraction
+from functools import reduce
+from operator import or_
+from typing import Any, TypeVar
+from uuid import UUID
+
+from ..errors import CheckpointCorrupt
+from .strict import exact, exact_items
+
+__all__ = ["BY_NAME", "BY_TYPE", "Opaque", "register_codec", "revived"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value that its codec has not decoded: none of that name is registered in this process (when reading leniently, as
+    `ckpt` does), or it has tensors in it that are yet to be read."""
+
+    codec: str
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    cls: type
+    name: str
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+BY_TYPE: dict[type, _Codec] = {}
+BY_NAME: dict[str, _Codec] = {}
+
+
+def register_codec(
+    cls: type[T],
+    encode: Callable[[T], Any] | None = None,
+    decode: Callable[[Any], T] | None = None,
+    *,
+    name: str | None = None,
+) -> None:
+    """Teach checkpoints to hold values of exactly the type `cls`.
+
+    `encode` turns a value into plain ones (tensors inside are fine), `decode` turns them back. An Enum needs
+    neither: its members are stored by name. `name` is what the file says, by default module and qualified name;
+    keep it when you move the class. The same call must have been made in the process that loads.
+    Raises ValueError when the name is taken by another class, TypeError when functions are missing.
+    """
+    if issubclass(cls, Flag):  # any combination of members
+        encode = encode or (lambda flag: [member.name for member in flag])  # type: ignore[attr-defined]
+        decode = decode or (lambda names: reduce(or_, [cls[n] for n in exact(names, list)], cls(0)))
+    elif issubclass(cls, Enum):
+        encode = encode or (lambda member: member.name)  # type: ignore[attr-defined]
+        decode = decode or (lambda member_name: cls[member_name])
+    if encode is None or decode is None:
+        raise TypeError(f"register_codec({cls.__qualname__}) needs encode= and decode=")
+    name = name or f"{cls.__module__}.{cls.__qualname__}"
+    taken = BY_NAME.get(name)
+    if taken is not None and (taken.cls.__module__, taken.cls.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"codec name {name!r} is taken by {taken.cls!r}")
+    BY_TYPE[cls] = BY_NAME[name] = _Codec(cls, name, encode, decode)
+
+
+register_codec(OrderedDict, dict, lambda p: OrderedDict(exact(p, dict)), name="OrderedDict")
+register_codec(Counter, dict, lambda p: Counter(exact(p, dict)), name="Counter")
+register_codec(deque, lambda d: [list(d), d.maxlen], lambda p: deque(exact(p[0], list), p[1]), name="deque")
+register_codec(bytearray, bytes, lambda p: bytearray(exact(p, bytes)), name="bytearray")
+register_codec(range, lambda r: [r.start, r.stop, r.step], lambda p: range(*exact_items(p, int)), name="range")
+register_codec(slice, lambda s: [s.start, s.stop, s.step], lambda p: slice(*exact(p, list)), name="slice")
+register_codec(Decimal, str, lambda p: Decimal(exact(p, str)), name="Decimal")
+register_codec(
+    Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*exact_items(p, int)), name="Fraction"
+)
+register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=exact(p, bytes)), name="UUID")
+
+
+def revived(value: Any, file: str = "") -> Any:
+    """`value` with what `opaque` left aside decoded: its tensors are there now. Raises CheckpointCorrupt."""
+    if type(value) is Opaque:
+        payload = revived(value.payload, file)
+        try:
+            return BY_NAME[value.codec].decode(payload)
+        except Exception as error:
+            what = f"{file or 'index'}: stored values cannot be read (codec {value.codec!r}: {type(error).__name__}: {error})"
+            raise CheckpointCorrupt(what, file=file or None, kind="format") from error
+    if type(value) in (dict, OrderedDict, Counter):
+        return type(value)({key: revived(item, file) for key, item in value.items()})
+    return type(value)(revived(item, file) for item in value) if type(value) in (list, tuple) else value
