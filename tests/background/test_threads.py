@@ -1,8 +1,10 @@
 """One manager and several callers: threads that save at the same time, and `save_async` in the middle of itself."""
 
+import secrets
 import sys
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ SMALL = 50
 
 
 def state(step):
-    return {"large": torch.full((ITEMS,), float(step)), **{f"w{n}": torch.full((9,), float(step)) for n in range(SMALL)}}
+    return {
+        "large": torch.full((ITEMS,), float(step)),
+        **{f"w{n}": torch.full((9,), float(step)) for n in range(SMALL)},
+    }
 
 
 def marks(ckpt, step):
@@ -191,6 +196,22 @@ def test_a_look_for_a_failure_does_not_lose_sight_of_a_new_save(tmp_path, monkey
         assert [marks(ckpt, step) for step in (1, 2, 3)] == [{1.0}, {2.0}, {3.0}]
 
 
+def test_threads_that_ask_for_the_run_at_once_hear_of_the_same(tmp_path, monkeypatch):
+    """Or the checkpoints of one manager would belong to two runs, and one of them would hide the other."""
+    meet, token = threading.Barrier(2), secrets.token_hex
+
+    def slow(nbytes):
+        with suppress(threading.BrokenBarrierError):
+            meet.wait(0.1)
+        return token(nbytes)
+
+    with CheckpointManager(tmp_path) as ckpt:
+        with monkeypatch.context() as patched:
+            patched.setattr("ckptcore.manager.secrets", SimpleNamespace(token_hex=slow))
+            first, second = in_threads(lambda: ckpt.run_id, lambda: ckpt.run_id)
+        assert first == second == ckpt.run_id == ckpt.save_async(1, {"m": state(1)}).result(30).run_id
+
+
 class Reentrant:
     """State whose `state_dict()` saves, as a signal handler might that comes in the middle of a save."""
 
@@ -215,7 +236,10 @@ class Reentrant:
 def test_save_async_in_the_middle_of_itself_is_refused(tmp_path, outer, inner):
     """There is one pool, and it is in use. The save that was under way is none the worse."""
     with CheckpointManager(tmp_path) as ckpt:
-        calls = {"save_async": lambda: ckpt.save_async(20, {"m": state(20)}), "prewarm": lambda: ckpt.prewarm(state(20))}
+        calls = {
+            "save_async": lambda: ckpt.save_async(20, {"m": state(20)}),
+            "prewarm": lambda: ckpt.prewarm(state(20)),
+        }
         own = Reentrant(calls[inner])
         if outer == "prewarm":
             ckpt.prewarm({"own": own, "m": state(1)})

@@ -23,7 +23,8 @@ def main(folder: str, rank: str = "", world_size: str = "1", port: str = "0") ->
     if several:
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world_size))
-    with CheckpointManager(folder) as ckpt, PreemptionGuard(ckpt) as guard:
+    repeat_after = 0.0 if rank == "hold" else 5.0
+    with CheckpointManager(folder) as ckpt, PreemptionGuard(ckpt, repeat_after=repeat_after) as guard:
         for step in range(LAST):
             done = torch.full((1,), float(step))
             if several:

@@ -1,4 +1,4 @@
-"""What a signal does: the first is a wish to stop, the second is what it was before."""
+"""What a signal does: the first is a wish to stop, with its doubles; the second is what it was before."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import ckptcore.preemption
 from ckptcore import PreemptionGuard, open_checkpoint, scan_root
 
 Handled = list[signal.Signals]
@@ -62,8 +64,10 @@ def test_only_the_signals_asked_for_are_caught(handled: Handled) -> None:
 
 
 def test_a_second_signal_of_the_same_kind_is_for_the_handler_of_before(handled: Handled) -> None:
-    with PreemptionGuard():
-        for _ in range(3):
+    with PreemptionGuard(repeat_after=0) as guard:
+        signal.raise_signal(signal.SIGUSR1)
+        assert handled == [] and guard.should_stop(0) is True
+        for _ in range(2):
             signal.raise_signal(signal.SIGUSR1)
         assert handled == [signal.SIGUSR1, signal.SIGUSR1]
     signal.raise_signal(signal.SIGUSR1)
@@ -72,13 +76,68 @@ def test_a_second_signal_of_the_same_kind_is_for_the_handler_of_before(handled: 
 
 def test_a_warning_and_then_the_request_are_of_two_kinds(handled: Handled) -> None:
     """Schedulers send SIGUSR1 some time before SIGTERM: the second is no impatience, the save may be under way."""
-    with PreemptionGuard() as guard:
+    with PreemptionGuard(repeat_after=0) as guard:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
         assert guard.should_stop(0) is True
         assert handled == []
         signal.raise_signal(signal.SIGTERM)
         assert handled == [signal.SIGTERM]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What time it is for guards."""
+    now = [1000.0]
+    monkeypatch.setattr(ckptcore.preemption, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_same_signal_twice_at_once_is_one_request(
+    handled: Handled, clock: list[float], number: signal.Signals
+) -> None:
+    """A scheduler signals every process of a job, and torchrun passes on what it gets: the save must not die of that."""
+    with PreemptionGuard() as guard:
+        for seconds in (0.0, 0.0, 0.02, 4.9):
+            clock[0] = 1000.0 + seconds
+            signal.raise_signal(number)
+            assert guard.should_stop(0) is True
+        assert handled == []
+        clock[0] = 1005.1
+        signal.raise_signal(number)
+        assert handled == [number]
+        signal.raise_signal(number)
+        assert handled == [number] * 2
+
+
+def test_each_signal_has_a_time_of_its_own(handled: Handled, clock: list[float]) -> None:
+    """SIGTERM that comes long after SIGUSR1 is the first of its kind, and what comes with it is its double."""
+    with PreemptionGuard(repeat_after=2.0) as guard:
+        signal.raise_signal(signal.SIGUSR1)
+        clock[0] += 60
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert handled == [] and guard.should_stop(0) is True
+        signal.raise_signal(signal.SIGUSR1)
+        assert handled == [signal.SIGUSR1]
+        clock[0] += 1.9
+        signal.raise_signal(signal.SIGTERM)
+        assert handled == [signal.SIGUSR1]
+        clock[0] += 0.2
+        signal.raise_signal(signal.SIGTERM)
+        assert handled == [signal.SIGUSR1, signal.SIGTERM]
+
+
+def test_a_guard_does_not_know_of_signals_before_its_time(handled: Handled, clock: list[float]) -> None:
+    """In a second run of the same process the first signal is a first one."""
+    for _ in range(2):
+        with PreemptionGuard(repeat_after=2.0) as guard:
+            assert guard.should_stop(0) is False
+            signal.raise_signal(signal.SIGTERM)
+            assert guard.should_stop(0) is True
+        clock[0] += 60
+    assert handled == []
 
 
 # Real processes.
