@@ -157,6 +157,30 @@ def test_errors_of_storage_clients_are_4(ckpt: Ckpt, locked: None, monkeypatch: 
         assert done.code == 4 and "Could not connect" in one_line(done.err)
 
 
+class Unreachable(MemoryFileSystem):  # type: ignore[misc]
+    """Fails when it is made, as clients do that log in at once."""
+
+    protocol = "unreachable"
+    error: ClassVar[Exception] = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    def __init__(self, **options: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_clients_that_cannot_connect_are_4(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    fsspec.register_implementation("unreachable", Unreachable, clobber=True)
+    arguments = command, "unreachable://host/run", "--storage-option", "retry_deadline=0.1"
+    done = ckpt(*arguments)
+    assert (done.code, done.out) == (4, "")
+    assert "unreachable://host/run" in one_line(done.err) and "Connection refused" in done.err
+    assert ckpt(*arguments, "--json").document["error"]["exit_code"] == 4
+    monkeypatch.setattr(Unreachable, "error", type("LoginFailed", (Exception,), {})("wrong key"))
+    done = ckpt(*arguments)
+    assert (done.code, done.out) == (4, "")
+    assert "LoginFailed: wrong key" in one_line(done.err)
+
+
 def test_an_unknown_kind_of_storage_is_4(ckpt: Ckpt) -> None:
     done = ckpt("ls", "nosuchscheme://bucket/run")
     assert done.code == 4 and "nosuchscheme" in one_line(done.err)

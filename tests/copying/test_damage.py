@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from ckptcore import (
     CheckpointCorrupt,
     CheckpointError,
+    CheckpointExists,
     CheckpointManager,
     CheckpointNotFound,
     CheckpointView,
@@ -21,7 +23,8 @@ from ckptcore import (
     open_storage,
 )
 from ckptcore.copying import copy_between
-from ckptcore.testing import FaultStorage
+from ckptcore.root import pin_checkpoint, scan, unpin_checkpoint
+from ckptcore.testing import FaultStorage, Killed
 
 
 @given(data=st.data())
@@ -99,6 +102,52 @@ def test_bytes_that_change_on_their_way_in(make_root: Callable[[str], Storage], 
         assert CheckpointView(target, copies.name).verify() != []
     copies.make(target, overwrite=True)
     copies.check(target)
+
+
+@pytest.mark.parametrize("harm", ["flip", "lose"])
+@pytest.mark.parametrize("kind", ["local", "memory", "folder", "s3"])
+def test_a_pinned_copy_is_repaired_and_stays_pinned(
+    make_root: Callable[[str], Storage], copies: Any, request: pytest.FixtureRequest, kind: str, harm: str
+) -> None:
+    s3 = request.getfixturevalue("s3") if kind == "s3" else None
+    target = make_root(kind) if s3 is None else open_storage(s3.new_root(), s3.options)
+    copies.make(target)
+    pin_checkpoint(target, copies.name)
+    path = f"{copies.name}/own.rank00001.safetensors"
+    data = bytearray(target.read(path))
+    data[-1] ^= 1
+    target.remove(path)
+    if harm == "flip":
+        target.write(path, bytes(data))
+        assert copies.make(target).status == "committed"  # nobody has looked
+        assert target.read(path) == bytes(data)
+    else:
+        with pytest.raises(CheckpointExists, match="pinned"):
+            copies.make(target)
+    assert copies.make(target, overwrite=True).status == "committed"
+    assert [(info.status, info.pinned) for info in scan(target)] == [("committed", True)]
+    with pytest.raises(CheckpointExists, match="pinned"):  # it is no other commit's turn
+        copies.make(target, "b", overwrite=True)
+    unpin_checkpoint(target, copies.name)
+    copies.check(target, "a")
+
+
+def test_a_repair_that_is_killed_does_not_lose_the_pin(make_root: Callable[[str], Storage], copies: Any) -> None:
+    """Where the new copy takes the place of the old one at once, the pin comes with it."""
+    for k in itertools.count(1):
+        target = make_root("local")
+        copies.make(target)
+        pin_checkpoint(target, copies.name)
+        (Path(target.url) / copies.name / "own.rank00001.safetensors").write_bytes(b"x")
+        faults = FaultStorage(target)
+        faults.kill(k, how="raise", kind=("rename", "remove", "create", "sync_folder"))
+        try:
+            copies.make(faults, threads=1, overwrite=True)
+            break
+        except Killed:
+            copies.make(target, overwrite=True)
+        assert ("committed", True) in [(info.status, info.pinned) for info in scan(target)], faults.log[-1]
+    assert k > 20
 
 
 @given(

@@ -6,9 +6,11 @@ import contextlib
 import errno
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,6 +95,46 @@ def test_loads_from_the_durable_root_what_the_fast_one_has_not_any_more(ground: 
             assert ground.mark(state, ckpt.load(state, which)) == step
         with pytest.raises(CheckpointNotFound, match="steps there: 10, 20, 30"):
             ckpt.load(ground.state(-1), 11)
+
+
+class Guarded(MemoryFileSystem):  # type: ignore[misc]
+    """Opens for a token only, as a service does that the fast root knows nothing of."""
+
+    protocol = "guarded"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def __init__(self, token: str = "none", **options: Any) -> None:
+        super().__init__(**options)
+        if token != "the right one":
+            raise PermissionError("which token?")
+
+
+def test_what_only_a_tier_has_is_loaded_by_its_url(
+    ground: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the storage options of that tier, which are not those of the manager."""
+    fsspec.register_implementation("guarded", Guarded, clobber=True)
+    monkeypatch.setattr(Guarded, "store", {})
+    monkeypatch.setattr(Guarded, "pseudo_dirs", [""])
+    tiers = [Tier(tmp_path / "near", every=2), Tier("guarded://far/run", storage_options={"token": "the right one"})]
+    with CheckpointManager(tmp_path / "run", keep=KeepLast(1), tiers=tiers) as ckpt:
+        for step in (10, 20, 30):
+            ckpt.save(step, ground.state(step))
+            assert ckpt.wait(20)
+    with CheckpointManager(tmp_path / "run", tiers=tiers) as ckpt:
+        urls = [info.url for info in ckpt.list()]
+        assert urls == ["guarded://far/run/checkpoint-10", str(tmp_path / "near" / "checkpoint-20"),
+                        str(tmp_path / "run" / "checkpoint-30")]  # fmt: skip
+        for step, url in zip((10, 20, 30, 20), [*urls, "guarded://far/run/checkpoint-20"], strict=True):
+            for load in (ckpt.load, ckpt.restore):
+                state = ground.state(-1)
+                report = load(state, url)
+                assert (report.step, report.path, ground.mark(state, report)) == (step, url, step)
+        with pytest.raises(CheckpointNotFound, match="guarded://far/run/checkpoint-40"):
+            ckpt.load(ground.state(-1), "guarded://far/run/checkpoint-40")
+    with CheckpointManager(tmp_path / "run") as ckpt, pytest.raises(StorageError, match="which token"):
+        ckpt.load(ground.state(-1), urls[0])
 
 
 def test_pins_and_deletions_are_for_all_copies(ground: Any) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from ckptcore import AsyncSaveError, CheckpointManager, CheckpointWarning, InvalidState, KeepBest, KeepLast, Tier
+from ckptcore import (
+    AsyncSaveError,
+    CheckpointManager,
+    CheckpointWarning,
+    InvalidState,
+    KeepBest,
+    KeepLast,
+    Tier,
+    open_storage,
+)
 from ckptcore.root import scan
 
 
@@ -240,3 +249,24 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
     with pytest.raises(InvalidState, match="root that all ranks share"):
         CheckpointManager(tmp_path / "fast", tiers=[Tier(tmp_path / "slow")], storage_mode="node")
     assert "hush" not in repr(Tier("memory://x", storage_options={"token": "hush"}))
+
+
+def test_a_tier_is_another_root(tmp_path: Path, ground: Any) -> None:
+    """Else it would be uploaded to itself, and deleted by the policies of both."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    run, far, url = tmp_path / "run", tmp_path / "far", f"memory://{tmp_path.name}/run"
+    for root, *tiers in (
+        (run, run), (run, f"{run}/"), (run, f"file://{run}"), (run, tmp_path / "link"), (tmp_path / "link", run),
+        (run, far, far), (run, far, tmp_path / "far" / ".." / "far"), (url, url), (url, f"{url}/"), (run, far, url, f"{url}//"),
+        (ground.slow, ground.slow),
+    ):  # fmt: skip
+        with pytest.raises(InvalidState, match="is given twice: a tier is another root"):
+            CheckpointManager(root, tiers=[Tier(tier) for tier in tiers])
+    for wrong in (str(far), far, ground.slow):
+        with pytest.raises(InvalidState, match=r"tiers are Tier\(root\), not"):
+            CheckpointManager(run, tiers=[Tier(url), wrong])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name not in ("fast", "slow")) == ["link", "run"]
+    with CheckpointManager(run, tiers=[Tier(far), Tier(url), Tier(run / "below")]) as ckpt:
+        assert ckpt.save(1, ground.state(1)).step == 1
+    assert [[info.step for info in scan(open_storage(root))] for root in (run, far, url, run / "below")] == [[1]] * 4
