@@ -31,6 +31,7 @@ from .arguments import (
     print_configuration,
     resolve_arguments,
 )
+from .arguments.errors import whole
 from .job import Job
 
 if TYPE_CHECKING:
@@ -96,10 +97,12 @@ class Program:
 
 
 def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
-    """What the words say. Raises InvalidArgument, OSError."""
+    """What the words say. Raises InvalidArgument, DataNotFound, OSError."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise InvalidArgument("WORDS", " ".join(files), "more than one file", "give one, and name=value words")
+    if files and not os.path.exists(files[0]):
+        raise DataNotFound(f"{files[0]}: no such file (and no argument: these are name=value)", path=files[0])
     given = load_configuration(files[0] if files else None, [word for word in words if "=" in word])
     kind = given.pop("trainer", "auto")
     if kind == "auto":
@@ -109,6 +112,7 @@ def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
     own = {name: given.pop(name) for name in ("data", "max_data_bytes", "schedule") if name in given}
     if isinstance(own.get("data"), str):
         own["data"] = [own["data"]]
+    _check_own(**own)
     model = _model(given.pop("model", None) or {})
     if not files:
         said = given.keys() | resolve_arguments(CLASSES[kind], given).changed().keys()
@@ -119,6 +123,15 @@ def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
     if os.path.isfile(args.output_dir):
         raise InvalidArgument("output_dir", args.output_dir, "is a file", "name a folder")
     return Program(args, kind, model, **own)
+
+
+def _check_own(data: Any = (), max_data_bytes: Any = None, schedule: Any = "") -> None:
+    if not isinstance(data, list | tuple | None) or not all(isinstance(entry, str) for entry in data or ()):
+        raise InvalidArgument("data", data, "no path, nor a list of paths", "name files, folders or globs")
+    if max_data_bytes is not None:
+        whole("max_data_bytes", max_data_bytes, 1, instead="or null for all")
+    if not isinstance(schedule, str):
+        raise InvalidArgument("schedule", schedule, "not a name", "give ScheduleGPipe")
 
 
 def _model(given: Any) -> GPTArguments:

@@ -29,6 +29,13 @@ class Part:
             self.of.load_state_dict(state)
 
 
+class EpochAlone(Part):
+    """The loader of a run that goes on, where the data of the epoch are to start over."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.of.go_to_epoch(state["epoch"])
+
+
 class Progress:
     """The trainer's own numbers."""
 
@@ -63,6 +70,6 @@ def run_components(trainer: TrainerParts) -> list[StateComponent]:
     part.on_resize = ("keep" if go_on else "error") if each else (lambda *_: 0)
     found.append(part)
     if trainer.loader is not None:
-        loader = Part(trainer.loader, not args.ignore_data_skip)
+        loader = (EpochAlone if args.ignore_data_skip else Part)(trainer.loader)
         found.append(StateComponent("loader", loader, own if trainer.loader.state_per_rank else shared))
     return found

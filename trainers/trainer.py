@@ -142,18 +142,17 @@ class Trainer(TrainerParts):
             raise InvalidArgument("eval_dataset", None, "nothing to evaluate", "give one")
         self.fill_weights()
         metrics = self.measure(dataset, "eval")
-        self.note(metrics)
         self.fire("on_evaluate", metrics=metrics)
+        self.note(metrics)  # with what callbacks have added
         return metrics
 
     def evaluate_now(self, ranks: bool = True) -> bool:
         """Evaluate as a part of training. Whether it was the best so far; ranks: whether it counts for that."""
         metrics = self.measure(self.eval_dataset, "eval")
-        improved = ranks and self.best.note(metrics)
         self.measured_step = self.state.global_step
-        self.note(metrics)
         self.fire("on_evaluate", metrics=metrics)
-        return improved
+        self.note(metrics)  # with what callbacks have added
+        return ranks and self.best.note(metrics)
 
     def predict(self, dataset: Any) -> dict[str, float]:
         """Mean loss over any data, told as a prediction."""

@@ -177,7 +177,9 @@ class TrainerParts(Models):
         if not self.filled:
             with self.saves.open() as checkpoints:
                 wanted = self.args.resume_from_checkpoint
-                checkpoints.load(self.saves.weights(), "latest" if wanted is True else wanted, strict=False)
+                step = "latest" if wanted is True else wanted
+                step = self.saves.which_is_best(checkpoints) if wanted == "best" else step
+                checkpoints.load(self.saves.weights(), step, strict=False)
             self.filled = True
 
     def fire(self, event: str, **extra: Any) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ckptcore import (
     CheckpointManager,
     CheckpointNotFound,
     CheckpointWarning,
+    KeepBest,
     KeepLast,
     RetentionPolicy,
     SaveEvent,
@@ -81,6 +82,13 @@ class Saves:
         """Whether this rank lists checkpoints: where nodes share no disk, no rank sees them all."""
         return self.trainer.rank == 0 or bool(self.trainer.args.save_on_each_node)
 
+    def committed(self) -> list[CheckpointInfo]:
+        """The committed checkpoints in output_dir, of whatever run, as this rank sees them."""
+        try:
+            return [info for info in scan_root(self.trainer.args.output_dir) if info.status == "committed"]
+        except CheckpointNotFound:
+            return []
+
     def weights(self) -> list[StateComponent]:
         return [part for part in self.trainer.model_components() if part.key == "model"]
 
@@ -132,10 +140,7 @@ class Saves:
         wanted = args.resume_from_checkpoint
         found: Any = bool(wanted)
         if wanted is True and self.trainer.rank == 0:
-            try:
-                found = any(info.status == "committed" and _resumable(info) for info in scan_root(args.output_dir))
-            except CheckpointNotFound:
-                found = False
+            found = any(map(_resumable, self.committed()))
         return bool(self.trainer.env.broadcast_object(found))
 
     def restore(self, checkpoints: CheckpointManager) -> tuple[int | None, dict[str, Any]]:
@@ -161,6 +166,7 @@ class Saves:
         if report.fresh or report.manifest is None:
             return None, {}
         self.last_step = trainer.state.global_step if wanted is True else None
+        self.refuse_to_run_into(report.skipped)
         metadata = report.manifest.metadata
         if trainer.rank == 0:
             log.info("resumed from step %d (%s)", trainer.state.global_step, report.path)
@@ -168,8 +174,40 @@ class Saves:
         trainer.best.check(checkpoints)
         return trainer.state.global_step, metadata
 
+    def refuse_to_run_into(self, damaged: Container[str]) -> None:
+        """Later steps than the one that was restored may be there already, those of another run or of another end of this
+        one: then nothing is trained that could not be saved. Raises CheckpointExists."""
+        trainer, args = self.trainer, self.trainer.args
+        if self._replace or args.save_strategy == "no" or trainer.is_over():
+            return
+        span = range(trainer.state.global_step + 1, trainer.state.max_steps + 1)
+        infos = self.committed() if self.looks else []
+        mine = [info.step for info in infos if info.step in span and info.name not in damaged]
+        steps = sorted({step for steps in trainer.env.gather_objects(mine) for step in steps})
+        if steps:
+            raise CheckpointExists(
+                f"{args.output_dir} holds step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}, which the run that goes "
+                f"on from step {trainer.state.global_step} would come to again: give another output_dir, or "
+                "overwrite_output_dir=True to replace them",
+                path=args.output_dir,
+                step=steps[0],
+            )
+
+    def which_is_best(self, checkpoints: CheckpointManager) -> int:
+        """For resume_from_checkpoint="best". Raises CheckpointNotFound."""
+        best, root = self.trainer.best, self.trainer.args.output_dir
+        ranked = KeepBest(best.metric, best.mode).ranked(checkpoints.list()) if self.looks else []
+        step = self.trainer.env.broadcast_object(next((info.step for info in ranked if _resumable(info)), None))
+        if step is None:
+            raise CheckpointNotFound(
+                f"resume_from_checkpoint='best': {root} holds no checkpoint of a whole run with {best.metric}; name one, "
+                "or another metric_for_best_model", path=root)  # fmt: skip
+        return int(step)
+
     def which(self, checkpoints: CheckpointManager, wanted: bool | str) -> int | str | None:
         """What to restore: weights alone are no run to go on with. None: there is nothing else."""
+        if wanted == "best":
+            return self.which_is_best(checkpoints)
         if isinstance(wanted, str):
             refused = False
             if self.trainer.rank == 0:
@@ -231,6 +269,7 @@ class Saves:
             return
         began = time.perf_counter()
         self.settle()
+        trainer.best.note_save()
         state = self.settled_state()
         wait = wait or not args.save_async
         call: Any = checkpoints.save if wait else checkpoints.save_async

@@ -169,6 +169,8 @@ class Asking:
 
     def on_evaluate(self, state: Any, trainer: Any, metrics: dict[str, float], **_: Any) -> None:
         self.note("evaluate", state, trainer, loss=metrics["eval_loss"])
+        if trainer.args.metric_for_best_model == "luck" and trainer.rank == 0:
+            metrics["eval_luck"] = state.global_step * (7 - state.global_step)  # of 2, 4 and 6 that of 4 is best
 
     def on_log(self, state: Any, trainer: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs:

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from ckptcore import open_checkpoint, scan_root
 
-DIED = 9
+DIED, FAILED = 9, 70
 TIMES = ("tok_per_sec", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 PARTS = ["callbacks", "callbacks_per_rank", "loader", "model", "optimizer", "rng", "scaler", "scheduler", "trainer"]
 
@@ -116,6 +116,29 @@ def test_a_sigterm_to_one_rank_is_a_checkpoint_that_all_go_on_from(
     assert (stopped.status, stopped.step in (1, 2, 3)) == ("committed", True)
     assert ranks.train(2, early) == [0, 0]
     assert_same_run(references(2, ddp_args), early, 2)
+
+
+def test_all_ranks_go_by_what_the_first_one_knows(ranks: Any, ddp_args: Make) -> None:
+    """Of a metric that is added on one rank alone, and of steps that are in the way of a run that goes back."""
+    best = {"save_strategy": "best", "metric_for_best_model": "luck", "load_best_model_at_end": True}
+    args = ddp_args("lucky", max_steps=6, eval_steps=2, **best)
+    assert ranks.train(2, args) == [0, 0]
+    infos = scan_root(args["output_dir"])
+    assert [(info.step, info.metrics["eval_luck"]) for info in infos] == [(2, 10), (4, 12)]
+    back = {**args, "resume_from_checkpoint": str(root(args) / "checkpoint-2")}
+    before = seen(root(args), 2)
+    assert ranks.train(2, back) == [FAILED, FAILED]  # before anything is trained
+    assert seen(root(args), 2) == before
+    # In the epoch of step 6, which is the second one, from its first batch on.
+    later = ddp_args("later", max_steps=6, save_steps=5)
+    assert ranks.train(2, later) == [0, 0]
+    path = str(root(later) / "checkpoint-5")
+    for dispatch in (False, True):
+        over = ddp_args(
+            f"over-{dispatch}", max_steps=6, resume_from_checkpoint=path, ignore_data_skip=True, dispatch_batches=dispatch)  # fmt: skip
+        assert ranks.train(2, over) == [0, 0]
+        for rank, whole in zip(seen(root(over), 2), seen(root(later), 2), strict=True):
+            assert list(rank) == [5] and rank[5]["epoch"] == 1 and rank[5]["samples"] == whole[4]["samples"]
 
 
 @pytest.mark.stress

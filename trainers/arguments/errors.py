@@ -35,7 +35,7 @@ class InvalidArgument(ValueError):
 
 
 class DataNotFound(CheckpointError, FileNotFoundError):
-    """A `data` entry that names no file."""
+    """A `data` entry, or a configuration, that names no file."""
 
     facts = ("path",)
     path: str | None

@@ -97,7 +97,7 @@ class MinimalTrainingArguments:
     save_only_model: bool = False
     save_async: bool = True  # written in the background; the last one of a run is waited for
     overwrite_output_dir: bool = False
-    resume_from_checkpoint: bool | str = True  # True: the newest usable one, else a fresh start
+    resume_from_checkpoint: bool | str = True  # True: the newest usable one, else a fresh start; or a path, or "best"
     restore_callback_states_from_checkpoint: bool = True
     enable_jit_checkpoint: bool = False  # SIGTERM to any rank: all save the same step, and train() returns
     on_world_size_change: str = "error"  # "continue": same data position, random streams start anew
