@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum, Flag
@@ -16,7 +16,7 @@ from uuid import UUID
 from ..errors import CheckpointCorrupt
 from .strict import exact, exact_items
 
-__all__ = ["BY_NAME", "BY_TYPE", "Opaque", "register_codec", "revived"]
+__all__ = ["BY_NAME", "BY_TYPE", "Opaque", "keyed", "register_codec", "revived"]
 
 T = TypeVar("T")
 
@@ -82,6 +82,16 @@ register_codec(
     Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*exact_items(p, int)), name="Fraction"
 )
 register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=exact(p, bytes)), name="UUID")
+
+
+def keyed(value: Any) -> Mapping[Any, Any] | None:
+    """What has the keys that are parts of names: a dict, or what the codec of a dict's type makes of it. Else None."""
+    codec = BY_NAME.get(value.codec) if type(value) is Opaque else BY_TYPE.get(type(value))
+    if type(value) is Opaque:
+        value = value.payload if codec is not None and issubclass(codec.cls, Mapping) else None
+    elif codec is not None and isinstance(value, Mapping):
+        value = codec.encode(value)
+    return value if isinstance(value, Mapping) else None
 
 
 def revived(value: Any, file: str = "") -> Any:

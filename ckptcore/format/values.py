@@ -101,7 +101,8 @@ def decode(
 ) -> Any:
     """The value that `encode` was given. `leaf(ref)` supplies tensors. Raises CheckpointCorrupt.
 
-    lenient: values of unregistered codecs become `Opaque` instead of an error.
+    lenient: values of unregistered codecs become `Opaque` instead of an error, and those whose codec wants real tensors.
+    opaque: all become `Opaque` that have tensors in them, for `revived` to decode; OrderedDict and Counter apart.
     """
     decoder = _Decoder(leaf, lenient, opaque)
     try:
@@ -312,6 +313,8 @@ class _Decoder:
                 try:
                     return codec.decode(payload)
                 except Exception as error:  # a codec is anybody's code; what it raises is reported as damage
+                    if self.lenient and self.refs > before:
+                        return Opaque(name, payload)  # it wants tensors, not what stands for them
                     raise ValueError(f"codec {name!r}: {type(error).__name__}: {error}") from error
             if self.lenient:
                 return Opaque(name, payload)

@@ -33,7 +33,7 @@ from ..state.layout import (
 from ..state.streams import own_stream, pinned_memory, settle
 from ..state.tree import CapturedTensor, capture, differences
 from .broadcast import read_shared
-from .partial import SKIPPED, leaf_names, pruned
+from .partial import SKIPPED, has_other, held_names, pruned
 from .place import Place, copy_for
 from .plan import Words, read_of
 from .reader import TensorRead, read_tensors
@@ -119,7 +119,7 @@ class Loading:
         state = component.stateful.state_dict()
         live = {t.name: t for t in capture(component.key, state, sharded=True).tensors}
         sharded = component.sharded or self.view.manifest.components[component.key].pattern == "SHARDED"
-        found = _Component(self, component, stored, live, set(leaf_names(state)), skip=sharded)
+        found = _Component(self, component, stored, live, dict(held_names(state) if sharded else ()), skip=sharded)
         file = f"{self.view.url}: component {component.key!r}"
         compare = getattr(component.stateful, "differences", None)
         if compare is None and sharded:
@@ -238,14 +238,14 @@ class _Component:
         component: StateComponent,
         stored: StoredComponent,
         live: dict[str, CapturedTensor],
-        leaves: set[str],
+        held: dict[tuple[str, ...], int | None],
         *,
         skip: bool,
     ) -> None:
         self.loading, self.component, self.stored, self.live, self.skip = loading, component, stored, live, skip
         self.judged = hasattr(component.stateful, "differences")
         self.live_list = list(live.values())
-        self.names = leaves
+        self.held = held
         self.numbers = {tensor.name: number for number, tensor in enumerate(stored.tensors)}
         self.leaves: dict[int, Any] = {}
 
@@ -341,11 +341,6 @@ class _Component:
         self.loading.mismatched[name] = (saved, held)
         return False
 
-    def has(self, name: str) -> bool:
-        """Whether the live state has something else where a tensor was saved, or a list that it was in."""
-        parts = name.split("/")
-        return any("/".join(parts[:n]) in self.names for n in range(1, len(parts) + 1))
-
     def fresh(self, tensor: LogicalTensor, dtype: torch.dtype) -> Any:
         """A leaf for a tensor that the live state does not have."""
         allocate = getattr(self.component.stateful, "allocate", None)
@@ -353,7 +348,7 @@ class _Component:
             made = allocate(tensor.name, dtype, tensor.shape)
             if made is not None:
                 return made
-        if self.skip and not self.has(tensor.name):
+        if self.skip and not has_other(self.held, tensor.name):
             return SKIPPED
         if volume(tensor.shape) * dtype.itemsize > ALLOCATED_UNSEEN:
             # First that the bytes are there, then memory for them.

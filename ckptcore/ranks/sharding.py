@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidState, ReplicationMismatch
+from ..format.codecs import Opaque, keyed
 from ..format.digest import combined_digest, content_digest, content_hash
 from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, Mesh, MeshLayout, WholeLayout, overlapping, volume
 from ..format.tensorfile import tensor_nbytes
@@ -162,6 +163,8 @@ def _merged(key: str, a: Any, b: Any, ranks: list[int], path: tuple[Any, ...]) -
         return a if len(result) == len(a) and all(result[n] is a[n] for n in a) else type(a)(result)
     if type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
         return type(a)(_merged(key, x, y, ranks, (*path, i)) for i, (x, y) in enumerate(zip(a, b, strict=True)))
+    if type(a) is type(b) is Opaque and a.codec == b.codec and keyed(a) is not None and keyed(b) is not None:
+        return Opaque(a.codec, _merged(key, a.payload, b.payload, ranks, path))
     as_names = lambda _, x: TensorRef(0) if isinstance(x, _Named) else None  # noqa: E731
     if a is not b and encode(a, as_names) != encode(b, as_names):
         name = join_path(path) or "value"

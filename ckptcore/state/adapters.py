@@ -211,6 +211,8 @@ class OptimizerState:
     def allocate(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Memory for a moment that the live optimizer does not have yet: laid out and placed like its parameter."""
         parts = [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
+        if parts[0] == "other":
+            return torch.empty(shape, dtype=dtype, device="cpu")  # every rank's, in a sharded state, too
         if len(parts) < 3 or parts[0] != "state":
             return None
         if self._by_name is None:
@@ -234,7 +236,7 @@ class OptimizerState:
             if name in by_name:
                 state[by_name[name]] = dict(values)
         for parameter, values in self.optimizer.state.items():
-            if names.get(parameter) not in state_dict["group_of"]:
+            if isinstance(parameter, torch.Tensor) and names.get(parameter) not in state_dict["group_of"]:
                 state[parameter] = values  # not in the checkpoint at all (not strict): stays as it is
         state.update(state_dict.get("other", {}))
         for number, group in enumerate(self.optimizer.param_groups):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidState, UnsupportedValue
-from ..format.codecs import register_codec
+from ..format.codecs import keyed, register_codec
 from ..format.values import Numbered, TensorRef, encode, join_path
 from .layout import LocalPart, Shard, dtype_name, is_dtensor, local_part, same_view_key, why_not_storable
 
@@ -191,8 +191,9 @@ def differences(saved: Any, live: Any) -> Differences:
 
 def key_names(state: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
     """Names of all leaves of nested dicts; lists and everything else count as leaves."""
-    if isinstance(state, Mapping) and (state or not path):
-        for key, item in state.items():
+    items = keyed(state)
+    if items is not None and (items or not path):
+        for key, item in items.items():
             # 0 and "0" are different keys, though tensors below them have the same name in a file.
             yield from key_names(item, (*path, key if isinstance(key, str) else Numbered(key)))
     else:

@@ -11,6 +11,7 @@ import torch
 from ckptcore import (
     CheckpointManager,
     OptimizerState,
+    RanksDisagree,
     ReplicationMismatch,
     Shard,
     SharingPattern,
@@ -330,3 +331,54 @@ def test_one_part_within_the_tolerance_excuses_no_other(tmp_path, far, errors_of
 
     error = on_all(saving(tmp_path, errors_of, 4, state), ReplicationMismatch)
     assert (error.component, error.keys) == ("s", ["x"])
+
+
+# name -> (state of a rank, key that must be named): what differs has the name of something that is equal
+NAMESAKES = {
+    "number and its text": (lambda rank: {0: 1.0 + rank, "0": 2.0}, "0~2int"),
+    "None and its text": (lambda rank: {None: 1.0 + rank, "None": 2.0}, "None~2NoneType"),
+    "number and its text, deep": (lambda rank: {"a": [{"0": 2.0, 0: [1.0 + rank]}]}, "a/0/0~2int/0"),
+    "text of a number": (lambda rank: {0: 1.0, "0": 2.0 + rank}, "0"),
+    "name of the structure": (lambda rank: {"(structure)": 1.0 + rank}, "(structure)"),
+    "name of the structure, a tensor": (lambda rank: {"(structure)": torch.tensor([1.0 + rank])}, "(structure)"),
+}
+
+
+@pytest.mark.parametrize("level", ["QUICK", "FULL"])
+@pytest.mark.parametrize("name", list(NAMESAKES))
+def test_namesakes_hide_nothing(tmp_path, name, level, errors_of, on_all):
+    make, key = NAMESAKES[name]
+    results = saving(tmp_path, errors_of, 2, lambda rank: replicated({**make(rank), "w": torch.ones(2)}, level))
+    error = on_all(results, ReplicationMismatch)
+    assert (error.component, error.keys, error.ranks) == ("m", [key], [1])
+    assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("pattern", ["REPLICATED", "SHARDED"])
+@pytest.mark.parametrize("large", [2**60, -(2**60), 2**53])
+def test_a_tolerance_is_not_for_whole_numbers_that_differ(tmp_path, large, pattern, errors_of, on_all):
+    def own(rank):
+        state = {"seed": torch.tensor([5, large + rank]), "x": torch.ones(3)}
+        return StateComponent("m", state, SharingPattern(pattern), validation_level="FULL", atol=1e-6)
+
+    error = on_all(saving(tmp_path, errors_of, 2, own), ReplicationMismatch)
+    assert (error.keys, error.ranks) == (["seed"], [1])
+    numbers = {"differing": 1, "first index": 1, "largest difference": 1.0, "beyond tolerance": 1}
+    assert error.details["seed"] == numbers
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("which", ["atol", "rtol"])
+@pytest.mark.parametrize("pattern", ["REPLICATED", "SHARDED"])
+def test_ranks_with_another_tolerance_disagree(tmp_path, pattern, which, odd, errors_of, on_all):
+    """Else each would go by its own: the same state, refused here and passed there."""
+
+    def own(rank):
+        state = {f"w{n}": torch.ones(2) + 1e-4 * rank for n in range(3)}
+        tolerance = {which: 1e-2 if rank == odd else 0.0}
+        return StateComponent("m", state, SharingPattern(pattern), validation_level="FULL", **tolerance)
+
+    error = on_all(saving(tmp_path, errors_of, 3, own), RanksDisagree)
+    assert "component 'm'" in str(error) and "0.01" in str(error)
+    assert str(error).endswith("ranks that differ from rank 0: [2]" if odd else "ranks that differ from rank 0: [1, 2]")
+    assert not tmp_path.exists() or list(tmp_path.iterdir()) == []

@@ -144,3 +144,37 @@ def test_ties_between_components_are_kept_apart(tmp_path: Path) -> None:
         ckpt.load({"model": live, "copy": {"w": copy}})
     assert torch.equal(copy, net.emb.weight)
     assert torch.equal(live.emb.weight, net.emb.weight)
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
+def test_ties_that_were_others_refuse_values_that_differ(order: str, transactional: bool, tmp_path: Path) -> None:
+    """Saved a and b as one, c apart; live are b and c one, whichever of them comes first."""
+    a, c = torch.ones(3), torch.full((3,), 5.0)
+    live = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    live["c"] = live["b"]
+    live = {name: live[name] for name in order}
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(1, {"m": {"a": a, "b": a, "c": c}})
+        with pytest.raises(
+            StateMismatch, match=r"'m/[bc]' was saved as a value of its own.* shares with '[bc]'"
+        ) as found:
+            ckpt.load({"m": live}, transactional=transactional)
+    # Named are those that are one now, not those that were.
+    later, first = sorted("bc", key=order.index, reverse=True)
+    assert found.value.mismatched == {f"m/{later}": ("a value of its own", f"memory that it shares with {first!r}")}
+    assert [t.tolist() for t in live.values()] == [[0.0] * 3] * 3
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("order", ["abc", "cab", "bca"])
+def test_ties_that_were_others_take_equal_values(order: str, transactional: bool, tmp_path: Path) -> None:
+    a, c = torch.full((3,), 5.0), torch.full((3,), 5.0)
+    live = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    live["c"] = live["b"]
+    live = {name: live[name] for name in order}
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(1, {"m": {"a": a, "b": a, "c": c}})
+        values = ckpt.load({"m": live}, transactional=transactional).values["m"]
+    assert [t.tolist() for t in live.values()] == [[5.0] * 3] * 3
+    assert all(values[name] is live[name] for name in "abc")
