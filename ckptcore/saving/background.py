@@ -88,7 +88,7 @@ class SaveHandle:
         return self._info
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether it has ended, after at most `timeout` seconds. Raises nothing."""
+        """Whether it has ended, after at most `timeout` seconds. Raises InvalidState on the thread that it is ended by."""
         if self._finisher == threading.get_ident() and not self._ended.is_set():
             raise InvalidState(f"{self.what} cannot be waited for by what it calls itself (on_event)")
         return self._pid != os.getpid() or self._ended.wait(timeout)
@@ -188,8 +188,10 @@ def _drain() -> None:
     dying = sys.exc_info()[1]
     fine = dying is None or (isinstance(dying, SystemExit) and not dying.code)
     if failed and fine and getattr(sys, "last_value", None) is _past:
-        _flush()
-        os._exit(1)
+        try:
+            _flush()
+        finally:
+            os._exit(1)
 
 
 def _flush() -> None:
@@ -197,10 +199,10 @@ def _flush() -> None:
     would leave behind: children."""
     children = [c for c in multiprocessing.active_children() if c._parent_pid == os.getpid()]  # type: ignore[attr-defined]
     for child in children:
-        if child.daemon:
-            child.terminate()
-    for child in children:
-        child.join()
+        with suppress(Exception):  # a data loader raises, in a signal handler, that its worker was ended
+            if child.daemon:
+                child.terminate()
+            child.join()
     logging.shutdown()
     for file in [o for o in gc.get_objects() if type(o) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)]:
         with suppress(Exception):  # closed, or nobody is reading
