@@ -194,6 +194,7 @@ class Loading:
 
     @contextmanager
     def _touching(self) -> Iterator[None]:
+        """What fails in it says that live tensors were read into, where they were."""
         try:
             yield
         except CheckpointError as error:
