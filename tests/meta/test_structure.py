@@ -135,8 +135,7 @@ def test_inspecting_a_checkpoint_needs_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=ids)
-def test_modules_are_short_and_have_names_that_say_something(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+def test_modules_have_names_that_say_something(path: Path) -> None:
     assert not {part.lower() for part in name_of(path).split(".")} & {
         "utils",
         "util",
