@@ -46,7 +46,7 @@ def progress(text: str) -> None:
 
 # What --quick makes of options that are not given: a run of seconds that shows whether everything works.
 QUICK = {
-    "size": 2 * MIB, "memory_size": 0, "settle": 0.0, "rounds": 1, "tensors": 50, "window": 4, "saves": 3, "step_ms": 2.0,
+    "size": 2 * MIB, "memory_size": 0, "settle": 0.0, "rounds": 1, "tensors": 50, "counts": [50], "window": 4, "saves": 3, "step_ms": 2.0,
 }  # fmt: skip
 
 
@@ -205,6 +205,13 @@ def run_remote(folder: Path, given: dict[str, Any]) -> Report:
     return remote.run(folder, size=size_of(given), rounds=given["rounds"] or 5, progress=progress)
 
 
+def run_calls(folder: Path, given: dict[str, Any]) -> Report:
+    from . import calls
+
+    counts = given.get("counts") or calls.COUNTS
+    return calls.run(folder, counts=counts, rounds=given["rounds"] or 5, progress=progress)
+
+
 def run_plan(folder: Path, given: dict[str, Any]) -> Report:
     from . import plan
 
@@ -224,7 +231,8 @@ def run_validate(folder: Path, given: dict[str, Any]) -> Report:
 
 
 ALL: list[Measure] = [
-    run_save, run_load, run_stall, run_background, run_memory, run_reshard, run_plan, run_validate, run_inspect,
+    run_save, run_load, run_stall, run_background, run_memory, run_reshard, run_calls, run_plan, run_validate,
+    run_inspect,
 ]  # fmt: skip
 ON_GPU: list[Measure] = [run_save, run_load, run_stall, run_cost, run_background, run_memory]
 
@@ -342,6 +350,20 @@ def inspect_command(**given: Any) -> None:
 def reshard_command(**given: Any) -> None:
     """Loads onto another layout with real processes, against dcp.load."""
     carry_out([run_reshard], given)
+
+
+@main.command("calls")
+@common
+@click.option(
+    "--tensors",
+    "counts",
+    type=click.IntRange(1),
+    multiple=True,
+    help="May be given several times [default: 100, 1000, 10000].",
+)
+def calls_command(**given: Any) -> None:
+    """Work per tensor: the call of an async save, and a load, over many small ones."""
+    carry_out([run_calls], given)
 
 
 @main.command("remote")
