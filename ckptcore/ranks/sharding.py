@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from ..errors import InvalidState, ReplicationMismatch
 from ..format.codecs import Opaque, keyed
@@ -90,7 +91,9 @@ def _describe(state: Captured) -> bytes:
         elif part.layout == "box":
             layout = {"box": part.box}
         rows.append([tensor.name, tensor.dtype, list(part.shape), tensor.alias_of, layout])
-    return encode({"tree": state.tree, "tensors": rows, "meshes": [[list(m.shape), list(m.ranks)] for m in meshes]})
+    # The table by itself: it stays from save to save, while values (steps, learning rates) change.
+    table = encode({"tensors": rows, "meshes": [[list(m.shape), list(m.ranks)] for m in meshes]})
+    return encode({"tree": state.tree, "table": table})
 
 
 @dataclass(slots=True)
@@ -108,12 +111,39 @@ def merge_descriptions(
     key: str, texts: Sequence[bytes], groups: Sequence[list[int]], *, spread: bool = True
 ) -> ShardedState:
     """Put distinct descriptions together; groups[i] are the ranks of texts[i]. Pure: equal inputs, equal tables."""
-    trees: list[Any] = []
+    raw = [decode(text) for text in texts]
+    table = _table(key, tuple(r["table"] for r in raw), tuple(map(tuple, groups)), spread)
+    if len(raw) == 1:  # its tensors are numbered as they are in the table
+        return ShardedState(raw[0]["tree"], table.tensors, table.layouts)
+    trees = [
+        decode(r["tree"], lambda ref, names=names: _Named(names[ref.index], ref.numpy), opaque=True)  # type: ignore[misc]
+        for r, names in zip(raw, table.names, strict=True)
+    ]
+    tree = trees[0]
+    for other, ranks in zip(trees[1:], groups[1:], strict=True):
+        tree = _merged(key, tree, other, ranks, ())
+    numbers = {tensor.name: number for number, tensor in enumerate(table.tensors)}
+    encoded = encode(tree, lambda _, x: TensorRef(numbers[x.name], x.numpy) if isinstance(x, _Named) else None)
+    return ShardedState(encoded, table.tensors, table.layouts)
+
+
+class _Table(NamedTuple):
+    """What distinct descriptions say of tensors. names: those of each description, by its own numbers."""
+
+    tensors: list[LogicalTensor]
+    layouts: list[list[tuple[list[int], Any]]]
+    names: list[list[str]]
+
+
+@lru_cache(maxsize=16)
+def _table(key: str, tables: tuple[bytes, ...], groups: tuple[tuple[int, ...], ...], spread: bool) -> _Table:
+    """The table of all tensors with their writers. A training run asks for the same one at every save."""
     claims: dict[str, list[_Claim]] = {}
-    for text, ranks in zip(texts, groups, strict=True):
-        raw = decode(text)
+    named: list[list[str]] = []
+    for text, members in zip(tables, groups, strict=True):
+        raw, ranks = decode(text), list(members)
         meshes = [Mesh(tuple(shape), tuple(members)) for shape, members in raw["meshes"]]
-        names = [row[0] for row in raw["tensors"]]
+        named.append([row[0] for row in raw["tensors"]])
         tied: dict[int, list[str]] = {}
         for number, row in enumerate(raw["tensors"]):
             tied.setdefault(number if row[3] is None else row[3], []).append(row[0])
@@ -124,7 +154,6 @@ def merge_descriptions(
                 layout = (tuple(layout["box"][0]), tuple(layout["box"][1]))
             claim = _Claim(dtype, tuple(shape), tied[number if alias is None else alias], layout, ranks)
             claims.setdefault(name, []).append(claim)
-        trees.append(decode(raw["tree"], lambda ref, names=names: _Named(names[ref.index], ref.numpy), opaque=True))  # type: ignore[misc]
     numbers = {name: number for number, name in enumerate(claims)}
     loads: dict[Mesh | None, defaultdict[int, int]] = {}
     tensors: dict[int, LogicalTensor] = {}
@@ -140,12 +169,8 @@ def merge_descriptions(
         layout = None if alias is not None else _layout(key, name, found, loads, spread)
         target = None if alias is None else numbers[alias]
         tensors[numbers[name]] = LogicalTensor(name, first.dtype, first.shape, layout, target)
-    tree = trees[0]
-    for other, ranks in zip(trees[1:], groups[1:], strict=True):
-        tree = _merged(key, tree, other, ranks, ())
-    encoded = encode(tree, lambda _, x: TensorRef(numbers[x.name], x.numpy) if isinstance(x, _Named) else None)
     held = [[(c.ranks, c.layout) for c in claims[name]] for name in numbers]
-    return ShardedState(encoded, [tensors[n] for n in range(len(tensors))], held)
+    return _Table([tensors[n] for n in range(len(tensors))], held, named)
 
 
 @dataclass(frozen=True, slots=True)

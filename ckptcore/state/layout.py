@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -131,12 +132,14 @@ def local_part(leaf: torch.Tensor | Shard) -> LocalPart:
 
 
 def _dtensor_part(leaf: Any) -> LocalPart:
-    mesh = leaf.device_mesh
-    placements = tuple(_placement(number, leaf) for number in range(mesh.ndim))
-    layout = MeshLayout(_mesh(mesh), placements)
+    facts = _facts_of(leaf.device_mesh)
     local, shape = leaf.to_local().detach(), tuple(leaf.shape)
-    at = mesh.get_coordinate()
-    box = None if at is None else layout.box_at(shape, at)
+    known = facts.parts.get((leaf.placements, shape))
+    if known is None:
+        layout = MeshLayout(facts.mesh, tuple(_placement(n, leaf) for n in range(len(leaf.placements))))
+        known = layout, None if facts.at is None else layout.box_at(shape, facts.at)
+        facts.parts[leaf.placements, shape] = known
+    layout, box = known
     if box is not None and box[1] != tuple(local.shape) and local.numel() + volume(box[1]):
         raise InvalidState(
             f"DTensor of shape {shape} with placements {leaf.placements} holds {tuple(local.shape)} here, not {box[1]}; this "
@@ -154,8 +157,33 @@ def is_dtensor(leaf: Any) -> bool:
     return isinstance(leaf, DTensor)
 
 
-def _mesh(mesh: Any) -> Mesh:
-    return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+class _MeshFacts(NamedTuple):
+    """A DeviceMesh as the format sees it, and where this rank is in it (None: it is not)."""
+
+    of: weakref.ref[Any]
+    mesh: Mesh
+    at: list[int] | None
+    parts: dict[Any, tuple[MeshLayout, Box | None]]  # by placements and global shape
+
+
+# By the id of the DeviceMesh. A DTensor's mesh takes torch 0.1 ms to describe, and thousands of tensors share one.
+_mesh_facts: dict[int, _MeshFacts] = {}
+
+
+def _facts_of(mesh: Any) -> _MeshFacts:
+    known = _mesh_facts.get(id(mesh))
+    if known is None or known.of() is not mesh:
+        key = id(mesh)
+        ref = weakref.ref(mesh, lambda gone: _forget_mesh(key, gone))
+        ranks = mesh.mesh
+        described = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+        known = _mesh_facts[key] = _MeshFacts(ref, described, mesh.get_coordinate(), {})
+    return known
+
+
+def _forget_mesh(key: int, gone: weakref.ref[Any]) -> None:
+    if (known := _mesh_facts.get(key)) is not None and known.of is gone:
+        del _mesh_facts[key]
 
 
 def _placement(number: int, leaf: Any) -> str:
