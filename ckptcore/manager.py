@@ -207,9 +207,11 @@ class CheckpointManager:
         strict: bool = True,
         cast: bool = False,
         transactional: bool = False,
+        training_args_hash: str | None = None,
     ) -> LoadReport:
         """Restore `state` from one checkpoint: "latest", "best", a step of this root, or a path or URL of a checkpoint.
 
+        training_args_hash: that of now; another than was saved is a CheckpointWarning that names both.
         Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch, StorageError.
         """
         self._saves.settle()
@@ -219,7 +221,9 @@ class CheckpointManager:
         if elsewhere:
             coordinator, _ = self._call(state, lambda: f"load of {step}", lambda _: None)
             where = self._root.named(os.fspath(step)) or (open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
-            return coordinator.load(*where, **how)
+            report = coordinator.load(*where, **how)
+            self._compare_hash(report, training_args_hash)
+            return report
         coordinator, seen = self._root.meet_and_look(
             partial(self._call, state, lambda: f"load of {step}"),
             lambda infos: [copies(infos, info := self._chosen(infos, step)), info.step],  # type: ignore[arg-type]
@@ -227,6 +231,7 @@ class CheckpointManager:
         names, how["step"] = seen.chosen
         report = first_that_loads(names, lambda name: coordinator.load(*self._root.place(seen.here(name)), **how))
         self._adopt(report)
+        self._compare_hash(report, training_args_hash)
         return report
 
     def restore(
@@ -238,16 +243,17 @@ class CheckpointManager:
         strict: bool = True,
         cast: bool = False,
         transactional: bool = False,
+        training_args_hash: str | None = None,
     ) -> LoadReport:
         """Restore where a run left off. "auto": the newest checkpoint that verifies, else a fresh start.
 
         Damaged or unfinished ones are skipped with one CheckpointWarning. A root without any checkpoint starts fresh
         (`report.fresh`); one with only unusable ones raises NoUsableCheckpoint, unless `fresh_ok`. Other values of
-        `which` are those of `load`. Raises what `load` raises, but never CheckpointCorrupt for "auto".
+        `which`, and the other arguments, are those of `load`. Raises what `load` raises, but never CheckpointCorrupt for "auto".
         """
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         if which != "auto":
-            return self.load(state, which, **how)
+            return self.load(state, which, training_args_hash=training_args_hash, **how)
         self._saves.settle()
         how["broadcast"] = self.load_broadcast
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
@@ -262,6 +268,7 @@ class CheckpointManager:
         self._found_damaged.update(skipped)
         if report is not None:
             self._adopt(report)
+            self._compare_hash(report, training_args_hash)
             self._warn_skipped(skipped, f"restored {(report.path or '').rpartition('/')[2]} (step {report.step})")
             return report
         if skipped and not fresh_ok:
@@ -386,6 +393,12 @@ class CheckpointManager:
         if self._run_id is None and report.manifest is not None:
             self._run_id = report.manifest.run_id
         self._saves.uploads.catch_up(self._run_id, report.step or 0)
+
+    def _compare_hash(self, report: LoadReport, now: str | None) -> None:
+        saved = None if report.manifest is None else report.manifest.training_args_hash
+        if self.comm.rank == 0 and None not in (saved, now) and saved != now:
+            warnings.warn(f"{report.path} was saved with training_args_hash {saved!r}, and is loaded with {now!r}: the "
+                          "training arguments have changed", CheckpointWarning, stacklevel=3)  # fmt: skip
 
     def _warn_skipped(self, skipped: dict[str, str], outcome: str) -> None:
         if skipped and self.comm.rank == 0:

@@ -4,6 +4,8 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckptcore import CheckpointManager, CheckpointWarning, RankFailed, SharingPattern, StateComponent, StateMismatch
 from ckptcore.testing.ranks import run_ranks
@@ -102,7 +104,6 @@ def test_group_keys_find_their_group_when_the_numbering_changed(tmp_path, files)
     assert {"own.dp-even.safetensors", "own.dp-odd.safetensors"} < files(tmp_path / "checkpoint-1")
     swapped = [[0, 1], [2, 3]]
     assert values(load(tmp_path, 4, "PER_GROUP", swapped, ["odd", "odd", "even", "even"])) == [1.0, 1.0, 0.0, 0.0]
-    assert values(load(tmp_path, 4, "PER_GROUP", swapped)) == [0.0, 0.0, 1.0, 1.0]
     # Fewer groups than saved, each found by its key.
     assert values(load(tmp_path, 2, "PER_GROUP", [[0, 1]], ["odd", "odd"])) == [1.0, 1.0]
 
@@ -184,9 +185,104 @@ def test_a_function_that_raises_is_everybodys_error(tmp_path, on_all):
 
 def test_what_was_saved_decides_not_what_is_declared_now(tmp_path):
     save(tmp_path, 2, "REPLICATED", lambda rank: 7)
-    assert values(load(tmp_path, 3, "PER_RANK")) == [7.0] * 3
+    with pytest.warns(CheckpointWarning, match="'own' was saved REPLICATED and is declared PER_RANK now: every rank"):
+        assert values(load(tmp_path, 3, "PER_RANK")) == [7.0] * 3
     save(tmp_path / "own", 3, "PER_RANK", lambda rank: rank)
-    assert values(load(tmp_path / "own", 3, "REPLICATED")) == [0.0, 1.0, 2.0]
+    with pytest.warns(CheckpointWarning, match="'own' was saved PER_RANK and is declared REPLICATED now: each rank"):
+        assert values(load(tmp_path / "own", 3, "REPLICATED")) == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("saved", [p.value for p in SharingPattern])
+@pytest.mark.parametrize("declared", [p.value for p in SharingPattern])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_pattern_that_changed_is_warned_of_once_by_name_or_refused(tmp_path, saved, declared, size):
+    """Never in silence, unless every rank was to have one and the same state both times."""
+    partition = [[0]] if size == 1 else by_two(4)
+    own = {"PER_RANK": lambda r: r, "PER_NODE": lambda r: r // 2 * 2, "PER_GROUP": lambda r: r % 2}
+    state_of = own.get(saved, lambda r: 0)
+    save(tmp_path, size, saved, state_of, partition)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", CheckpointWarning)
+        results = load(tmp_path, size, declared, partition)
+    heard = [str(w.message) for w in seen if issubclass(w.category, CheckpointWarning)]
+    if saved == "PER_GROUP" != declared and size > 1:
+        assert heard == [] and {type(result) for result, _ in results} == {StateMismatch}
+        assert {tuple(live) for _, live in results} == {(-1.0,) * 3}
+        return
+    assert values(results) == [float(state_of(rank)) for rank in range(size)]
+    common = ("GLOBAL", "REPLICATED", "SHARDED")
+    if saved == declared or size == 1 or (saved in common and declared in common):
+        assert heard == []
+    else:
+        (text,) = heard
+        assert f"'own' was saved {saved} and is declared {declared} now" in text
+
+
+@st.composite
+def partitions(draw, size):
+    ranks = draw(st.permutations(range(size)))
+    cuts = sorted(draw(st.sets(st.integers(1, size - 1), max_size=size - 1))) if size > 1 else []
+    return sorted(sorted(ranks[a:b]) for a, b in zip([0, *cuts], [*cuts, size], strict=True))
+
+
+def index_of(partition, rank):
+    return next(number for number, ranks in enumerate(partition) if rank in ranks)
+
+
+@given(st.data(), st.integers(2, 5), st.sampled_from(["PER_GROUP", "PER_NODE"]), st.booleans(), st.booleans())
+@settings(max_examples=60)
+def test_a_rank_gets_what_a_rank_of_its_own_group_saved(tmp_path_factory, data, size, pattern, renamed, same_size):
+    """Or every rank gets a StateMismatch that says what there was and what there is, and live state is as it was."""
+    new_size = size if same_size else data.draw(st.integers(1, 5))
+    old, new = data.draw(partitions(size)), data.draw(partitions(new_size))
+    folder = tmp_path_factory.mktemp("partition")
+    saved, declared = ("dp", "pp") if renamed else ("dp", "dp")
+    kind = SharingPattern(pattern)
+
+    def names(group):
+        return group if pattern == "PER_GROUP" else None
+
+    def save_all(comm):
+        mine = {"x": torch.full((3,), 10.0 + index_of(old, comm.rank))}
+        with CheckpointManager(folder, comm=comm, process_groups={saved: old}) as ckpt:
+            ckpt.save(1, [StateComponent("own", mine, kind, names(saved))])
+
+    def load_all(comm):
+        live = {"x": torch.full((3,), -1.0)}
+        with CheckpointManager(folder, comm=comm, process_groups={declared: new}) as ckpt:
+            try:
+                ckpt.load([StateComponent("own", live, kind, names(declared))])
+            except StateMismatch as error:
+                return live["x"].tolist(), str(error)
+        return live["x"].tolist(), None
+
+    run_ranks(size, save_all, nodes=old)
+    results = run_ranks(new_size, load_all, nodes=new)
+    same = old == new if size == new_size else len(old) == len(new)
+    if pattern == "PER_GROUP" and len(old) > 1:
+        same = same and not renamed
+    if same or (len(old) == len(new) == 1):
+        assert results == [([10.0 + index_of(new, rank)] * 3, None) for rank in range(new_size)]
+        return
+    assert [live for live, _ in results] == [[-1.0] * 3] * new_size
+    (error,) = {text for _, text in results}
+    assert "'own'" in error and "on_resize" in error
+    if len(old) == len(new):
+        assert str(old) in error and str(new) in error
+        assert pattern == "PER_NODE" or (repr(saved) in error and repr(declared) in error)
+    else:
+        assert f"{len(old)} {kind.value[4:].lower()}s, there are {len(new)} now" in error
+
+
+def test_another_partition_follows_on_resize(tmp_path):
+    """A changed partition of as many groups is a change like that of their number."""
+    save(tmp_path, 4, "PER_GROUP", lambda rank: 10 + rank % 2, by_two(4))
+    swapped = [[0, 1], [2, 3]]
+    with pytest.warns(CheckpointWarning, match=r"\[\[0, 2\], \[1, 3\]\] of 'dp'.*live state stays") as seen:
+        results = load(tmp_path, 4, "PER_GROUP", swapped, on_resize="keep")
+    assert len(seen) == 1 and [live for _, live in results] == [[-1.0] * 3] * 4
+    chosen = load(tmp_path, 4, "PER_GROUP", swapped, on_resize=lambda new, size, old: old - 1 - new)
+    assert values(chosen) == [11.0, 11.0, 10.0, 10.0]
 
 
 def test_group_state_loaded_without_its_group_says_what_to_declare(tmp_path, on_all):

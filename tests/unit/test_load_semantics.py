@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -295,3 +296,19 @@ def test_components_that_are_bare_values(value, tmp_path: Path, same) -> None:
         report = ckpt.load({"v": live})
     same(report.values["v"], value)
     same(live, value)
+
+
+@pytest.mark.parametrize(("saved", "now"), [("a", "b"), ("a", "a"), (None, "b"), ("a", None)])
+@pytest.mark.parametrize("call", ["load", "restore", "load a path"])
+def test_other_training_arguments_are_warned_of_with_both_hashes(call, saved, now, tmp_path: Path) -> None:
+    live = {"w": torch.zeros(2)}
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2)}, training_args_hash=saved)
+        which = {"load": "latest", "restore": "auto", "load a path": tmp_path / "checkpoint-1"}[call]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            (ckpt.restore if call == "restore" else ckpt.load)(live, which, training_args_hash=now)
+    assert live["w"].tolist() == [1.0, 1.0]
+    heard = [str(w.message) for w in seen]
+    assert len(heard) == ((saved, now) == ("a", "b"))
+    assert all("'a'" in text and "'b'" in text and "checkpoint-1" in text for text in heard)
