@@ -13,6 +13,7 @@ from . import errors as _errors
 from .errors import *  # noqa: F403
 
 if TYPE_CHECKING:
+    from .choice import restore_candidates as restore_candidates
     from .coordinator import CheckpointCoordinator as CheckpointCoordinator
     from .copying import copy_checkpoint as copy_checkpoint
     from .events import SaveEvent as SaveEvent
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "choice": ["restore_candidates"],
     "coordinator": ["CheckpointCoordinator"],
     "copying": ["copy_checkpoint"],
     "events": ["SaveEvent", "TensorBoardEvents"],

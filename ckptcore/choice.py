@@ -29,7 +29,16 @@ from .root import (
 from .storage.base import Storage
 from .storage.urls import join_url, split_url
 
-__all__ = ["Root", "best_of", "candidates", "copies", "find", "first_that_loads", "newest_that_loads"]
+__all__ = [
+    "Root",
+    "best_of",
+    "candidates",
+    "copies",
+    "find",
+    "first_that_loads",
+    "newest_that_loads",
+    "restore_candidates",
+]
 
 T = TypeVar("T")
 
@@ -158,14 +167,21 @@ class Root:
             tell(f"{self.storage.url}: cleaning up after step {saved.step} failed: {error!r}")
 
 
-def candidates(infos: Sequence[CheckpointInfo], run_id: str | None) -> list[list[str]]:
-    """[name, status, reason] of what a run might be restored from, newest first."""
+def restore_candidates(infos: Sequence[CheckpointInfo], run_id: str | None = None) -> list[CheckpointInfo]:
+    """What `CheckpointManager.restore` would try, in its order: the newest first, also what is damaged.
+
+    infos: what `scan_root` found, in its order. run_id: the run to go on with, by default the one that committed last.
+    `restore` takes the first that is committed and whose bytes verify, and passes over those before it.
+    """
     run = run_id or newest_run(infos)
     return [
-        [info.name, info.status, info.reason or info.status]
-        for info in reversed(infos)
-        if info.status != "partial" and (run is None or info.run_id in (None, run))
+        info for info in reversed(infos) if info.status != "partial" and (run is None or info.run_id in (None, run))
     ]
+
+
+def candidates(infos: Sequence[CheckpointInfo], run_id: str | None) -> list[list[str]]:
+    """[name, status, reason] of `restore_candidates`."""
+    return [[info.name, info.status, info.reason or info.status] for info in restore_candidates(infos, run_id)]
 
 
 def best_of(infos: Sequence[CheckpointInfo], run_id: str | None, rule: KeepBest) -> CheckpointInfo | None:

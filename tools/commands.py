@@ -15,7 +15,7 @@ import click
 
 from ckptcore import __version__
 
-from .failures import expected_errors, failure_of
+from .failures import USAGE, expected_errors, failure_of
 from .render import Report, printable, show, show_json
 
 EXIT_CODES = """\b
@@ -59,7 +59,7 @@ def shared(command: Callable[..., Report]) -> Callable[..., Report]:
     return run
 
 
-@click.group(no_args_is_help=False, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(no_args_is_help=True, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--json", is_flag=True, help="One JSON document instead of tables; may stand after the command too.")
 @click.option(
     "--version",
@@ -99,15 +99,28 @@ def ls_command(root: str, options: dict[str, Any] | None) -> Report:
 @click.option(
     "--values", metavar="COMPONENT", multiple=True, help="Print the plain values of a component (repeatable)."
 )
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="Whose values: those that rank N would restore.")
+@click.option("--group", metavar="G", help="Whose values, of a PER_GROUP component: a group's number, or its key.")
+@click.option("--node", type=click.IntRange(0), metavar="N", help="Whose values, of a PER_NODE component: node N's.")
 @click.option("--verify", is_flag=True, help="Check every byte too.")
 @shared
 def inspect_command(
-    path: str | None, tensors: str | None, values: tuple[str, ...], verify: bool, options: dict[str, Any] | None
+    path: str | None,
+    tensors: str | None,
+    values: tuple[str, ...],
+    rank: int | None,
+    group: str | None,
+    node: int | None,
+    verify: bool,
+    options: dict[str, Any] | None,
 ) -> Report:
-    """Show what the checkpoint PATH holds. When PATH is a root, its newest committed checkpoint.
+    """Show what the checkpoint PATH holds. When PATH is a root, the checkpoint that restore would take, and first what
+    is newer and cannot be used. PATH may also be a checkpoint's manifest, or one of its tensor files.
 
-    Reads no tensor data unless --verify is given.
+    Where each rank, group or node has values of its own, --values shows those of the first and says so; --rank, --group
+    and --node choose. Reads no tensor data unless --verify is given.
     """
+    from .copies import Which
     from .inspection import inspect
 
     if path is None:
@@ -115,15 +128,23 @@ def inspect_command(
         path, tensors = tensors, "*"
     if path is None:
         raise click.UsageError("Missing argument 'PATH'.")
-    return inspect(path, options, tensors, values, verify)
+    which = Which(rank, group, node)
+    if which.given and not values:
+        raise click.UsageError("--rank, --group and --node choose among the values of a component: give --values too")
+    return inspect(path, options, tensors, values, verify, which)
 
 
 @cli.command("verify", epilog=EXIT_CODES)
 @click.argument("path")
-@click.option("--all", "everything", is_flag=True, help="Every checkpoint of a root, not only the newest.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Every checkpoint of a root, not only what restore would look at."
+)
 @shared
 def verify_command(path: str, everything: bool, options: dict[str, Any] | None) -> Report:
-    """Read and check every byte of the checkpoint PATH, or of the newest one when PATH is a root."""
+    """Read and check every byte of the checkpoint PATH. When PATH is a root, of the checkpoint that restore would take.
+
+    What restore would pass over for it, because it is damaged or was never committed, is named, and the exit code is 1.
+    """
     from .verification import verify
 
     return verify(path, options, everything)
@@ -153,7 +174,8 @@ def cp_command(
     target_option: tuple[str, ...],
     options: dict[str, Any] | None,
 ) -> Report:
-    """Copy the checkpoint SRC to DST, verified on the way. When SRC is a root, its newest committed checkpoint.
+    """Copy the checkpoint SRC to DST, verified on the way. When SRC is a root, the checkpoint that restore would take;
+    when a newer one cannot be used, a line on standard error says so, and the exit code is 0.
 
     When the last name of DST is checkpoint-<number>, that is the folder that the copy becomes. Anything else is a
     root, and the copy gets the name of SRC in it.
@@ -177,6 +199,9 @@ def run(arguments: list[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         outcome = cli.main(arguments, prog_name="ckpt", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:  # `ckpt` alone
+        click.echo(error.format_message())
+        return USAGE
     except click.Abort:
         raise KeyboardInterrupt from None
     except expected_errors() as error:

@@ -4,8 +4,10 @@ Where DST is decided by its last name alone, whatever lies there: `checkpoint-<n
 becomes; anything else is a root, and the copy gets the name of SRC in it.
 
 JSON: {"source": url, "target": url, "checkpoint": as in facts.py, "already": whether all was there before,
-"copied_bytes", "kept_bytes" (of an interrupted copy, or of a whole one), "warnings": [text, ...], "seconds"}.
-Exit code: 0 when the target holds the checkpoint, whether it was copied now or before.
+"copied_bytes", "kept_bytes" (of an interrupted copy, or of a whole one), "warnings": [text, ...], "newer":
+[entry, ...], "seconds"}. "newer" is what lies in the root SRC and was passed over, as `restore` would, because
+it is not usable; then a line on standard error says so.
+Exit code: 0 when the target holds the checkpoint, whether it was copied now or before; also with "newer".
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def cp(
     """`source` is a checkpoint, or a root: then its newest committed one. quiet: no progress bar."""
     from ckptcore import CheckpointWarning, StorageError, copy_checkpoint
 
-    subject = _source(source, options)
+    subject, newer = _source(source, options)
     url = _target(target, subject)
     counts = [0, 0]
     before = _digest(url, options if target_options is None else target_options)
@@ -67,24 +69,30 @@ def cp(
         "copied_bytes": counts[0],
         "kept_bytes": counts[1],
         "warnings": [str(warning.message) for warning in told],
+        "newer": [facts.entry(info, latest=False) for info in newer],
         "seconds": round(perf_counter() - start, 6),
     }
-    return Report(document, describe(document), GOOD)
+    passed = "; ".join(f"{info.name} is {info.status} ({info.reason or 'no reason known'})" for info in newer)
+    return Report(document, describe(document), GOOD, f"warning: took {subject.name}: {passed}" if newer else None)
 
 
-def _source(url: str, options: Options) -> Subject:
+def _source(url: str, options: Options) -> tuple[Subject, list[CheckpointInfo]]:
+    """What to copy, and what is newer in its root and cannot be."""
     found = resolve(url, options)
+    newer: list[CheckpointInfo] = []
     if isinstance(found, Root):
-        info = newest(found.entries, "committed")
+        info, newer = newest(found.entries)
         if info is None:
-            raise Failure("bad", BAD, f"no committed checkpoint in {found.url}", path=found.url)
+            why = "".join(f"; {each.name} is {each.status}: {each.reason}" for each in newer)
+            what = f"no committed checkpoint of the run that saved last in {found.url}{why}"
+            raise Failure("bad", BAD, what, path=found.url)
         found = subject_of(info, options, found.typed)
     if found.error is not None:
         raise found.error
     if found.view is None:
         raise Failure("bad", BAD, f"{found.url} is {found.status}: {found.reason}", path=found.url)
     found.view.__exit__(None, None, None)
-    return found
+    return found, newer
 
 
 def _target(url: str, subject: Subject) -> str:
@@ -108,7 +116,7 @@ def _digest(url: str, options: Options) -> str | None:
 
 
 def _checkpoint(info: CheckpointInfo) -> dict[str, Any]:
-    header = {"name": info.name, "url": info.url, "status": info.status, "reason": None}
+    header = {"name": info.name, "url": info.url, "status": info.status, "reason": None, "pinned": info.pinned}
     return header | (facts.checkpoint(info.manifest) if info.manifest else {})
 
 

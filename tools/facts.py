@@ -1,14 +1,15 @@
 """What the engine says, as the documents that `--json` prints. The keys here are the command's contract.
 
-checkpoint  name url status reason step run_id sequence, and when the manifest could be read: attempt_id
+checkpoint  name url status reason pinned step run_id sequence, and when the manifest could be read: attempt_id
             checkpoint_id format_version created world_size nodes groups size_bytes files components digest
             versions environment metrics metrics_step metadata training_args_hash timings extra storage_mode ("shared"
             or "node") node (whose part it is; null for a whole checkpoint)
-entry       name url step status reason latest size_bytes created run_id sequence metrics node
-component   key pattern tensors size_bytes files writers copies group partition group_keys
-            required checksum metadata
+entry       name url step status reason latest pinned size_bytes created run_id sequence metrics node
+component   key pattern tensors size_bytes (of tensors) values_bytes (of plain values; null: not known) files
+            writers copies group partition group_keys required checksum metadata
 file        name size_bytes digest writer
 tensor      component name full_name dtype shape size_bytes file alias_of
+copy        copy (its number) copies (how many) of ("rank 3", "group 0 of dp", "node 1", "all ranks") ranks
 problem     file kind ("missing" "size" "digest" "header" "format" "storage" "version") tensor expected actual
             expected_size actual_size expected_digest actual_digest message
 fallback    name url step run_id created verified: the nearest older checkpoint that is usable, or null
@@ -75,13 +76,14 @@ def checkpoint(manifest: CheckpointManifest) -> dict[str, Any]:
     }
 
 
-def components(manifest: CheckpointManifest) -> list[dict[str, Any]]:
+def components(manifest: CheckpointManifest, values_bytes: dict[str, int] | None = None) -> list[dict[str, Any]]:
     return [
         {
             "key": key,
             "pattern": str(item.pattern),
             "tensors": item.tensors,
             "size_bytes": item.size_bytes,
+            "values_bytes": (values_bytes or {}).get(key),
             "files": list(item.files),
             "writers": list(item.writers),
             "copies": len(manifest.copies(item.key)),

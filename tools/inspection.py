@@ -1,9 +1,10 @@
 """`ckpt inspect`: what one checkpoint holds, by its manifest; tensors and plain values when asked for.
 
 JSON: {"checkpoint", "components": [...], "files": [...], "foreign_files": [name, ...], "tensors": [...] or
-null, "values": {component: value} or null, "verified": bool, "problems": [...], "fallback": {...} or null,
-"newer": [entry, ...]}; the parts as in facts.py. "tensors" and "values" are null unless asked for; "fallback"
-is null while the checkpoint is good; "newer" is what a root holds, unusable, beyond the one chosen there.
+null, "values": {component: value} or null, "values_of": {component: copy} or null, "verified": bool,
+"problems": [...], "fallback": {...} or null, "newer": [entry, ...]}; the parts as in facts.py. "tensors",
+"values" and "values_of" (which copy of a component the values are) are null unless asked for; "fallback" is
+null while the checkpoint is good; "newer" is what `restore` would pass over, too, for the one chosen in a root.
 Exit code: 0 when the checkpoint is good, 1 when it is damaged or uncommitted.
 """
 
@@ -14,21 +15,31 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from . import facts, render
+from .copies import FIRST, StoredCopy, Which, check_fits, choose_copy
 from .failures import not_found
-from .lookup import Root, fallback, newest, resolve, subject_of
+from .lookup import Root, fallback, newest, normal, resolve, split, subject_of
 from .problems import problem_lines
 from .render import Block, Cell, Column, Facts, Line, Report, Table, count, size, status_cell
 from .subject import Options, Subject
 
 if TYPE_CHECKING:
-    from ckptcore import CheckpointInfo, CheckpointView
+    from ckptcore import CheckpointInfo, CheckpointView, TensorInfo
+
+
+# Indexes of at most so many bytes are read to say how large plain values are.
+INDEX_LIMIT = 16 << 20
 
 
 def inspect(
-    url: str, options: Options, tensors: str | None = None, values: tuple[str, ...] = (), verify: bool = False
+    url: str,
+    options: Options,
+    tensors: str | None = None,
+    values: tuple[str, ...] = (),
+    verify: bool = False,
+    which: Which = FIRST,
 ) -> Report:
-    """`tensors` is a pattern (see `matching`), `values` names components."""
-    found = resolve(url, options)
+    """`tensors` is a pattern (see `matching`), `values` names components, `which` says whose copy of them."""
+    found, file = find(url, options)
     newer: list[CheckpointInfo] = []
     if isinstance(found, Root):
         subject, newer = choose(found, options)
@@ -37,7 +48,7 @@ def inspect(
     if subject.error is not None:
         raise subject.error
     foreign: list[str] | None = None
-    listed = plain = None
+    listed = plain = sizes = None
     with subject:
         if verify:
             subject.verify()
@@ -45,16 +56,19 @@ def inspect(
         if view is not None:
             # An index that cannot be read is one more problem of the checkpoint, not the end of the command.
             foreign = view.foreign_files()
-            listed = subject.attempt(lambda: matching(view, tensors)) if tensors is not None else None
-            plain = subject.attempt(lambda: values_of(view, values)) if values else None
+            if tensors is not None or file is not None:
+                listed = subject.attempt(lambda: matching(view, tensors or "*", file))
+            plain = subject.attempt(lambda: values_of(view, values, which)) if values else None
+            sizes = values_bytes(view)
     manifest = subject.manifest
     document = {
         "checkpoint": subject.document(),
-        "components": facts.components(manifest) if manifest else [],
+        "components": facts.components(manifest, sizes) if manifest else [],
         "files": facts.files(manifest) if manifest else [],
         "foreign_files": sorted(foreign or []),
         "tensors": listed,
-        "values": plain and {component: facts.value(value) for component, value in plain.items()},
+        "values": {name: facts.value(value) for name, (_, value) in plain.items()} if plain else None,
+        "values_of": {name: copy.document() for name, (copy, _) in plain.items()} if plain else None,
         "verified": verify and view is not None,
         "problems": subject.problems,
         "fallback": None if subject.good else fallback(subject, verify),
@@ -64,39 +78,90 @@ def inspect(
     return Report(document, describe(document, plain), subject.exit_code, complaint)
 
 
+def find(url: str, options: Options) -> tuple[Subject | Root, str | None]:
+    """What lies at `url`, and the file's name where it is the path of a tensor file of a checkpoint."""
+    from ckptcore import CheckpointNotFound
+
+    folder, name = split(normal(url)) if url else (None, "")
+    if folder and name.endswith(".safetensors"):
+        try:
+            subject = Subject.open(folder, split(folder)[1], options)
+        except CheckpointNotFound:
+            pass
+        else:
+            if subject.view is None or name in subject.view.manifest.files:
+                return subject, name
+            subject.view.__exit__(None, None, None)
+            raise not_found(f"{name} is no file of the checkpoint {subject.url}", path=normal(url))
+    return resolve(url, options), None
+
+
 def choose(root: Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]:
-    """The newest committed checkpoint (else the newest entry), and the unusable ones that are newer."""
-    chosen = newest(root.entries, "committed") or root.entries[-1]
-    later = root.entries[root.entries.index(chosen) + 1 :]
-    return subject_of(chosen, options, root.typed), [info for info in later if info.status != "committed"]
+    """What `restore` would take, and what is newer and would be passed over. Where it would find nothing that is
+    usable, the newest of what it would look at (else of all entries)."""
+    chosen, passed = newest(root.entries)
+    if chosen is None:
+        chosen = passed.pop() if passed else root.entries[-1]
+        passed = []
+    return subject_of(chosen, options, root.typed), passed
 
 
-def matching(view: CheckpointView, pattern: str) -> list[dict[str, Any]]:
-    """Tensors whose full name ("component/name") or name is `pattern`, or matches it as a shell pattern.
+def values_bytes(view: CheckpointView) -> dict[str, int] | None:
+    """How large the plain values of each component are; None where it would take long to find out, or cannot be known."""
+    from ckptcore import CheckpointError
 
-    Raises Failure when there is none.
+    files = view.manifest.files.items()
+    if sum(record.size for name, record in files if name.endswith(".msgpack")) > INDEX_LIMIT:
+        return None
+    try:
+        return {key: view.values_bytes(key) for key in view.manifest.components}
+    except CheckpointError:  # a finding for `verify`, or for who asks for the values
+        return None
+
+
+def matching(view: CheckpointView, pattern: str, file: str | None = None) -> list[dict[str, Any]]:
+    """Tensors whose full name ("component/name") or name is `pattern`, or matches it as a shell pattern; of `file` alone
+    where it is given.
+
+    A tensor that each rank, group or node has one of is found under its component's own key, too. Raises Failure when
+    there is none.
     """
+    manifest = view.manifest
+    keys = {key + copy.label: key for key in manifest.components for copy in manifest.copies(key)}
     everything = view.tensors()
-    found = [
-        facts.tensor(info)
-        for info in everything
-        if pattern in ("*", info.full_name, info.name)
-        or fnmatchcase(info.full_name, pattern)
-        or fnmatchcase(info.name, pattern)
-    ]
+    if file is not None:
+        inside = members(view, file)
+        everything = [t for t in everything if t.file == file or (t.component, t.name) in inside]
+
+    def matches(tensor: TensorInfo) -> bool:
+        names = tensor.full_name, tensor.name, f"{keys.get(tensor.component)}/{tensor.name}"
+        return pattern == "*" or any(pattern == name or fnmatchcase(name, pattern) for name in names)
+
+    found = [facts.tensor(info) for info in everything if matches(info)]
     if not found and (everything or pattern != "*"):
         where = f"{len(everything)} tensors in {', '.join(view.manifest.components)}"
         raise not_found(f"no tensor matches {pattern!r}: {where}", path=view.url, pattern=pattern)
     return found
 
 
-def values_of(view: CheckpointView, components: tuple[str, ...]) -> dict[str, Any]:
-    """Python values by component. Raises Failure when there is no such component."""
+def members(view: CheckpointView, file: str) -> set[tuple[str, str]]:
+    """(component, tensor) of the boxes of sharded tensors that lie in a file."""
+    index = view.index(view.manifest.files[file].writer)
+    return {(read.component, read.entry.name) for read in view.reads_of(index) if read.entry.file == file}
+
+
+def values_of(view: CheckpointView, components: tuple[str, ...], which: Which) -> dict[str, tuple[StoredCopy, Any]]:
+    """Python values by component, and whose they are. Raises Failure when there is no such component, or copy."""
     for name in components:
         if name not in view.manifest.components:
             known = ", ".join(view.manifest.components) or "none"
             raise not_found(f"no component {name!r} in {view.url}: it has {known}", path=view.url, component=name)
-    return {name: view.values(name) for name in components}
+    check_fits(view, components, which)
+    found = {}
+    for name in components:
+        copy = choose_copy(view, name, which)
+        found[name] = copy, view.values(name, copy.number)
+    return found
 
 
 # ---------------------------------------------------------------- for people
@@ -113,9 +178,10 @@ FILES = [Column("file"), Column("size", right=True), Column("writer", right=True
 TENSORS = [Column("tensor"), Column("dtype"), Column("shape"), Column("size", right=True), Column("file")]
 
 
-def describe(document: dict[str, Any], values: dict[str, Any] | None) -> list[Block]:
+def describe(document: dict[str, Any], values: dict[str, tuple[StoredCopy, Any]] | None) -> list[Block]:
     checkpoint = document["checkpoint"]
-    blocks: list[Block] = [header(checkpoint, document["verified"] and not document["problems"])]
+    verified = document["verified"] and not document["problems"]
+    blocks: list[Block] = [header(checkpoint, verified, document["newer"])]
     blocks += problem_lines(document["problems"], document["fallback"], checkpoint)
     if document["components"]:
         rows = [
@@ -123,7 +189,7 @@ def describe(document: dict[str, Any], values: dict[str, Any] | None) -> list[Bl
                 item["key"],
                 item["pattern"],
                 str(item["tensors"]),
-                size(item["size_bytes"]),
+                size(item["size_bytes"] + (item["values_bytes"] or 0)),
                 file_cell(item["files"]),
                 render.ranks(item["writers"]),
             ]
@@ -142,19 +208,22 @@ def describe(document: dict[str, Any], values: dict[str, Any] | None) -> list[Bl
         blocks += [Line(f"  {name}") for name in document["foreign_files"]]
     if document["tensors"] is not None:
         blocks.append(Table("tensors", TENSORS, [tensor_row(item) for item in document["tensors"]]))
-    for component, value in (values or {}).items():
+    for component, (copy, value) in (values or {}).items():
         pairs: list[tuple[str, Cell | str]] = [(path or ".", text) for path, text in facts.leaves(value)]
-        blocks.append(Facts(Cell(f"values of {component}", "bold"), pairs))
-    for entry in document["newer"]:
-        why = entry["reason"] or "no reason known"
-        blocks.append(Line(f"newer, not usable: {entry['name']} is {entry['status']}: {why}", "yellow"))
+        blocks.append(Facts(Cell(copy.title(component), "bold"), pairs))
     return blocks
 
 
-def header(checkpoint: dict[str, Any], verified: bool) -> Facts:
+def header(checkpoint: dict[str, Any], verified: bool, newer: list[dict[str, Any]]) -> Facts:
     title = status_cell(checkpoint["status"])
     status = title._replace(text=title.text + (", every byte verified" if verified else ""))
-    pairs: list[tuple[str, Cell | str]] = [("status", status), ("path", checkpoint["url"])]
+    pairs: list[tuple[str, Cell | str]] = [("status", status)]
+    for entry in reversed(newer):
+        why = f"{entry['name']} is {entry['status']}: {entry['reason'] or 'no reason known'}"
+        pairs.append(("newer, not usable", Cell(why, "yellow")))
+    pairs.append(("path", checkpoint["url"]))
+    if checkpoint["pinned"]:
+        pairs.append(("pinned", "yes: retention and delete leave it alone"))
     for name in ("step", "run_id", "sequence", "checkpoint_id", "attempt_id"):
         if checkpoint.get(name) is not None:
             pairs.append((name.removesuffix("_id").replace("_", " "), str(checkpoint[name])))

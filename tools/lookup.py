@@ -25,19 +25,24 @@ PUBLISHED = ("committed", "damaged", "unsupported", "unreadable")
 
 
 def resolve(url: str, options: Options) -> Subject | Root:
-    """What lies at `url`. Raises Failure when there is nothing, and what the storage raises."""
+    """What lies at `url`; the path of a manifest means its folder. Raises Failure when there is nothing, and what the
+    storage raises."""
     from ckptcore import CheckpointNotFound, masked_url
 
     if not url:
         raise not_found("the path is empty", path=url)
     url = normal(url)
     folder, name = split(url)
+    if name == MANIFEST and folder:
+        url = folder
+        folder, name = split(url)
     try:
         subject = Subject.open(url, name, options)
     except CheckpointNotFound:
         pass
     else:
-        if subject.step is None and folder and (info := _beside(folder, name, options)):
+        # A storage that did not answer is not asked again: each time may take all of retry_deadline.
+        if subject.error is None and subject.step is None and folder and (info := _beside(folder, name, options)):
             subject.learn(info)
         return subject
     if entries := scan(url, options):
@@ -122,18 +127,23 @@ def subject_of(info: CheckpointInfo, options: Options, root: str) -> Subject:
 # ---------------------------------------------------------------- choosing among the entries of a root
 
 
-def newest(entries: list[CheckpointInfo], *statuses: str) -> CheckpointInfo | None:
-    """The newest entry of one of the statuses, of the run that committed last (or of unknown run)."""
-    usable = [info for info in entries if info.status == "committed"]
-    last = max(usable, key=lambda info: (info.sequence or 0, info.step or 0), default=None)
-    runs = (last.run_id, None) if last else ()
-    return next((i for i in reversed(entries) if i.status in statuses and (not runs or i.run_id in runs)), None)
+def newest(entries: list[CheckpointInfo]) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
+    """The checkpoint that `restore` would take, as far as a listing says, and what it would pass over for it (oldest
+    first). None where it would find nothing that is usable."""
+    from ckptcore import restore_candidates
+
+    passed: list[CheckpointInfo] = []
+    for info in restore_candidates(entries):
+        if info.status == "committed":
+            return info, passed[::-1]
+        passed.append(info)
+    return None, passed[::-1]
 
 
-def fallback(subject: Subject, verify: bool) -> dict[str, object] | None:
+def fallback(subject: Subject, verify: bool, known: dict[str, Subject] | None = None) -> dict[str, object] | None:
     """The nearest older usable checkpoint beside this one, of the same run where there is one.
 
-    With `verify`, every byte of a candidate is checked before it is named.
+    With `verify`, every byte of a candidate is checked before it is named. known: what was checked already, by name.
     """
     from ckptcore import StorageError
 
@@ -149,10 +159,11 @@ def fallback(subject: Subject, verify: bool) -> dict[str, object] | None:
     # A stable sort: oldest first within "other run" and within "same run".
     older.sort(key=lambda info: info.run_id == subject.run_id)
     for info in reversed(older):
-        candidate = subject_of(info, subject.options, folder or "")
-        with candidate:
-            if verify:
-                candidate.verify()
+        candidate = (known or {}).get(info.name)
+        if candidate is None:
+            with (candidate := subject_of(info, subject.options, folder or "")):
+                if verify:
+                    candidate.verify()
         if candidate.good:
             return {
                 "name": info.name,

@@ -20,7 +20,7 @@ def ls(url: str, options: Options) -> Report:
     found = resolve(url, options)
     if isinstance(found, Root):
         url = found.url
-        newest_one = newest(found.entries, "committed")
+        newest_one, _ = newest(found.entries)
         latest = newest_one.name if newest_one else None
         entries = [facts.entry(info, info is newest_one) for info in found.entries]
     else:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ckptcore import CheckpointError, CheckpointInfo, CheckpointManifest, CheckpointView
 
 MANIFEST = "checkpoint_manifest.json"
+PIN = "checkpoint.pinned"
 
 NO_DAMAGE = {"storage": "unreadable", "version": "unsupported"}
 
@@ -39,6 +40,7 @@ class Subject:
         self.step: int | None = None
         self.sequence: int | None = None
         self.run_id: str | None = None
+        self.pinned = False
         self.manifest: CheckpointManifest | None = None
         self.view: CheckpointView | None = None
         self.problems: list[dict[str, Any]] = []
@@ -79,7 +81,8 @@ class Subject:
         return GOOD if self.good else STORAGE if self.status == "unreadable" else BAD
 
     def learn(self, source: CheckpointInfo | CheckpointManifest) -> None:
-        """Step, sequence and run, where they are not known from the manifest itself."""
+        """Step, sequence and run, where they are not known from the manifest itself; and whether it is pinned."""
+        self.pinned = self.pinned or getattr(source, "pinned", False)
         if self.manifest is None or source is self.manifest:
             self.step, self.sequence, self.run_id = source.step, source.sequence, source.run_id
 
@@ -99,6 +102,7 @@ class Subject:
     def check_sizes(self, view: CheckpointView) -> None:
         """Every listed file must be there with its size: one listing, so even without --verify."""
         found = {entry.name: entry.size for entry in view.storage.list(view.folder)}
+        self.pinned = PIN in found
         for name, record in view.manifest.files.items():
             if name not in found:
                 problem = facts.problem_of(name, "missing", f"{name} is missing", record.size, manifest=view.manifest)
@@ -141,6 +145,7 @@ class Subject:
             "url": self.url,
             "status": self.status,
             "reason": self.reason,
+            "pinned": self.pinned,
             "step": self.step,
             "run_id": self.run_id,
             "sequence": self.sequence,
@@ -150,9 +155,9 @@ class Subject:
     def entry(self) -> dict[str, Any]:
         """The `entry` document of facts.py."""
         known = self.document()
-        names = ("name", "url", "step", "status", "reason", "size_bytes", "created", "run_id", "sequence", "node")
-        found = {name: known.get(name) for name in names}
-        return found | {"latest": False, "pinned": False, "metrics": known.get("metrics", {})}
+        names = "name url step status reason pinned size_bytes created run_id sequence node"
+        found = {name: known.get(name) for name in names.split()}
+        return found | {"latest": False, "metrics": known.get("metrics", {})}
 
 
 def problem_of_error(error: Any, manifest: CheckpointManifest | None) -> dict[str, Any]:

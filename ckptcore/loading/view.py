@@ -238,6 +238,16 @@ class CheckpointView:
         infos = _infos(component, stored)
         return decode(stored.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
 
+    def values_bytes(self, component: str) -> int:
+        """The size of a component's plain values as they are stored, of all its copies that are here.
+
+        Reads their indexes. KeyError when there is no such component, CheckpointCorrupt, StorageError.
+        """
+        if self.manifest.components[component].pattern == "SHARDED":
+            return len(self.component(component).tree)
+        copies = enumerate(self.manifest.copies(component))
+        return sum(len(self.component(component, n).tree) for n, copy in copies if self.manifest.holds(copy))
+
     def read(self, name: str, box: Sequence[slice] | None = None) -> Any:
         """A tensor, or the part of it that `box` says (one slice of step 1 per dimension), as a numpy array, verified.
 

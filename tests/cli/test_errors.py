@@ -25,16 +25,28 @@ def one_line(err: str) -> str:
     return err
 
 
+def test_alone_it_shows_the_help(ckpt: Ckpt) -> None:
+    done = ckpt()
+    assert (done.code, done.err) == (2, "") and done.out == ckpt("--help").out
+    assert ckpt("--json").document["error"]["kind"] == "usage"
+
+
+def test_it_runs_as_a_module(ckpt: Ckpt, root: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "ckpt_tools", "ls", str(root)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ckpt("ls", root).out)
+
+
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
 def test_not_found_is_3_and_says_what_is_there(ckpt: Ckpt, root: Path, tmp_path: Path, command: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").touch()
+    (root / "checkpoint-10" / "notes.txt").touch()
     expected = {
         tmp_path / "absent": "no such file or folder",
         tmp_path / "empty": "the folder is empty",
         tmp_path / "other": "no checkpoint at",
-        root / "checkpoint-10" / "model.safetensors": "not a folder",
+        root / "checkpoint-10" / "notes.txt": "not a folder",
         root / "checkpoint-10" / "model.safetensors" / "deeper": "no such file or folder",
     }
     for path, message in expected.items():
@@ -52,7 +64,6 @@ def test_not_found_is_3_and_says_what_is_there(ckpt: Ckpt, root: Path, tmp_path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["frobnicate"],
         ["ls"],
         ["inspect"],

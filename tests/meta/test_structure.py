@@ -41,7 +41,7 @@ ORDER = [
 ]
 OUTSIDE = {"interop", "testing"}  # on top of all the rooms
 TORCH_FREE = [
-    "errors", "format", "storage", "root", "loading.reader", "loading.view", "saving.publish", "transfer", "copying",
+    "errors", "format", "storage", "root", "loading.reader", "loading.view", "saving.publish", "transfer", "copying", "choice",
 ]  # fmt: skip
 
 

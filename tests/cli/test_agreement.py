@@ -1,0 +1,145 @@
+"""`ckpt` and the engine mean the same checkpoint by the newest one, and the same ones by damaged."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ckpt_tools.cp import cp
+from ckpt_tools.inspection import inspect
+from ckpt_tools.ls import ls
+from ckpt_tools.verification import verify
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore import CheckpointManager, NoUsableCheckpoint
+
+from .conftest import Ckpt, save_run, state_of_step
+
+# In the order of their commits: two runs in one root, each of which goes back, too.
+COMMITS = [("a", 10), ("b", 20), ("a", 30), ("b", 25), ("a", 40), ("b", 5)]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "none": lambda folder: None,
+    "short": lambda folder: cut(folder / "model.safetensors"),
+    "flipped": lambda folder: flip(folder / "model.safetensors"),
+    "flipped index": lambda folder: flip(folder / "index.rank00000.msgpack"),
+    "no manifest": lambda folder: (folder / "checkpoint_manifest.json").unlink(),
+    "half a manifest": lambda folder: cut(folder / "checkpoint_manifest.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pool")
+    for run, step in COMMITS:
+        save_run(root, (step,), run_id=run)
+    return root
+
+
+def restored(root: Path) -> tuple[str | None, set[str]]:
+    """What `restore` takes, and what it passes over."""
+    with warnings.catch_warnings(), CheckpointManager(root) as manager:
+        warnings.simplefilter("ignore")
+        try:
+            report = manager.restore(state_of_step(0))
+        except NoUsableCheckpoint as error:
+            return None, set(error.reasons)
+    return Path(report.path or "").name, set(report.skipped)
+
+
+@given(st.lists(st.sampled_from(sorted(DAMAGES)), min_size=len(COMMITS), max_size=len(COMMITS)), st.data())
+def test_the_command_says_what_a_restore_does(pool: Path, damages: list[str], data: st.DataObject) -> None:
+    kept = data.draw(st.sets(st.sampled_from(range(len(COMMITS))), min_size=1))
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary) / "root"
+        for number in kept:
+            folder = root / f"checkpoint-{COMMITS[number][1]}"
+            shutil.copytree(pool / folder.name, folder)
+            DAMAGES[damages[number]](folder)
+        check(root)
+
+
+def check(root: Path) -> None:
+    taken, passed = restored(root)
+    report = verify(str(root), None)
+    document = report.document
+    assert document["restores"] == taken
+    assert {c["checkpoint"]["name"] for c in document["checkpoints"] if not c["ok"]} == passed
+    assert [c["checkpoint"]["name"] for c in document["checkpoints"] if c["ok"]] == ([taken] if taken else [])
+    assert (report.exit_code == 0) == document["ok"] == (taken is not None and not passed)
+    # These two go by a listing: a flipped byte is found only where all are read.
+    with CheckpointManager(root) as manager:
+        latest = manager.latest()
+    assert ls(str(root), None).document["latest"] == (latest and latest.name)
+    shown = inspect(str(root), None).document
+    if latest is not None:
+        assert shown["checkpoint"]["name"] == latest.name
+        assert {entry["name"] for entry in shown["newer"]} <= passed
+    if latest is not None and latest.name == taken:
+        assert {entry["name"] for entry in shown["newer"]} == passed
+        copied = cp(str(root), str(root.parent / "copy"), None, None, 1, False, False, quiet=True)
+        assert copied.document["checkpoint"]["name"] == taken and copied.exit_code == 0
+        assert (copied.complaint is None) == (not passed)
+        assert {entry["name"] for entry in copied.document["newer"]} == passed
+
+
+def two_runs(root: Path) -> Path:
+    save_run(root, (10, 20), run_id="old")
+    save_run(root, (15,), run_id="new")
+    cut(root / "checkpoint-15" / "model.safetensors")
+    return root
+
+
+def test_a_damaged_checkpoint_of_the_last_run_is_no_success(ckpt: Ckpt, tmp_path: Path) -> None:
+    root = two_runs(tmp_path)
+    with CheckpointManager(root) as manager, pytest.raises(NoUsableCheckpoint):
+        manager.restore(state_of_step(0))
+    done = ckpt("verify", root)
+    assert (done.code, done.err) == (1, "ckpt: checkpoint-15 is damaged\n")
+    assert "nearest older usable step: 10 of run old" in done.out  # of another run: `restore` does not take it
+    assert ckpt("ls", root, "--json").document["latest"] is None
+    assert ckpt("inspect", root).err == "ckpt: checkpoint-15 is damaged\n"
+    done = ckpt("cp", root, tmp_path / "copy")
+    assert done.code == 1 and "of the run that saved last" in done.err and "checkpoint-15 is damaged" in done.err
+
+
+def test_a_copy_of_an_older_one_says_so_on_stderr(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
+    cut(root / "checkpoint-30" / "model.safetensors")
+    done = ckpt("cp", root, tmp_path / "copy")
+    assert done.code == 0 and done.err.count("\n") == 1
+    assert done.err.startswith("ckpt: warning: took checkpoint-20: checkpoint-30 is damaged (")
+    document: dict[str, Any] = ckpt("cp", root, tmp_path / "copy", "--json").document
+    assert [(entry["name"], entry["status"]) for entry in document["newer"]] == [("checkpoint-30", "damaged")]
+    assert document["checkpoint"]["name"] == "checkpoint-20"
+    named = ckpt("cp", root / "checkpoint-20", tmp_path / "copy")
+    assert (named.code, named.err) == (0, "")
+
+
+def test_verify_says_what_restore_would_take(ckpt: Ckpt, root: Path) -> None:
+    flip(root / "checkpoint-30" / "model.safetensors")
+    done = ckpt("verify", root)
+    assert done.code == 1 and done.err == "ckpt: checkpoint-30 is damaged\n"
+    lines = done.out.splitlines()
+    assert lines[0] == "checkpoint-30  damaged" and lines[-1] == "restore would take checkpoint-20"
+    assert any(line.startswith("checkpoint-20  ok") for line in lines)
+    document = ckpt("verify", root, "--json").document
+    assert document["restores"] == "checkpoint-20"
+    assert [c["checkpoint"]["step"] for c in document["checkpoints"]] == [30, 20]
+    assert document["checkpoints"][0]["fallback"]["verified"] is True
