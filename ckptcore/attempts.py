@@ -45,6 +45,11 @@ def _started(pid: int) -> str | None:
     return "0"
 
 
+def _run(run_id: str) -> str:
+    """8 hex digits for a run. The id may be one that another program has written."""
+    return content_digest(run_id.encode("utf-8", "surrogatepass"))[:8]
+
+
 _numbers = itertools.count(1)
 _in_flight: set[str] = set()
 
@@ -62,7 +67,7 @@ class Attempt:
     @classmethod
     def new(cls, run_id: str) -> Attempt:
         pid = os.getpid()
-        run = content_digest(run_id.encode())[:8]
+        run = _run(run_id)
         return cls(run, _machine(), pid, _started(pid) or "0", next(_numbers))
 
     @classmethod
@@ -88,7 +93,7 @@ class Attempt:
         """True when nobody can still be writing: its process is gone, or is this one and has moved on; from another
         machine, only when it belongs to this very run, which has one job at a time."""
         if self.machine != _machine():
-            return self.run == content_digest(run_id.encode())[:8]
+            return self.run == _run(run_id)
         if self.pid == os.getpid() and self.started == (_started(self.pid) or "0"):
             return str(self) not in _in_flight
         return _started(self.pid) != self.started

@@ -25,7 +25,7 @@ from .root import CheckpointInfo, checkpoint_name, committed
 from .saves import Saves
 from .saving.background import SaveHandle
 from .saving.flow import Saving
-from .saving.join import SaveRequest, checked_numbers, checked_step
+from .saving.join import SaveRequest
 from .saving.staging import Staging
 from .storage.base import Storage, open_storage
 from .tiered import open_root
@@ -329,13 +329,13 @@ class CheckpointManager:
         requests: list[SaveRequest] = []
 
         def request() -> str:
-            number = checked_step(step)
-            replaces = overwrite or checkpoint_name(number) in self._found_damaged
-            told = checked_numbers(metrics or {}), dict(metadata or {}), training_args_hash
-            requests.append(SaveRequest(number, self.run_id, *told, replaces, self._root.last_sequence()))
+            asked = SaveRequest(step, self.run_id, metrics, metadata, training_args_hash, overwrite)  # type: ignore[arg-type]
+            asked.overwrite |= checkpoint_name(asked.step) in self._found_damaged
+            asked.after_sequence = self._root.last_sequence()
+            requests.append(asked)
             if not self._saves.failed:
                 self._saves.raise_failure()  # its warnings
-            return f"save of step {number}"
+            return f"save of step {asked.step}"
 
         def judge(calls: Sequence[Sequence[Any]]) -> str:
             if any(failed for _, _, failed in calls):
@@ -344,7 +344,8 @@ class CheckpointManager:
             if when_busy == "wait" or not any(busy for _, busy, _ in calls):
                 return "go"
             if when_busy == "raise":
-                raise AsyncSaveError(f"a save is still being written; step {step} is not saved", step=step)
+                asked = requests[0].step
+                raise AsyncSaveError(f"a save is still being written; step {asked} is not saved", step=asked)
             return "skip"
 
         coordinator, verdict = self._call(state, request, judge)

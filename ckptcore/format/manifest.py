@@ -25,7 +25,9 @@ __all__ = [
     "Copy",
     "FileRecord",
     "check_file_name",
+    "check_readable",
     "copies",
+    "private_json",
 ]
 
 MANIFEST_NAME = "checkpoint_manifest.json"
@@ -232,12 +234,56 @@ class CheckpointManifest:
         return manifest
 
 
+def check_readable(encoded: bytes, what: str = "the manifest") -> None:
+    """What every reader does with a manifest, before it is published. Raises InvalidState."""
+    try:
+        if len(encoded) > SIZE_LIMIT:
+            raise ValueError(f"it has {len(encoded):,} bytes, and readers take {SIZE_LIMIT:,}")
+        CheckpointManifest.decode(encoded)
+    except (CheckpointCorrupt, UnsupportedVersion, ValueError) as error:
+        raise InvalidState(f"{what} could not be read back, so it is not published: {error}") from None
+
+
 def strict_json(document: Any) -> bytes:
     """Raises InvalidState for what JSON cannot hold."""
     try:
         return json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidState(f"metadata that is not JSON cannot go into a manifest: {error}") from None
+
+
+JSON_DEPTH = 100  # readers have a stack of their own
+JSON_INT = 2048  # bits; Python can be set to read no ints of more than 640 digits
+JSON_ITEMS = 10_000_000
+
+
+def private_json(what: str, document: Any) -> Any:
+    """A copy of what a user gives for a manifest, as it will be read. Raises InvalidState for what JSON cannot hold, or
+    what the limits of another reader would refuse."""
+    try:
+        _check_json(document)
+        data = json.dumps(document, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+        return json.loads(data, object_pairs_hook=unique)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidState(f"{what} is not JSON, and cannot go into a manifest: {error}") from None
+
+
+def _check_json(document: Any) -> None:
+    """Raises ValueError for what is nested deeply, or contains itself, and for ints of very many digits."""
+    level = [document]
+    for _ in range(JSON_DEPTH + 1):
+        if not level:
+            return
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, int) and item.bit_length() > JSON_INT:
+                raise ValueError(f"an int of {item.bit_length():,} bits has too many digits; store it as text")
+            if isinstance(item, dict | list | tuple):
+                inner += item.values() if isinstance(item, dict) else item
+        if len(inner) > JSON_ITEMS:
+            raise ValueError(f"it has more than {JSON_ITEMS:,} items")
+        level = inner
+    raise ValueError(f"it is nested deeper than {JSON_DEPTH} levels")
 
 
 _DECODE_ERRORS = (

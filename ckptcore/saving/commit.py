@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import CoordinationError
+from ..errors import CheckpointCorrupt, CoordinationError, InvalidState, UnsupportedValue
 from ..format.digest import combined_digest, content_digest
 from ..format.index import ComponentIndex, FileEntry, Index, Piece, TensorEntry, index_file_name
 from ..format.layout import LogicalTensor, encode_layouts
-from ..format.manifest import ComponentManifest, FileRecord
+from ..format.manifest import SIZE_LIMIT, ComponentManifest, FileRecord
+from ..format.values import decode
 from ..root import join
 from ..state.component import StateComponent
 from ..state.layout import TensorBytes
@@ -21,7 +22,7 @@ from .plan import FilePlan, hugging_face_index
 from .workers import Workers
 from .writer import WrittenFile, write_files
 
-__all__ = ["Receipt", "Share", "files_and_components", "write_share"]
+__all__ = ["Receipt", "Share", "check_tree", "files_and_components", "write_share"]
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ def write_share(
             stem = share.files[0].name.rsplit("-", 3)[0]
             small[f"{stem}.safetensors.index.json"] = hugging_face_index(share.files)
     if index.components:
-        small[index_file_name(rank)] = index.encode()
+        small[index_file_name(rank)] = _readable(index)
     for name, digest in index.file_digests().items():
         receipt.files[name] = [index.files[name].size, digest]
     for name, data in small.items():
@@ -105,6 +106,36 @@ def write_share(
         receipt.files[name] = [len(data), content_digest(data)]
     storage.sync_folder(folder)
     return receipt
+
+
+def check_tree(share: Share) -> None:
+    """What every reader does with the plain values of a component, before anything is written: of values with tensors in
+    them, whose codec wants real ones, only the form. Raises UnsupportedValue."""
+    if share.tree is None:
+        return
+    try:
+        if len(share.tree) > SIZE_LIMIT:
+            raise ValueError(f"its plain values have {len(share.tree):,} bytes, and readers take {SIZE_LIMIT:,}")
+        decode(share.tree, lenient=True, opaque=True, file="the index")
+    except (CheckpointCorrupt, ValueError) as error:
+        raise UnsupportedValue(
+            f"component {share.key!r} could not be read back, so it is not saved: {error}", component=share.key
+        ) from None
+
+
+def _readable(index: Index) -> bytes:
+    """The bytes of an index, after what every reader does with them. Raises InvalidState."""
+    encoded = index.encode()
+    try:
+        if len(encoded) > SIZE_LIMIT:
+            raise ValueError(f"it has {len(encoded):,} bytes, and readers take {SIZE_LIMIT:,}")
+        found = Index.decode(encoded, index_file_name(index.writer))
+        if found.file_digests() != index.file_digests():
+            raise ValueError("it says other digests than those of the files")
+    except (CheckpointCorrupt, ValueError) as error:
+        name = index_file_name(index.writer)
+        raise InvalidState(f"{name} could not be read back, so it is not published: {error}") from None
+    return encoded
 
 
 def _copy_receipt(share: Share) -> CopyReceipt:

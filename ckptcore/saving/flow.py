@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import secrets
 import threading
@@ -22,7 +21,7 @@ import torch
 
 from ..attempts import Attempt
 from ..errors import CheckpointExists, InvalidState, NoSpace, RankLost, StorageError
-from ..format.manifest import CheckpointManifest, Copy, strict_json
+from ..format.manifest import CheckpointManifest, Copy, check_readable, private_json
 from ..ranks.communicator import Communicator
 from ..ranks.nodes import StorageMode, own_node
 from ..ranks.per_node import on_node, part_of, pass_on
@@ -34,7 +33,7 @@ from ..state.streams import settle
 from ..state.tree import Captured, capture
 from ..storage.base import Storage
 from .apart import agree_place, check_seen, commit_apart, mark_apart
-from .commit import Receipt, Share, files_and_components, write_share
+from .commit import Receipt, Share, check_tree, files_and_components, write_share
 from .devices import warm_up
 from .join import JoinedSave, SaveRequest, join_save
 from .plan import TensorSpec, plan_component
@@ -90,8 +89,7 @@ class Saving:
             comm, self.name, self.request, self.components, self.process_groups,
             (lambda: "") if rehearsal else self._attempt, self.mode)  # fmt: skip
         # Private from here on, like the state.
-        self.request.metadata = json.loads(strict_json(self.request.metadata))
-        self.components = [replace(c, metadata=json.loads(strict_json(c.metadata))) for c in self.components]
+        self.components = [replace(c, metadata=private_json(c.key, c.metadata)) for c in self.components]
         if self.mode == "node" and not rehearsal:
             self.joined.sequence, self.replaces = agree_place(self)
         with self._phase("capture"):
@@ -185,7 +183,10 @@ class Saving:
             for node, manifest in enumerate(found):
                 manifest.node = node
                 manifest.checkpoint_id, manifest.created = found[0].checkpoint_id, found[0].created
-            return [manifest.encode() for manifest in found]
+            encoded = [manifest.encode() for manifest in found]
+            for each in encoded:  # here, where it fails on all nodes before one of them publishes
+                check_readable(each)
+            return encoded
 
         with Attempt.parse(self.joined.attempt).in_flight():
             comm.together("plan", self._planned_files, make_way)
@@ -271,6 +272,8 @@ class Saving:
     def _planned_files(self) -> list[str]:
         if self.staged is None:
             self.plan()
+        for share in self.shares:
+            check_tree(share)
         return [plan.name for share in self.shares for plan in share.files if plan.writer == self.comm.rank]
 
     def make_way(self, folder: str) -> None:
@@ -306,7 +309,7 @@ class Saving:
         files, components = files_and_components(self.components, joined, receipts)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return CheckpointManifest(
-            checkpoint_id=secrets.token_hex(16),
+            checkpoint_id=request.checkpoint_id or secrets.token_hex(16),
             step=request.step,
             run_id=joined.run_id,
             attempt_id=joined.attempt,

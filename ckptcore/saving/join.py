@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..arguments import check_flag, check_mapping, checked_step, shown
 from ..errors import InvalidState, RanksDisagree
-from ..format.manifest import Copy, copies, strict_json
+from ..format.manifest import CheckpointManifest, ComponentManifest, Copy, check_readable, copies, private_json
 from ..ranks.communicator import Communicator
 from ..ranks.groups import group_index, own_view, partitions
 from ..state.component import StateComponent
 
-__all__ = ["JoinedSave", "SaveRequest", "checked_numbers", "checked_step", "join_save"]
+__all__ = ["JoinedSave", "SaveRequest", "join_save"]
+
+_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(slots=True)
 class SaveRequest:
-    """What the caller says about one checkpoint, beside the state."""
+    """What the caller says about one checkpoint, beside the state. Valid, and private, once it is made.
+
+    Raises InvalidState for what the manifest cannot hold.
+    """
 
     step: int
     run_id: str
@@ -27,6 +33,20 @@ class SaveRequest:
     training_args_hash: str | None = None
     overwrite: bool = False
     after_sequence: int = 0  # another root of the run has commits up to this one
+    checkpoint_id: str | None = None
+
+    def __post_init__(self) -> None:
+        self.step = checked_step(self.step)
+        self.metrics = _numbers(self.metrics)
+        self.metadata = private_json("metadata", _dict("metadata", self.metadata))
+        self.overwrite = check_flag("overwrite", self.overwrite)
+        if self.training_args_hash is not None and not isinstance(self.training_args_hash, str):
+            what = shown(self.training_args_hash)
+            raise InvalidState(f"training_args_hash must be text, not {what}; pass str(...) of it")
+        given = self.checkpoint_id
+        if given is not None and not (isinstance(given, str) and _ID.fullmatch(given)):
+            what = "checkpoint_id must be 1 to 64 letters, digits, '_', '-' or '.'"
+            raise InvalidState(f"{what}, not {shown(given)}")
 
 
 @dataclass(slots=True)
@@ -62,8 +82,8 @@ def join_save(
             raise InvalidState(
                 f"process group {unknown[0]!r} is not among process_groups (which has {sorted(groups) or 'none'})"
             )
-        # Before anything is withdrawn or written: what the manifest could not hold in the end.
-        strict_json([request.metadata, *(c.metadata for c in components)])
+        # Before anything is withdrawn or written: what no reader would take in the end.
+        _check_manifest(request, components)
         views = {name: own_view(name, group, comm.rank, comm.world_size) for name, group in groups.items()}
         return {"call": {**_call(name, request, components), "storage_mode": mode}, "groups": views, "group_keys": {
             c.key: c.group_key for c in components if c.process_group_name is not None}}  # fmt: skip
@@ -132,23 +152,49 @@ def _group_keys(
     return given
 
 
-def checked_step(step: Any) -> int:
-    """Raises InvalidState for what is no whole number >= 0."""
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
-    except (TypeError, ValueError, RuntimeError):
-        number = -1
-    if number < 0:
-        raise InvalidState(f"step must be a whole number >= 0, not {step!r}")
-    return number
+def _check_manifest(request: SaveRequest, components: Sequence[StateComponent]) -> None:
+    """Raises InvalidState unless readers can decode a manifest with all that the caller said in it."""
+    parts = {}
+    for c in components:
+        parts[c.key] = ComponentManifest(
+            c.key,
+            c.sharing_pattern.value,
+            group=c.process_group_name,
+            partition=None if c.process_group_name is None else [[0]],
+            required=c.required,
+            metadata=private_json(f"the metadata of component {c.key!r}", c.metadata),
+        )
+    manifest = CheckpointManifest(
+        checkpoint_id=request.checkpoint_id or "",
+        step=request.step,
+        run_id=request.run_id,
+        attempt_id="",
+        sequence=request.after_sequence,
+        created="",
+        components=parts,
+        metrics=request.metrics,
+        training_args_hash=request.training_args_hash,
+        metadata=request.metadata,
+    )
+    check_readable(manifest.encode(), "a manifest with what this save was given")
 
 
-def checked_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as floats; 0-d tensors are fine. Raises InvalidState."""
+def _dict(name: str, value: Any) -> dict[Any, Any]:
+    """A copy of a dict, {} for None. Names that are no text are for JSON to judge."""
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidState(f"{name} must be a dict, not {shown(value)}")
+    return dict(value or {})
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    """Metrics as floats; 0-d tensors, numpy numbers and True (1.0) are fine, and so is what is not finite."""
     numbers = {}
-    for name, value in metrics.items():
+    for name, value in check_mapping("metrics", metrics).items():
+        kind = getattr(getattr(value, "dtype", None), "kind", "f")  # numpy's; text and times convert to floats, too
         try:
-            numbers[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise InvalidState(f"metric {name!r} is not a number: {error}", key=str(name)) from None
+            if isinstance(value, str | bytes | bytearray) or kind in "SUMm":
+                raise TypeError(f"it is {shown(value)}")
+            numbers[name] = float(value.detach() if hasattr(value, "detach") else value)
+        except Exception as error:  # a type of the user's own may raise anything
+            raise InvalidState(f"metric {name!r} is not a number: {error}", key=name) from None
     return numbers

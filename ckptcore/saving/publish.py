@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from ..attempts import Attempt
 from ..errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, StorageError, UnsupportedVersion
-from ..format.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord
+from ..format.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, check_readable
 from ..root import (
     PIN_NAME,
     WITHDRAWN_NAME,
@@ -134,10 +134,12 @@ def put_in_place(
     encoded: bytes | None = None,
 ) -> str | None:
     """`publish` without removing what gave way: the name that this has now, None when nothing did."""
+    encoded = encoded or manifest.encode()
+    check_readable(encoded)
     if not storage.atomic_rename:
         check_alone(storage, attempt, folder, manifest.files, manifest.step)
     try:
-        storage.write(join(folder, MANIFEST_NAME), encoded or manifest.encode())
+        storage.write(join(folder, MANIFEST_NAME), encoded)
     except StorageError as error:
         if error.errno != errno.EEXIST or storage.atomic_rename:
             raise

@@ -1,0 +1,161 @@
+"""Checks of what users pass in: each raises InvalidState that names the argument, what it was, and what it may be.
+
+An argument is checked where it comes in. What is wrong with one then shows in the line that the user wrote, and never as a
+checkpoint that nobody can read.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import InvalidState
+
+__all__ = [
+    "COUNT_LIMIT",
+    "check_callable",
+    "check_choice",
+    "check_count",
+    "check_flag",
+    "check_mapping",
+    "check_name",
+    "check_number",
+    "check_path",
+    "check_seconds",
+    "checked_step",
+    "checked_which",
+    "shown",
+]
+
+COUNT_LIMIT = 2**62  # of every whole number in a manifest; see docs/format.md
+NAME_BYTES = 255
+
+
+def shown(value: Any, limit: int = 100) -> str:
+    """`value` for a message, whatever it is: of any length, and with a repr that fails."""
+    try:
+        text = repr(value)
+    except Exception:  # a long int, or code of the user's
+        text = f"a {type(value).__qualname__}"
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value` if it is True or False."""
+    if type(value) is not bool:
+        raise InvalidState(f"{name} must be True or False, not {shown(value)}")
+    return value
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """`value` if it is one of these words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidState(f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}")
+    return value
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """`value` if it is an int of at least `least`."""
+    if type(value) is not int or not least <= value < COUNT_LIMIT:
+        raise InvalidState(f"{name} must be a whole number >= {least}, not {shown(value)}")
+    return value
+
+
+def check_number(name: str, value: Any) -> float:
+    """`value` as a float if it is a finite number of at least 0."""
+    try:
+        number = math.nan if isinstance(value, bool | str | bytes | bytearray) else float(value)
+    except Exception:  # a type of the user's own may raise anything
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise InvalidState(f"{name} must be a number >= 0, not {shown(value)}")
+    return number
+
+
+def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
+    """`value` as a float if it is a time that threads can wait for. zero: 0 is one."""
+    number = check_number(name, value)
+    if not (number > 0 or zero) or number > threading.TIMEOUT_MAX:
+        raise InvalidState(f"{name} must be a number of seconds {'>= 0' if zero else '> 0'}, not {shown(value)}")
+    return number
+
+
+def check_callable(name: str, value: Any) -> None:
+    """None, or something that can be called."""
+    if value is not None and not callable(value):
+        raise InvalidState(f"{name} must be None or something that can be called, not {shown(value)}")
+
+
+def check_mapping(name: str, value: Any) -> dict[str, Any]:
+    """A dict of its own with what is in `value`, whose keys are text; empty for None."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidState(f"{name} must be a dict, not {shown(value)}")
+    made = dict(value)
+    for key in made:
+        if not isinstance(key, str):
+            raise InvalidState(f"{name}: the name {shown(key)} must be text, not a {type(key).__qualname__}")
+    return made
+
+
+def check_name(name: str, value: Any) -> str:
+    """`value` if it is printable text that is not empty, of at most 255 bytes in UTF-8."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise InvalidState(f"{name} must be printable text that is not empty, not {shown(value)}")
+    if len(value.encode()) > NAME_BYTES:  # printable text has no lone surrogates
+        raise InvalidState(f"{name} must have at most {NAME_BYTES} bytes, not {len(value.encode()):,}: {shown(value)}")
+    return value
+
+
+def check_path(name: str, value: Any) -> str:
+    """The text of a path or URL."""
+    try:
+        text = os.fspath(value)
+        if not isinstance(text, str):
+            raise TypeError
+    except TypeError:
+        what = f"{name} must be a path or a URL (text or a PathLike), not {shown(value)}"
+        raise InvalidState(what) from None
+    if not text.strip():
+        raise InvalidState(
+            f"{name} is empty ({shown(value)}): is a variable not set? Pass '.' for the working directory"
+        )
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise InvalidState(f"{name} has characters that no file name can have: {shown(value)}") from None
+    if "\0" in text:
+        raise InvalidState(f"{name} has a null character, which no file name can have: {shown(value)}")
+    return text
+
+
+def checked_step(step: Any) -> int:
+    """A step as an int, from anything that is a whole number (numpy and 0-d tensors too)."""
+    try:
+        number = -1 if isinstance(step, bool) or _is_bool(step) else operator.index(step)
+    except Exception:  # a type of the user's own may raise anything
+        number = -1
+    if not 0 <= number < COUNT_LIMIT:
+        raise InvalidState(f"step must be a whole number >= 0 and < 2**62, not {shown(step)}")
+    return number
+
+
+def _is_bool(value: Any) -> bool:
+    return str(getattr(value, "dtype", "")).endswith("bool")
+
+
+def checked_which(step: Any, *, paths: bool = True) -> int | str:
+    """Which checkpoint is meant: a step as an int, "latest", "best", or (with `paths`) the text of a path or URL."""
+    if isinstance(step, str) and step in ("latest", "best"):
+        return step
+    if isinstance(step, str | os.PathLike):
+        if not paths:
+            raise InvalidState(f"a step is a whole number, 'latest' or 'best', not {shown(step)}")
+        return check_path("step", step)
+    return checked_step(step)
