@@ -12,6 +12,7 @@ from typing import Any, Literal
 from .errors import CheckpointWarning, InvalidState, RanksDisagree
 from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
+from .loading.keys import Keys
 from .ranks.communicator import Communicator
 from .ranks.nodes import StorageMode
 from .ranks.store import shared_communicator
@@ -88,10 +89,12 @@ class CheckpointCoordinator:
         *,
         cast: bool = False,
         transactional: bool = False,
+        keys: Keys | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> LoadReport:
-        """Load from the folder `path`. Raises what `load` raises."""
-        return self.load(open_storage(path, storage_options), "", strict=strict, cast=cast, transactional=transactional)
+        """Load from the folder `path`. Arguments, and what is raised, are those of `CheckpointManager.load`."""
+        storage = open_storage(path, storage_options)
+        return self.load(storage, "", strict=strict, cast=cast, transactional=transactional, keys=keys)
 
     def save(self, storage: Storage, name: str, request: SaveRequest) -> CheckpointInfo:
         """Save the components as the checkpoint `name` of `storage`. A failure leaves nothing behind.
@@ -129,17 +132,22 @@ class CheckpointCoordinator:
         transactional: bool = False,
         broadcast: bool = False,
         step: int | None = None,
+        keys: Keys | None = None,
+        whole: bool = False,
     ) -> LoadReport:
         """Load the components from the checkpoint `name` of `storage`, verified, on all ranks or on none.
 
         broadcast: what every rank needs is read by one of them and passed on, for storage that is slow or billed.
         step: the one that the checkpoint must be of, where it is known; another is CheckpointCorrupt.
+        keys: see `CheckpointManager.load`. whole: components of the checkpoint that were not given are an error.
 
         What one rank raises, all raise: CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch,
         StorageError. Live state is not touched before structure, sizes and every rank's agreement are checked.
         """
         comm = self.comm
-        view, partitions = join_load(comm, storage, name, self.components, self.process_groups, self.storage_mode)
+        view, partitions, selection = join_load(
+            comm, storage, name, self.components, self.process_groups, self.storage_mode, keys
+        )
         loading = Loading(
             view,
             self.components,
@@ -150,8 +158,10 @@ class CheckpointCoordinator:
             cast=cast,
             transactional=transactional,
             step=step,
+            keys=selection,
+            whole=whole,
         )
-        on_no_rank = comm.together("check", loading.check, loading.on_no_rank)
+        on_no_rank = comm.together("check", loading.check, loading.compared)
         comm.together("judge", lambda: loading.judge(on_no_rank), _nothing)
         if broadcast:
             loading.read_once()

@@ -16,6 +16,7 @@ from .coordinator import CheckpointCoordinator, default_io_threads, meet
 from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, InvalidState, NoUsableCheckpoint
 from .events import OnEvent, SaveEvent
 from .loading.apply import LoadReport
+from .loading.keys import Keys
 from .loading.view import Problem
 from .ranks.communicator import Communicator
 from .ranks.nodes import StorageMode
@@ -208,22 +209,35 @@ class CheckpointManager:
         cast: bool = False,
         transactional: bool = False,
         training_args_hash: str | None = None,
+        keys: Keys | None = None,
     ) -> LoadReport:
-        """Restore `state` from one checkpoint: "latest", "best", a step of this root, or a path or URL of a checkpoint.
+        """Load the components in `state` from one checkpoint. Others that it has are left alone.
 
+        step: "latest", "best", a step of this root, the name of an entry of it, or a path or URL of a checkpoint.
+        strict: whether names that only one of both sides has are an error (default), or listed in the report.
+        cast: convert dtypes that differ (default False: an error).
+        transactional: read all into host memory first; live state changes only when all is verified (default False).
+        keys: load only a part (default None: all): a name or pattern of "component/name" ("model", "model/layers.0.*"),
+        a list of them, or a function that is called with each such name of the live state, on every rank, and returns
+        True to load it, False or None to leave it, or the name in the checkpoint to load it from. Names of an
+        optimizer are those of its parameters. `strict` is about what is asked for; the rest of `state` is not touched.
         training_args_hash: that of now; another than was saved is a CheckpointWarning that names both.
-        Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch, StorageError.
+
+        Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch, StorageError, InvalidState.
         """
+        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional, "keys": keys}
+        report = self._load(state, step, how)
+        self._compare_hash(report, training_args_hash)
+        return report
+
+    def _load(self, state: Any, step: int | str | os.PathLike[str], how: dict[str, Any]) -> LoadReport:
         self._saves.settle()
-        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
         how["broadcast"] = self.load_broadcast
         elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best")
         if elsewhere:
             coordinator, _ = self._call(state, lambda: f"load of {step}", lambda _: None)
             where = self._root.named(os.fspath(step)) or (open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
-            report = coordinator.load(*where, **how)
-            self._compare_hash(report, training_args_hash)
-            return report
+            return coordinator.load(*where, **how)
         coordinator, seen = self._root.meet_and_look(
             partial(self._call, state, lambda: f"load of {step}"),
             lambda infos: [copies(infos, info := self._chosen(infos, step)), info.step],  # type: ignore[arg-type]
@@ -231,7 +245,6 @@ class CheckpointManager:
         names, how["step"] = seen.chosen
         report = first_that_loads(names, lambda name: coordinator.load(*self._root.place(seen.here(name)), **how))
         self._adopt(report)
-        self._compare_hash(report, training_args_hash)
         return report
 
     def restore(
@@ -244,16 +257,22 @@ class CheckpointManager:
         cast: bool = False,
         transactional: bool = False,
         training_args_hash: str | None = None,
+        keys: Keys | None = None,
     ) -> LoadReport:
         """Restore where a run left off. "auto": the newest checkpoint that verifies, else a fresh start.
 
         Damaged or unfinished ones are skipped with one CheckpointWarning. A root without any checkpoint starts fresh
         (`report.fresh`); one with only unusable ones raises NoUsableCheckpoint, unless `fresh_ok`. Other values of
-        `which`, and the other arguments, are those of `load`. Raises what `load` raises, but never CheckpointCorrupt for "auto".
+        `which` are those of `load`, and so are the other arguments. A component of the checkpoint that `state` lacks is
+        an error here (strict, and not left out by `keys`). Raises what `load` raises, but never CheckpointCorrupt for
+        "auto".
         """
-        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
+        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional, "keys": keys}
+        how["whole"] = True
         if which != "auto":
-            return self.load(state, which, training_args_hash=training_args_hash, **how)
+            report = self._load(state, which, how)
+            self._compare_hash(report, training_args_hash)
+            return report
         self._saves.settle()
         how["broadcast"] = self.load_broadcast
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
+from ..errors import CheckpointCorrupt, CheckpointError, RanksDisagree, StateMismatch
 from ..format.codecs import revived
 from ..format.digest import content_hash
 from ..format.layout import LogicalTensor, volume
@@ -33,6 +33,7 @@ from ..state.layout import (
 from ..state.streams import own_stream, pinned_memory, settle
 from ..state.tree import CapturedTensor, capture, differences
 from .broadcast import read_shared
+from .keys import Part, Selection, parts
 from .partial import SKIPPED, has_other, held_names, pruned
 from .place import Place, copy_for
 from .plan import Words, read_of
@@ -60,10 +61,13 @@ class Loading:
         cast: bool,
         transactional: bool,
         step: int | None = None,
+        keys: Selection | None = None,
+        whole: bool = False,
     ) -> None:
         manifest = view.manifest
         self.view, self.components, self.comm, self.io_threads = view, components, comm, io_threads
         self.strict, self.cast, self.transactional, self.step = strict, cast, transactional, step
+        self.keys, self.whole = keys, whole
         self.report = LoadReport(step=manifest.step, path=view.url, manifest=manifest)
         self.place = Place(comm.rank, comm.world_size, comm.nodes, partitions)
         self.prepared: list[tuple[StateComponent, Any]] = []
@@ -85,40 +89,76 @@ class Loading:
         with self._touching():
             self.reads = read_shared(self.comm, self.view.storage, self.view.folder, self.reads, self.io_threads)
 
-    def check(self) -> dict[str, list[bytes]]:
+    def check(self) -> dict[str, Any]:
         """Match saved and live state, and check the files that are needed. Live state is untouched.
 
         Returns, for sharded components, hashes of the saved names that this rank does not have: `judge` wants those
-        that no rank has. Raises StateMismatch, CheckpointCorrupt, StorageError.
+        that no rank has; and what `keys` asked for. Raises StateMismatch, CheckpointCorrupt, StorageError.
         """
         if self.step not in (None, self.view.manifest.step):
             raise CheckpointCorrupt(
                 f"{self.view.url} is of step {self.view.manifest.step}, and step {self.step} was found there before: it was "
                 "replaced meanwhile", path=self.view.url, file=MANIFEST_NAME, kind="format",
                 expected=self.step, actual=self.view.manifest.step)  # fmt: skip
+        for part in self._parts():
+            self.prepared.append((part.component, self._prepare(part)))
+        hashes = {key: [_hash(name) for name in names] for key, names in self.elsewhere.items()}
+        return {"elsewhere": hashes, "keys": None if self.keys is None else self.keys.answer}
+
+    def _parts(self) -> Iterator[Part]:
+        """What is to be loaded: all that both sides have, or what `keys` ask for."""
         saved = self.view.manifest.components
-        keys = {c.key for c in self.components}
+        given = {c.key for c in self.components}
+        others = [key for key in saved if key not in given]
+        if self.keys is not None:
+            self.report.unexpected = [key for key in others if self.whole and self.keys.asks_for(key)]
+            yield from parts(self.keys, self.view, self.components, self.place, self.report.missing)
+            return
         self.report.missing = [c.key for c in self.components if c.key not in saved and c.required]
-        self.report.unexpected = [key for key in saved if key not in keys]
+        self.report.unexpected = others
         for component in self.components:
             copy = copy_for(self.view.manifest, component, self.place) if component.key in saved else None
             if copy is not None:
-                self.prepared.append((component, self._prepare(component, copy)))
-        return {key: [content_hash(name.encode("utf-8", "surrogatepass")) for name in names]
-                for key, names in self.elsewhere.items()}  # fmt: skip
+                sharded = component.sharded or saved[component.key].pattern == "SHARDED"
+                yield Part(component, self.view.component(component.key, copy), sharded)
 
-    @staticmethod
-    def on_no_rank(found: list[dict[str, list[bytes]]]) -> dict[str, list[bytes]]:
-        """Of the names that ranks lack, those that all of them lack."""
-        return {key: [h for h in names if all(h in other for other in others)] for key, names in found[0].items()
-                if (others := [set(f.get(key, ())) for f in found[1:]]) or True}  # fmt: skip
+    def compared(self, found: list[dict[str, Any]]) -> dict[str, list[bytes]]:
+        """On rank 0: of the names that ranks lack, those that all of them lack. Raises RanksDisagree where `keys` are
+        not the same everywhere, StateMismatch where they ask for nothing."""
+        if self.keys is not None:
+            self._compare_keys([f["keys"] for f in found])
+        first, *others = [f["elsewhere"] for f in found]
+        lacking = [{key: set(names) for key, names in other.items()} for other in others]
+        return {
+            key: [h for h in names if all(h in other.get(key, ()) for other in lacking)] for key, names in first.items()
+        }
 
-    def _prepare(self, component: StateComponent, copy: int) -> Any:
+    def _compare_keys(self, found: list[dict[str, Any]]) -> None:
+        for key, (names, chosen) in found[0]["digests"].items():
+            for rank, other in enumerate(found):
+                # Ranks may have other names, of one stage of a pipeline, say.
+                if (theirs := other["digests"].get(key)) and theirs[0] == names and theirs[1] != chosen:
+                    raise RanksDisagree(
+                        f"keys ask for other names of component {key!r} on rank {rank} than on rank 0", ranks=[rank]
+                    )
+        unused = [p for p in found[0]["unused"] if all(p in other["unused"] for other in found)]
+        nothing = not any(other["chosen"] for other in found)
+        if nothing or (unused and self.strict):
+            which = ", ".join(map(repr, unused)) or "the function given as keys"
+            live = [f"{c.key}/..." for c in self.components]
+            raise StateMismatch(
+                f"{self.view.url}: {which} asks for nothing that the live state has; names there: {_some(live)}",
+                path=self.view.url,
+                missing=unused,
+                unexpected=[],
+                mismatched={},
+            )
+
+    def _prepare(self, part: Part) -> Any:
         """The saved state with destinations in place of the tensors, none of them read yet."""
-        stored = self.view.component(component.key, copy)
+        component, stored, sharded = part.component, part.stored, part.sharded
         state = component.stateful.state_dict()
         live = {t.name: t for t in capture(component.key, state, sharded=True).tensors}
-        sharded = component.sharded or self.view.manifest.components[component.key].pattern == "SHARDED"
         found = _Component(self, component, stored, live, dict(held_names(state) if sharded else ()), skip=sharded)
         file = f"{self.view.url}: component {component.key!r}"
         compare = getattr(component.stateful, "differences", None)
@@ -127,6 +167,10 @@ class Loading:
         if compare is not None:
             # Names and values first, so that nothing is allocated for a state that does not fit.
             self._compare(component, compare, decode(stored.tree, opaque=True, file=file), sharded)
+        if sharded:
+            self.elsewhere.setdefault(component.key, []).extend(part.unexpected)
+        else:
+            self.report.unexpected += [f"{component.key}/{name}" for name in part.unexpected]
         left = pruned(decode(stored.tree, found.leaf, opaque=True, file=file))
         return {} if left is SKIPPED else left
 
@@ -151,7 +195,7 @@ class Loading:
         """Raise StateMismatch for what must not be loaded; check the files that are to be read. Live state is untouched."""
         for key, names in self.elsewhere.items():
             unknown = set(on_no_rank.get(key, ()))
-            found = [n for n in names if content_hash(n.encode("utf-8", "surrogatepass")) in unknown]
+            found = [n for n in names if _hash(n) in unknown]
             self.report.unexpected += [f"{key}/{name}" for name in found]
             if key in self.nothing_here and len(found) == len(names):
                 self.unmatched.append(key)  # no rank has any of the names
@@ -162,12 +206,16 @@ class Loading:
     def _judge_names(self) -> None:
         """Of what does not fit, the worst."""
         where, report = self.view.url, self.report
+        # A load is of the components that were given; a restore is of all that was saved.
+        unexpected = [n for n in report.unexpected if self.whole or "/" in n]
         facts = {
-            "path": where, "missing": report.missing, "unexpected": report.unexpected, "mismatched": self.mismatched,
+            "path": where, "missing": report.missing, "unexpected": unexpected, "mismatched": self.mismatched,
         }  # fmt: skip
         if self.regrouped:
             raise self.regrouped[0]
         matched_any = any(c.key in self.view.manifest.components for c in self.components)
+        if self.keys is not None:
+            matched_any = not (self.keys.chosen and report.missing) or bool(self.prepared)
         if not matched_any or self.unmatched:
             what = f"component {self.unmatched[0]!r}" if self.unmatched else "the state"
             raise StateMismatch(
@@ -181,10 +229,10 @@ class Loading:
             raise StateMismatch(
                 f"{where}: {name!r} was saved as {saved}, the live state has {live}{more}{hint}", **facts
             )
-        if self.strict and (report.missing or report.unexpected):
+        if self.strict and (report.missing or unexpected):
             raise StateMismatch(
                 f"{where} and the live state have different keys: missing in the checkpoint: {_some(report.missing)}; "
-                f"unexpected in the checkpoint: {_some(report.unexpected)}; strict=False loads the rest", **facts)  # fmt: skip
+                f"unexpected in the checkpoint: {_some(unexpected)}; strict=False loads the rest", **facts)  # fmt: skip
 
     def read(self) -> None:
         """Read every byte into its place, verified. Raises CheckpointCorrupt, StorageError."""
@@ -210,8 +258,9 @@ class Loading:
             self.prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))
         ):
             component.stateful.load_state_dict(revived(state, f"{self.view.url}: component {component.key!r}"))
-            if isinstance(component.stateful, PlainState):
-                self.report.values[component.key] = component.stateful.loaded
+            owner = getattr(component.stateful, "whole", component.stateful)
+            if isinstance(owner, PlainState):
+                self.report.values[component.key] = owner.loaded
 
     def free_for_reading(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory may be read into: not shared with another destination, or with itself."""
@@ -357,6 +406,10 @@ class _Component:
             number = self.numbers[tensor.name]
             self.loading.view.check_files(piece.file for piece in self.stored.pieces(number, whole) if piece.file)
         return torch.empty(tensor.shape, dtype=dtype, device="cpu")
+
+
+def _hash(name: str) -> bytes:
+    return content_hash(name.encode("utf-8", "surrogatepass"))
 
 
 def torch_words(tensor: torch.Tensor) -> Words:

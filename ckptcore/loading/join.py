@@ -11,6 +11,7 @@ from ..ranks.groups import own_view, partitions
 from ..ranks.nodes import StorageMode, know_nodes, node_name, own_node
 from ..state.component import StateComponent
 from ..storage.base import Storage
+from .keys import Keys, Selection
 from .view import CheckpointView
 
 __all__ = ["join_load"]
@@ -23,29 +24,33 @@ def join_load(
     components: Sequence[StateComponent],
     groups: Mapping[str, Any],
     mode: StorageMode = "shared",
-) -> tuple[CheckpointView, dict[str, list[list[int]]]]:
-    """The view of the checkpoint, and the partitions of the groups as they are now. mode: whether nodes share their
-    storage; where they do not, each has a view of its own part, and may have it under another name.
+    keys: Keys | None = None,
+) -> tuple[CheckpointView, dict[str, list[list[int]]], Selection | None]:
+    """The view of the checkpoint, the partitions of the groups as they are now, and what `keys` ask for. mode: whether
+    nodes share their storage; where they do not, each has a view of its own part, and may have it under another name.
 
     Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StorageError, RanksDisagree, InvalidState.
     """
     opened: list[CheckpointView] = []
+    selections: list[Selection | None] = []
 
     if mode == "node":
         know_nodes(comm)
 
     def local() -> dict[str, Any]:
+        selections.append(None if keys is None else Selection(keys))
         opened.append(_opened(comm, storage, name, mode))
         views = {group: own_view(group, ranks, comm.rank, comm.world_size) for group, ranks in groups.items()}
-        keys = [component.key for component in components]
+        named = [component.key for component in components]
         manifest = opened[0].manifest
-        said = {"name": name, "components": keys, "digest": manifest.digest, "groups": views}
+        asked = None if selections[0] is None else selections[0].text
+        said = {"name": name, "components": named, "keys": asked, "digest": manifest.digest, "groups": views}
         return said | ({"name": "", "id": manifest.checkpoint_id, "node": manifest.node} if mode == "node" else {})
 
     def decide(calls: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
         if mode == "node":
             _check_parts(comm, storage.at(name), calls)
-        for what in ("name", "components") if mode == "node" else ("name", "components", "digest"):
+        for what in ("name", "components", "keys", *(() if mode == "node" else ("digest",))):
             wrong = [rank for rank, call in enumerate(calls) if call[what] != calls[0][what]]
             if wrong and what == "digest":
                 raise CheckpointCorrupt(f"{storage.at(name)}: ranks {wrong} read another manifest than rank 0: do they "
@@ -57,7 +62,7 @@ def join_load(
         return partitions([call["groups"] for call in calls])
 
     found = comm.together("load", local, decide, joining=True)
-    return opened[0], found
+    return opened[0], found, selections[0]
 
 
 def _opened(comm: Communicator, storage: Storage, name: str, mode: StorageMode) -> CheckpointView:

@@ -88,8 +88,14 @@ def test_missing_and_unexpected_components(ckpt) -> None:
     del state["opt"]
     with pytest.raises(StateMismatch) as caught:
         ckpt.load(state)
-    assert (caught.value.missing, caught.value.unexpected) == (["ema"], ["opt"])
+    # A load is of what it is given; components that only the checkpoint has are an error of a restore.
+    assert (caught.value.missing, caught.value.unexpected) == (["ema"], [])
     assert untouched(state)
+    for which in ("auto", 7):
+        with pytest.raises(StateMismatch) as caught:
+            ckpt.restore(state, which)
+        assert (caught.value.missing, caught.value.unexpected) == (["ema"], ["opt"])
+        assert untouched(state)
     report = ckpt.load(state, strict=False)
     assert (report.missing, report.unexpected) == (["ema"], ["opt"])
     assert state["net"]["b"].tolist() == [3.0]

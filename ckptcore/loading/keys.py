@@ -1,0 +1,436 @@
+"""Loading a part: which names of the live state are asked for, and which saved names they are read from.
+
+A part of a component is loaded as if the checkpoint held just that part, under the names of the live state, and the
+live state had nothing else. So everything that follows (checks, reading in place, other layouts) is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..errors import InvalidState, StateMismatch
+from ..format.codecs import BY_TYPE, keyed
+from ..format.digest import content_digest
+from ..format.layout import Box, LogicalTensor
+from ..format.values import Numbered, TensorRef, decode, encode, join_path
+from ..state.adapters import ModelState, OptimizerState
+from ..state.component import StateComponent
+from ..state.tree import Differences
+from .place import Place, copy_for
+from .view import CheckpointView, StoredComponent
+
+__all__ = ["Keys", "Part", "Selection", "parts"]
+
+Keys = str | Collection[str] | Callable[[str], "bool | str | None"]
+Path = tuple[Any, ...]
+
+
+class Selection:
+    """The `keys` of a load, checked; and what they chose on this rank.
+
+    A pattern asks for the names that it matches and for all that lies below them: "model", "model/*" and "m*" ask for
+    the component "model". `*` matches `/`, too. A function is called with each name of the live state, "component/name".
+    Raises InvalidState for what is neither.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self.function = keys if callable(keys) else None
+        found = () if callable(keys) else (keys,) if isinstance(keys, str) else keys
+        if self.function is None and (not isinstance(found, Collection) or isinstance(found, bytes)):
+            raise InvalidState(f"keys must be a name, a pattern, a list of them or a function, not {keys!r}")
+        self.patterns: list[str] = [*found]
+        if self.function is None and not (self.patterns and all(p and isinstance(p, str) for p in self.patterns)):
+            raise InvalidState(f"keys must be one or more names or patterns such as 'model/*', not {keys!r}")
+        self.used: set[str] = set()
+        self.chosen = 0
+        self.digests: dict[str, list[str]] = {}
+
+    @property
+    def text(self) -> str:
+        """What must be equal on all ranks."""
+        return "a function" if self.function is not None else repr(sorted(self.patterns))
+
+    def source(self, name: str) -> str | None:
+        """The saved name that the live `name` is read from; None when it is not asked for."""
+        if self.function is None:
+            matching = [pattern for pattern in self.patterns if _matches(pattern, name)]
+            self.used.update(matching)
+            return name if matching else None
+        try:
+            answer = self.function(name)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise InvalidState(f"the function given as keys fails for {name!r} ({what})") from error
+        if answer is None or isinstance(answer, bool):
+            return name if answer else None
+        if isinstance(answer, str) and (answer == name or answer.strip("/").count("/")):
+            return answer
+        raise InvalidState(
+            f"the function given as keys must give True, False or a saved name 'component/name'; for {name!r} it "
+            f"gives {answer!r}"
+        )
+
+    def asks_for(self, name: str) -> bool:
+        """Whether a name that only the checkpoint has is asked for; functions are for names of the live state."""
+        return any(_matches(pattern, name) for pattern in self.patterns)
+
+    def choose(self, key: str, names: Collection[str]) -> dict[str, str]:
+        """Live name -> saved name, both with the component, for what is asked for among `names` of a component."""
+        # A component without names (an empty dict, a fresh loader) goes by its own.
+        asked = [f"{key}/{name}" for name in names] or [key]
+        chosen = {name: source for name in asked if (source := self.source(name)) is not None}
+        self.chosen += len(chosen)
+        pairs = "\n".join(f"{name}\t{source}" for name, source in sorted(chosen.items()))
+        self.digests[key] = [content_digest("\n".join(sorted(asked)).encode("utf-8", "surrogatepass")),
+                             content_digest(pairs.encode("utf-8", "surrogatepass"))]  # fmt: skip
+        return chosen
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """What the other ranks need to know: patterns that match nothing here, how much was chosen, and what."""
+        unused = [pattern for pattern in self.patterns if pattern not in self.used]
+        return {"unused": unused, "chosen": self.chosen, "digests": self.digests}
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if name == pattern or name.startswith(f"{pattern}/") or fnmatchcase(name, pattern):
+        return True
+    above = pattern.removesuffix("/*")
+    return above != pattern and fnmatchcase(name, above)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is loaded of one component: its owner here, what is stored for it, and names that only the checkpoint has."""
+
+    component: StateComponent
+    stored: StoredComponent
+    sharded: bool
+    unexpected: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _From:
+    """A tensor of a stored component, wherever it is put."""
+
+    stored: StoredComponent
+    ref: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A stored component that names are read from: its state, and the paths in it by name."""
+
+    stored: StoredComponent
+    state: Any
+    sharded: bool
+
+
+def parts(
+    selection: Selection, view: CheckpointView, components: Sequence[StateComponent], place: Place, missing: list[str]
+) -> Iterator[Part]:
+    """What `selection` asks for, component by component; `missing` gets the names that the checkpoint lacks.
+
+    Raises InvalidState, StateMismatch, CheckpointCorrupt, StorageError.
+    """
+    for component in components:
+        key, owner = component.key, component.stateful
+        state = owner.state_dict()
+        names = _live_names(owner, state)
+        chosen = selection.choose(key, names)
+        sources: dict[str, _Source | None] = {}
+        for saved_key in dict.fromkeys(source.partition("/")[0] for source in chosen.values()):
+            if saved_key in view.manifest.components:
+                sources[saved_key] = _source(view, component, saved_key, place)
+            elif saved_key == key:
+                # Not one of its names is there. It may be lacking where that was said.
+                missing += [key] if component.required else []
+                chosen = {n: s for n, s in chosen.items() if s.partition("/")[0] != key}
+        if not chosen or (sources and all(source is None for source in sources.values())):
+            continue  # nothing is asked for, or the live state is to stay (on_resize="keep")
+        whole = _whole(selection, key, owner, names, chosen, sources)
+        if whole is not None:
+            yield Part(component, whole.stored, whole.sharded)
+            continue
+        make = _part_of_optimizer if isinstance(owner, OptimizerState) else _part_of_tree
+        found = make(selection, component, names, chosen, sources, missing)
+        if found is not None:
+            yield found
+
+
+def _source(view: CheckpointView, component: StateComponent, key: str, place: Place) -> _Source | None:
+    copy = copy_for(view.manifest, replace(component, key=key), place)
+    if copy is None:
+        return None
+    stored = view.component(key, copy)
+    file = f"{view.url}: component {key!r}"
+    state = decode(stored.tree, lambda ref: _From(stored, ref), opaque=True, file=file)
+    return _Source(stored, state, component.sharded or view.manifest.components[key].pattern == "SHARDED")
+
+
+def _whole(
+    selection: Selection, key: str, owner: Any, names: Collection[str], chosen: Mapping[str, str],
+    sources: Mapping[str, _Source | None],
+) -> _Source | None:  # fmt: skip
+    """The stored component, where all of the live one is read from all of it, under the same names.
+
+    It is handed over in its saved shape then, as without `keys`: a loader's state may have grown.
+    """
+    if len(sources) != 1 or len(chosen) < len(names):
+        return None
+    ((saved_key, source),) = sources.items()
+    if source is None or any(s != saved_key + n[len(key) :] for n, s in chosen.items()):
+        return None
+    if selection.function is not None:
+        return None if names and hasattr(owner, "differences") else source
+    return source if all(selection.asks_for(f"{key}/{name}") for name in _saved_names(owner, source.state)) else None
+
+
+def _live_names(owner: Any, state: Any) -> dict[str, Path]:
+    """Names of a state's parts, and where they are in it. Those of an optimizer are the names of its parameters."""
+    if isinstance(owner, OptimizerState):
+        return {name: (name,) for name in state["group_of"]}
+    return dict(_leaves(state))
+
+
+def _saved_names(owner: Any, state: Any) -> dict[str, Path]:
+    if not isinstance(owner, OptimizerState):
+        return dict(_leaves(state))
+    groups = state.get("group_of") if isinstance(state, dict) else None
+    wanted = ("state", "shapes", "groups")
+    if not isinstance(groups, dict) or not all(isinstance(state.get(name), dict) for name in wanted):
+        raise StateMismatch("the saved state is not that of an OptimizerState (no groups of named parameters)")
+    return {name: (name,) for name in groups}
+
+
+def _leaves(state: Any, path: Path = (), keys: Path = ()) -> Iterator[tuple[str, Path]]:
+    """Name and path of all leaves of nested dicts, named as in `key_names`."""
+    items = keyed(state)
+    if items is None or (path and not items):
+        yield (join_path(path) if path else "value"), keys
+        return
+    for key, item in items.items():
+        step = key if isinstance(key, str) else Numbered(key)
+        yield from _leaves(item, (*path, step), (*keys, key))
+
+
+def _inner(state: Any, path: Path = (), keys: Path = ()) -> Iterator[tuple[str, Path]]:
+    """Name and path of the dicts in a state that is a dict."""
+    for key, item in (keyed(state) or {}).items():
+        step = key if isinstance(key, str) else Numbered(key)
+        if keyed(item) is not None:
+            yield join_path((*path, step)), (*keys, key)
+            yield from _inner(item, (*path, step), (*keys, key))
+
+
+def _at(state: Any, path: Path) -> Any:
+    for key in path:
+        state = (keyed(state) or {})[key]
+    return state
+
+
+def _put(tree: dict[Any, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _part_of_tree(
+    selection: Selection, component: StateComponent, names: dict[str, Path], chosen: Mapping[str, str],
+    sources: Mapping[str, _Source | None], missing: list[str],
+) -> Part | None:  # fmt: skip
+    """A part of nested dicts, leaf by leaf."""
+    key = component.key
+    held = {k: (s, dict([*_inner(s.state), *_leaves(s.state)])) for k, s in sources.items() if s is not None}
+    taken: dict[Path, Any] = {}
+    for name, saved_name in chosen.items():
+        saved_key, _, rest = saved_name.partition("/")
+        if name == key:
+            continue  # it has no names here
+        source, paths = held.get(saved_key, (None, {}))
+        if source is not None and rest in paths:
+            taken[names[name.partition("/")[2]]] = _at(source.state, paths[rest])
+        elif saved_key not in sources or source is not None:
+            missing.append(name)
+    unexpected: list[str] = []
+    if (own := sources.get(key)) is not None and selection.patterns:
+        here = set(names.values())
+        above = {path[:n] for path in here for n in range(len(path))}
+        for name, path in _leaves(own.state):
+            known = path in above or any(path[:n] in here for n in range(len(path) + 1))
+            if known or not selection.asks_for(f"{key}/{name}"):
+                continue
+            if hasattr(component.stateful, "differences"):
+                unexpected.append(name)
+            else:
+                taken[path] = _at(own.state, path)
+    if not taken:
+        return None
+    tree: Any = {}
+    for path, value in taken.items():
+        if path:
+            _put(tree, path, value)
+        else:
+            tree = value
+    sharded = any(source.sharded for source, _ in held.values())
+    owner = _owner(component.stateful, list(taken))
+    return Part(replace(component, stateful=owner), _stored(tree), sharded, unexpected)
+
+
+def _part_of_optimizer(
+    selection: Selection, component: StateComponent, names: dict[str, Path], chosen: Mapping[str, str],
+    sources: Mapping[str, _Source | None], missing: list[str],
+) -> Part | None:  # fmt: skip
+    """The state of some parameters. The options of a group come along where all its parameters do, from one group."""
+    key, owner = component.key, component.stateful
+    held = {k: s for k, s in sources.items() if s is not None}
+    saved = {f"{k}/{name}": s.state for k, s in held.items() for name in _saved_names(owner, s.state)}
+    live = owner.state_dict()
+    tree: dict[str, Any] = {"state": {}, "group_of": {}, "shapes": {}, "groups": {}}
+    origins: dict[int, list[Any]] = {number: [] for number in live["groups"]}
+    for name, number in live["group_of"].items():
+        saved_name = chosen.get(f"{key}/{name}")
+        state = saved.get(saved_name or "")
+        if (
+            saved_name is not None
+            and state is None
+            and saved_name.partition("/")[0] not in sources.keys() - held.keys()
+        ):
+            missing.append(f"{key}/{name}")
+        if saved_name is None or state is None:
+            origins[number].append(None)
+            continue
+        rest = saved_name.partition("/")[2]
+        tree["group_of"][name], tree["shapes"][name] = number, state["shapes"].get(rest)
+        if rest in state["state"]:
+            tree["state"][name] = state["state"][rest]
+        origins[number].append((saved_name.partition("/")[0], state["group_of"][rest]))
+    if not tree["group_of"]:
+        return None
+    for number, found in origins.items():
+        origin = found[0] if found and all(o == found[0] for o in found) else None
+        tree["groups"][number] = {} if origin is None else held[origin[0]].state["groups"].get(origin[1], {})
+    own = held.get(key)
+    extra = (
+        [n for n in _saved_names(owner, own.state) if n not in names and selection.asks_for(f"{key}/{n}")]
+        if own
+        else []
+    )
+    part = _OptimizerPart(owner, set(tree["group_of"]))
+    return Part(replace(component, stateful=part), _stored(tree), any(s.sharded for s in held.values()), extra)
+
+
+def _stored(tree: Any) -> StoredComponent:
+    """A component that is made of tensors of others, named by where they are in `tree`."""
+    tensors: list[LogicalTensor] = []
+    origins: list[_From] = []
+    first: dict[tuple[int, int], int] = {}
+
+    def leaf(path: Path, value: Any) -> TensorRef | None:
+        if type(value) is not _From:
+            return None
+        number, kept = value.ref.index, value.stored.tensors
+        if not 0 <= number < len(kept):
+            raise ValueError(f"the tree refers to tensor {number} of {len(kept)}")
+        tensor = kept[number]
+        target = number if tensor.alias_of is None else tensor.alias_of
+        at = first.setdefault((id(value.stored), target), len(tensors))
+        alias = None if at == len(tensors) else at
+        layout = kept[target].layout if alias is None else None
+        name = join_path(path) if path else "value"
+        tensors.append(LogicalTensor(name, tensor.dtype, tensor.shape, layout, alias))
+        origins.append(value)
+        return TensorRef(len(tensors) - 1, value.ref.numpy)
+
+    def find(number: int, box: Box) -> Iterator[Any]:
+        return origins[number].stored.pieces(origins[number].ref.index, box)
+
+    return StoredComponent(encode(tree, leaf), tensors, find)
+
+
+class _PartOwner:
+    """The owner of a component, with some paths of its state only; what is not asked for stays as it is."""
+
+    def __init__(self, whole: Any, paths: Sequence[Path]) -> None:
+        self.whole, self.paths = whole, paths
+        self.restore_last = bool(getattr(whole, "restore_last", False))
+
+    def state_dict(self) -> Any:
+        state = self.whole.state_dict()
+        tree: dict[Any, Any] = {}
+        for path in self.paths:
+            try:
+                value = _at(state, path)
+            except KeyError:  # only the checkpoint has it
+                continue
+            if not path:
+                return value
+            _put(tree, path, value)
+        return tree
+
+    def load_state_dict(self, part: Any) -> None:
+        taken = {}
+        for path in self.paths:
+            try:
+                taken[path] = _at(part, path)
+            except KeyError:  # a part that belongs to other ranks
+                continue
+        if isinstance(self.whole, ModelState):  # takes what it is given
+            self.whole.load_state_dict({path[0]: value for path, value in taken.items()})
+        elif taken:
+            self.whole.load_state_dict(_with(self.whole.state_dict(), taken))
+
+
+class _JudgedOwner(_PartOwner):
+    """One that knows what fits its state."""
+
+    def differences(self, saved: Any) -> Differences:
+        return _fit(self.whole, saved)
+
+
+class _OptimizerPart:
+    """The state of some parameters of an optimizer."""
+
+    def __init__(self, whole: OptimizerState, names: set[str]) -> None:
+        self.whole, self.names = whole, names
+        self.allocate = whole.allocate
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.whole.state_dict()
+        some = {
+            part: {n: v for n, v in state[part].items() if n in self.names} for part in ("state", "group_of", "shapes")
+        }
+        return {**some, "groups": state["groups"]}
+
+    def differences(self, saved: Any) -> Differences:
+        return _fit(self.whole, saved)
+
+    def load_state_dict(self, part: Mapping[str, Any]) -> None:
+        live = self.whole.state_dict()
+        groups = {number: part["groups"].get(number) or options for number, options in live["groups"].items()}
+        self.whole.load_state_dict({**live, "state": {}, **part, "groups": groups})
+
+
+def _fit(whole: Any, part: Any) -> Differences:
+    """How what is there fits; what is missing or unexpected was found out when the part was chosen."""
+    return Differences([], [], 1, whole.differences(part).mismatched)
+
+
+def _owner(whole: Any, paths: Sequence[Path]) -> _PartOwner:
+    return (_JudgedOwner if hasattr(whole, "differences") else _PartOwner)(whole, paths)
+
+
+def _with(state: Any, taken: Mapping[Path, Any]) -> Any:
+    """A copy of nested dicts with other values at some paths. What is not on the way to them is the same object."""
+    if () in taken:
+        return taken[()]
+    below: dict[Any, dict[Path, Any]] = {}
+    for path, value in taken.items():
+        below.setdefault(path[0], {})[path[1:]] = value
+    items = keyed(state) or {}
+    new = {key: _with(item, below.pop(key)) if key in below else item for key, item in items.items()}
+    new |= {key: _with({}, rest) for key, rest in below.items()}
+    return new if type(state) is dict or type(state) not in BY_TYPE else BY_TYPE[type(state)].decode(new)
