@@ -270,9 +270,9 @@ class CheckpointManager:
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional, "keys": keys}
         how["whole"] = True
         if which != "auto":
-            report = self._load(state, which, how)
-            self._compare_hash(report, training_args_hash)
-            return report
+            named = self._load(state, which, how)
+            self._compare_hash(named, training_args_hash)
+            return named
         self._saves.settle()
         how["broadcast"] = self.load_broadcast
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all

@@ -208,7 +208,7 @@ def test_components_that_were_not_given(ckpt) -> None:
         with pytest.raises(StateMismatch) as caught:
             ckpt.restore({"model": net(2)}, which, keys=["model", "*e*"])
         assert caught.value.unexpected == ["counters", "optimizer", "scheduler"]
-        with pytest.raises(StateMismatch, match="'optim[*]' asks for nothing that the live state has"):
+        with pytest.raises(StateMismatch, match=r"'optim[*]' asks for nothing that the live state has"):
             ckpt.restore({"model": net(2)}, which, keys=["model", "optim*"])
 
 
