@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .environment import DistributedEnvironment
+from .log_paths import path_in_root, relative_to_root
 
 if TYPE_CHECKING:
     from .trainer_parts import TrainerParts
@@ -17,22 +17,19 @@ __all__ = ["add_reporters", "choose_logging_dir", "set_log_level", "stored_loggi
 
 
 def choose_logging_dir(args: Any, env: DistributedEnvironment, metadata: dict[str, Any]) -> str:
-    """As given; else that of the run which is resumed, wherever its root is by now; else a new one. The same on all ranks."""
+    """As given; else that of the run which is resumed, where it lies in this root; else a new one. The same on all ranks."""
     if args.logging_dir is not None:
         return str(args.logging_dir)
+    chosen = os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{env.host}")
     stored = metadata.get("logging_dir")
-    if isinstance(stored, str):
-        return os.path.join(args.output_dir, stored)
-    name = env.broadcast_object(f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{env.host}")
-    return os.path.join(args.output_dir, "runs", name)
+    if env.rank == 0 and stored is not None and path_in_root(stored, args.output_dir) is not None:
+        chosen = stored
+    return os.path.join(args.output_dir, str(env.broadcast_object(chosen)))
 
 
 def stored_logging_dir(args: Any, folder: str | None) -> str | None:
-    """As a checkpoint's metadata holds it: relative where it lies in the root, which may be moved."""
-    if folder is None:
-        return None
-    path = Path(folder)
-    return str(path.relative_to(args.output_dir) if path.is_relative_to(args.output_dir) else path.absolute())
+    """As a checkpoint's metadata holds it: relative to the root. One that lies elsewhere is the user's to name again."""
+    return None if folder is None else relative_to_root(folder, args.output_dir)
 
 
 def add_reporters(trainer: TrainerParts) -> None:

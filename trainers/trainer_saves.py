@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptcore import (
@@ -167,7 +168,10 @@ class Saves:
             return None, {}
         self.last_step = trainer.state.global_step if wanted is True else None
         self.refuse_to_run_into(report.skipped)
-        metadata = report.manifest.metadata
+        metadata = dict(report.manifest.metadata)
+        if Path(report.path or "").resolve().parent != Path(args.output_dir).resolve():
+            trainer.callbacks.resumed_elsewhere()
+            metadata.pop("logging_dir", None)
         if trainer.rank == 0:
             log.info("resumed from step %d (%s)", trainer.state.global_step, report.path)
             self.tell_changes(report.manifest.world_size, metadata)

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from ..log_paths import path_in_root, relative_to_root
 from .protocol import TrainerCallback, TrainerState
 
 __all__ = ["JsonArrayFile", "JsonLogger", "ResumableJsonFile", "plain", "read_json_array"]
@@ -134,7 +135,11 @@ def _later(record: Mapping[str, Any], step: int) -> bool:
 
 
 class ResumableJsonFile:
-    """A JsonArrayFile in the logging directory of a run, found again by a run that is resumed."""
+    """A JsonArrayFile in the logging directory of a run, found again by a run that is resumed.
+
+    A checkpoint names it relative to output_dir, or says that it lay outside: then it is looked for in the logging_dir that
+    the user gives again. Nothing else that a checkpoint says is believed.
+    """
 
     def __init__(self, file_name: str) -> None:
         self.file_name = file_name
@@ -145,7 +150,7 @@ class ResumableJsonFile:
         """As new: nothing is open, nothing is to be found again."""
         self.close()
         self.path: Path | None = None
-        self._place: str | None = None  # in output_dir
+        self._inside: str | None = None  # its path in output_dir
         self._last_step = -1
         self._held: dict[str, Any] | None = None
 
@@ -157,19 +162,18 @@ class ResumableJsonFile:
         root = Path(getattr(args, "output_dir", None) or ".")
         if held is not None:
             # A root that was moved or copied has the file of this run in it.
-            known = [root / held["place"]] if held["place"] is not None else []
-            found = [path for path in [*known, Path(held["path"])] if path.exists()]
-            if not found:
-                log.warning("the log %s is gone; a new one is started", held["path"])
-            elif self._start(found[0], root).reopen(state.global_step):
+            named = held["place"]
+            found = Path(logging_dir) / self.file_name if named is None else path_in_root(named, root, self.file_name)
+            if found is not None and not found.exists():
+                log.warning("the log %s is gone; a new one is started", found)
+            elif found is not None and self._start(found, root).reopen(state.global_step):
                 return False
         self._start(Path(logging_dir) / self.file_name, root).create()
         return True
 
     def _start(self, path: Path, root: Path) -> JsonArrayFile:
         self.path = path.absolute()
-        inside = self.path.is_relative_to(root.absolute())
-        self._place = str(self.path.relative_to(root.absolute())) if inside else None
+        self._inside = relative_to_root(path, root)
         self._file = JsonArrayFile(self.path)
         return self._file
 
@@ -190,12 +194,16 @@ class ResumableJsonFile:
     def state_dict(self) -> dict[str, Any]:
         if self._held is not None:
             return dict(self._held)
-        path = None if self.path is None else str(self.path)
-        return {"path": path, "place": self._place, "step": self._last_step}
+        return {"written": self.path is not None, "place": self._inside, "step": self._last_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
-        self._held = dict(state) if state.get("path") is not None else None
+        if state.get("written") or state.get("path") is not None:  # "path": as earlier versions said it
+            self._held = {"written": True, "place": state.get("place"), "step": state.get("step", -1)}
+
+    def resumed_elsewhere(self) -> None:
+        """The checkpoint is one of another root: the file is not this run's."""
+        self._held = None
 
 
 class JsonLogger(TrainerCallback):
@@ -245,3 +253,7 @@ class JsonLogger(TrainerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.file.load_state_dict(state)
+
+    def resumed_elsewhere(self) -> None:
+        """The checkpoint is another run's: that one's file stays as it is."""
+        self.file.resumed_elsewhere()

@@ -110,6 +110,10 @@ class _NormFile(_Watcher):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.file.load_state_dict(state)
 
+    def resumed_elsewhere(self) -> None:
+        """The checkpoint is another run's: that one's file stays as it is."""
+        self.file.resumed_elsewhere()
+
 
 class GradNormLogger(_NormFile):
     """Writes the norm of each parameter's gradient, as the optimizer got it, to `<logging_dir>/gradient_norms.json` at

@@ -50,7 +50,8 @@ class TrainerCallback:
     rest as `**kwargs`. It changes `control` in place, or returns another one for those that come after it. A callback
     with `state_dict()` and `load_state_dict()` is kept in the checkpoints under its `name`; rank 0's state is what all
     ranks get back, or with `state_per_rank = True` each rank its own. `close()` is called when training ends with an
-    error: local cleanup, nothing that waits for other ranks.
+    error: local cleanup, nothing that waits for other ranks. `resumed_elsewhere()` is called after a load from another
+    root than output_dir: files that the state names are another run's then.
     """
 
     state_per_rank = False
@@ -242,6 +243,13 @@ class CallbackHandler:
                     close()
                 except Exception:
                     log.exception("%s could not be closed", name_of(callback))
+
+    def resumed_elsewhere(self) -> None:
+        """The state that was loaded is that of another run, in another root: its log files are not this run's."""
+        for callback in self.callbacks:
+            tell = getattr(callback, "resumed_elsewhere", None)
+            if callable(tell):
+                tell()
 
     # State.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..log_paths import path_in_root, relative_to_root
 from .json_log import plain
 from .protocol import TrainerCallback, TrainerState
 
@@ -29,7 +30,8 @@ class ResumableSummaryWriter(TrainerCallback):
     """Torch's SummaryWriter, made when it is first used. In the callback list its directory is kept in checkpoints.
 
     A resumed run writes into the same directory, and what an earlier process logged after the step of the checkpoint
-    is hidden: one curve, no zig-zag. log_dir: by default the trainer's logging_dir.
+    is hidden: one curve, no zig-zag. That is so where the directory lies in output_dir, or is given again; what another run
+    wrote is never hidden. log_dir: by default the trainer's logging_dir.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
@@ -77,7 +79,7 @@ class ResumableSummaryWriter(TrainerCallback):
         if self._writer is None:
             make = _summary_writer()
             held, self._held = self._held, None
-            found = None if held is None or held["log_dir"] is None else self._find(held)
+            found = None if held is None or held["place"] is None else self._find(held["place"])
             if found is None:
                 if self.log_dir is None:
                     raise ValueError("ResumableSummaryWriter: no log_dir, and the trainer has no logging_dir")
@@ -88,16 +90,13 @@ class ResumableSummaryWriter(TrainerCallback):
             self._writer = make(str(found), purge_step=step + 1 if step > 0 else None)
         return self._writer
 
-    def _find(self, held: Mapping[str, Any]) -> Path | None:
+    def _find(self, named: Any) -> Path | None:
         # A root that was moved or copied has the directory of this run in it.
-        places: list[Path] = [Path(held["log_dir"])]
-        if self._root is not None and held["place"] is not None:
-            places.insert(0, self._root / held["place"])
-        for path in places:
-            if path.is_dir():
-                return path
-        log.warning("the TensorBoard directory %s is gone; writing to %s", held["log_dir"], self.log_dir)
-        return None
+        path = None if self._root is None else path_in_root(named, self._root)
+        if path is not None and not path.is_dir():
+            log.warning("the TensorBoard directory %s is gone; writing to %s", path, self.log_dir)
+            return None
+        return path
 
     def __getattr__(self, name: str) -> Any:
         # Trainers look for handlers and more on every callback, and must not make a writer.
@@ -127,16 +126,18 @@ class ResumableSummaryWriter(TrainerCallback):
         if self._held is not None:
             return dict(self._held)  # nothing was written since: what is to be hidden is still the same
         step = 0 if self._state is None else self._state.global_step
-        if self._active is None:
-            return {"log_dir": None, "place": None, "step": step}
-        inside = self._root is not None and self._active.is_relative_to(self._root)
-        place = str(self._active.relative_to(self._root)) if self._root is not None and inside else None
-        return {"log_dir": str(self._active), "place": place, "step": step}
+        known = self._active is not None and self._root is not None
+        return {"place": relative_to_root(self._active, self._root) if known else None, "step": step}  # type: ignore[arg-type]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
         # Also if nothing had been written: what was written since is to be hidden all the same.
-        self._held = dict(state)
+        step = state.get("step")
+        self._held = {"place": state.get("place"), "step": step if type(step) is int else 0}
+
+    def resumed_elsewhere(self) -> None:
+        """The checkpoint is another run's: that one's directory stays as it is."""
+        self._held = None
 
 
 def _largest_in_gib(value: Any, record: Mapping[str, Any]) -> float:
