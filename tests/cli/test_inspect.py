@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from ckptcore import CheckpointManager
+from ckptcore import CheckpointManager, open_checkpoint
 
 from .conftest import Ckpt
 
@@ -145,7 +145,11 @@ def test_deep_metadata_is_printed(ckpt: Ckpt, tmp_path: Path) -> None:
     for _ in range(600):
         metadata = {"n": metadata}
     with CheckpointManager(tmp_path / "deep") as manager:
-        manager.save(1, {"train": {"step": 1}}, metadata=metadata)
+        manager.save(1, {"train": {"step": 1}})
+    # A save refuses it by now; earlier ones did not.
+    with open_checkpoint(tmp_path / "deep" / "checkpoint-1") as view:
+        view.manifest.metadata = metadata
+        (tmp_path / "deep" / "checkpoint-1" / "checkpoint_manifest.json").write_bytes(view.manifest.encode())
     assert ckpt("inspect", tmp_path / "deep").code == 0
     done = ckpt("inspect", tmp_path / "deep", "--json")
     assert done.code == 0 and done.document["checkpoint"]["metadata"] == metadata
