@@ -142,9 +142,12 @@ class _Resized:
                               CheckpointWarning, stacklevel=2)  # fmt: skip
             return None
         if policy == "error":
+            rng = getattr(component.stateful, "restore_last", False)
+            where = "RNGState(on_resize='keep')" if rng else f"StateComponent({component.key!r}, ..., on_resize='keep')"
             raise StateMismatch(
-                f"component {component.key!r} was saved for {changed}; {hint}set on_resize='keep' to go on "
-                f"with the live state, or to a function (new {self.what}, new size, old size) -> old {self.what}")  # fmt: skip
+                f"component {component.key!r} was saved for {changed}; {hint}set on_resize='keep' to go on with the "
+                f"live state ({where}), or to a function (new {self.what}, new size, old size) -> old {self.what}"
+            )
         answer = policy(own, now, self.count)
         if type(answer) is not int or not 0 <= answer < self.count:
             raise StateMismatch(f"component {component.key!r}: on_resize gave {answer!r} for {self.what} {own} of {now}; "

@@ -366,6 +366,8 @@ def _adapted(component: StateComponent, modules: dict[str, Any]) -> StateCompone
         adapter = PlainState(stateful)
     adapted = StateComponent(**{name: getattr(component, name) for name in component.__slots__})
     adapted.stateful = adapter
+    if isinstance(stateful, RNGState) and component.on_resize == "error":
+        adapted.on_resize = stateful.on_resize
     return adapted
 
 

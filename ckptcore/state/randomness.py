@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CheckpointWarning, StateMismatch
-from .component import SharingPattern
+from ..errors import CheckpointWarning, InvalidState, StateMismatch
+from .component import OnResize, SharingPattern
 
 __all__ = ["RNGState"]
 
@@ -20,10 +20,18 @@ class RNGState:
     """The random streams of python, numpy and torch: CPU and every accelerator. One of its own per rank.
 
     Restored after everything else, so that nothing draws between restoring and the first step.
+
+    on_resize: what happens on another number of ranks: "error" (default), "keep" (the streams stay as they are, with a
+    warning), or a function (new rank, new size, old size) -> old rank. Raises InvalidState for anything else.
     """
 
     sharing_pattern = SharingPattern.PER_RANK
     restore_last = True
+
+    def __init__(self, on_resize: OnResize = "error") -> None:
+        if on_resize not in ("error", "keep") and not callable(on_resize):
+            raise InvalidState(f"on_resize must be 'error', 'keep' or a function, not {on_resize!r}")
+        self.on_resize = on_resize
 
     def state_dict(self) -> dict[str, Any]:
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ckptcore import CheckpointManager, RNGState, SharingPattern, StateMismatch
+from ckptcore import CheckpointManager, InvalidState, RNGState, SharingPattern, StateMismatch
+from ckptcore.testing.ranks import run_ranks
 
 
 def draws() -> list:
@@ -163,3 +165,44 @@ def test_a_state_that_is_none_leaves_all_streams_as_they_are(change) -> None:
         RNGState().load_state_dict(change(other))
     assert isinstance(caught.value.__cause__, Exception)
     assert draws() == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_on_another_number_of_ranks(size: int, tmp_path: Path) -> None:
+    """The dict of README's example on other numbers of ranks: what is not said is inferred, streams may stay."""
+
+    def state(number: float, **how) -> dict:
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, number)
+        return {"model": model, "rng": RNGState(**how), "n": {"at": number}}
+
+    def save(comm) -> None:
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(1, state(3.0))
+
+    def restore(comm) -> tuple:
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            live = state(0.0, on_resize="keep")
+            ckpt.restore(live)
+            error = None
+            try:
+                ckpt.restore(state(0.0))
+            except StateMismatch as raised:
+                error = str(raised)
+            return live["model"].weight[0, 0].item(), error
+
+    run_ranks(2, save)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run_ranks(size, restore)
+    assert [value for value, _ in found] == [3.0] * size
+    if size == 2:
+        assert [error for _, error in found] == [None, None] and not caught
+    else:
+        assert all("RNGState(on_resize='keep')" in error for _, error in found)
+        assert len(caught) == 1 and "the live state stays" in str(caught[0].message)
+
+
+def test_on_resize_is_checked_where_it_is_given() -> None:
+    with pytest.raises(InvalidState, match="on_resize"):
+        RNGState(on_resize="ignore")
