@@ -34,6 +34,7 @@ __all__ = [
     "best_of",
     "candidates",
     "copies",
+    "entry",
     "find",
     "first_that_loads",
     "newest_that_loads",
@@ -210,6 +211,12 @@ def find(url: str, infos: Sequence[CheckpointInfo], run_id: str | None, step: in
             f"{url} has {what}; steps there: {', '.join(map(str, steps)) or 'none'}{lacking}",
             path=url, step=step if isinstance(step, int) else None, available=steps)  # fmt: skip
     return matching[-1]
+
+
+def entry(infos: Sequence[CheckpointInfo], name: str) -> CheckpointInfo | None:
+    """The entry of that name, of the first root that has one."""
+    found = [i for i in infos if split_url(i.url)[1] == name and i.status not in ("partial", "elsewhere")]
+    return found[-1] if found else None
 
 
 def copies(infos: Sequence[CheckpointInfo], info: CheckpointInfo) -> list[str]:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
 
-from .choice import best_of, candidates, copies, find, first_that_loads, newest_that_loads
+from .choice import best_of, candidates, copies, entry, find, first_that_loads, newest_that_loads
 from .coordinator import CheckpointCoordinator, default_io_threads, meet
 from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, InvalidState, NoUsableCheckpoint
 from .events import OnEvent, SaveEvent
@@ -233,16 +233,25 @@ class CheckpointManager:
     def _load(self, state: Any, step: int | str | os.PathLike[str], how: dict[str, Any]) -> LoadReport:
         self._saves.settle()
         how["broadcast"] = self.load_broadcast
-        elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best")
+        bare = isinstance(step, str) and step.startswith("checkpoint-") and "/" not in step
+        elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best") and not bare
         if elsewhere:
             coordinator, _ = self._call(state, lambda: f"load of {step}", lambda _: None)
             where = self._root.named(os.fspath(step)) or (open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
             return coordinator.load(*where, **how)
-        coordinator, seen = self._root.meet_and_look(
-            partial(self._call, state, lambda: f"load of {step}"),
-            lambda infos: [copies(infos, info := self._chosen(infos, step)), info.step],  # type: ignore[arg-type]
-        )
+
+        def choose(infos: Checkpoints) -> list[Any]:
+            info = entry(infos, step) if bare else self._chosen(infos, step)  # type: ignore[arg-type]
+            return [[], None] if info is None else [copies(infos, info), info.step]
+
+        coordinator, seen = self._root.meet_and_look(partial(self._call, state, lambda: f"load of {step}"), choose)
         names, how["step"] = seen.chosen
+        if not names:  # no entry of the root, so it is a folder here
+            try:
+                return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
+            except CheckpointNotFound as error:
+                error.message += f", and {self.root} has no entry {step!r}"
+                raise
         report = first_that_loads(names, lambda name: coordinator.load(*self._root.place(seen.here(name)), **how))
         self._adopt(report)
         return report
@@ -313,8 +322,8 @@ class CheckpointManager:
 
         None when no checkpoint has the metric. Raises InvalidState when it is not known what to go by.
         """
-        rule = best_rule(self.keep, metric, mode)
         seen = self._root.look()
+        rule = best_rule(self.keep, metric, mode, seen.infos)
         return best_of(seen.infos, self._run_id or seen.run, rule)
 
     def pin(self, step: int) -> None:
@@ -404,8 +413,9 @@ class CheckpointManager:
     def _chosen(self, infos: Checkpoints, step: int | str) -> CheckpointInfo:
         if step != "best":
             return find(self.root, infos, self._run_id, step)
-        if (best := best_of(infos, self._run_id, best_rule(self.keep, None, None))) is None:
-            metric = best_rule(self.keep, None, None).metric
+        rule = best_rule(self.keep, None, None, infos)
+        if (best := best_of(infos, self._run_id, rule)) is None:
+            metric = rule.metric
             raise CheckpointNotFound(f"{self.root} has no checkpoint with a metric {metric!r}", path=self.root)
         return best
 

@@ -161,14 +161,20 @@ def delete_all(
             tell(f"{info.url} could not be deleted: {error}")
 
 
-def best_rule(policy: RetentionPolicy | None, metric: str | None, mode: str | None) -> KeepBest:
+def best_rule(
+    policy: RetentionPolicy | None, metric: str | None, mode: str | None, infos: Sequence[CheckpointInfo] = ()
+) -> KeepBest:
     """What "best" means: the metric that is asked for, else that of the first KeepBest in `policy`.
 
-    Raises InvalidState when neither says.
+    Raises InvalidState, with the metrics that `infos` have, when neither says.
     """
     rules = list(_best_rules(policy)) if policy is not None else []
     if metric is None and not rules:
-        raise InvalidState("which checkpoint is best? Give keep=... | KeepBest(metric, mode), or best(metric, mode)")
+        there = ", ".join(sorted({name for info in infos for name in info.metrics})) or "none"
+        raise InvalidState(
+            "which checkpoint is best? Give keep=... | KeepBest(metric, mode), or best(metric, mode); "
+            f"metrics in the checkpoints: {there}"
+        )
     known = next((rule for rule in rules if metric in (None, rule.metric)), None)
     return KeepBest(metric or rules[0].metric, mode or (known.mode if known else "min"))  # type: ignore[arg-type]
 

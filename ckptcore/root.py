@@ -39,9 +39,9 @@ _OURS = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CheckpointInfo:
-    """One entry of a root. `status` is "committed", "uncommitted" (no manifest), "damaged" (it does not verify, or a
+    """One entry of a root; as text it is one line. `status` is "committed", "uncommitted" (no manifest), "damaged" (it does not verify, or a
     listed file is missing or of another size), "unsupported" (of a newer format), "unreadable" (the storage refuses),
     "partial" (an attempt, overwrite or deletion not finished) or "elsewhere" (see ranks/nodes.py)."""
 
@@ -54,6 +54,18 @@ class CheckpointInfo:
     marked: bool = False  # the commit went through, and the mark of the attempt is still there
     # Somebody asked for it to stay, whatever its status; retention and `delete` leave it alone.
     pinned: bool = False
+
+    def __str__(self) -> str:
+        facts = [self.status, f"step {self.step}"]
+        if self.manifest is not None:
+            count = len(self.manifest.components)
+            facts.append(f"{count} component{'s' if count != 1 else ''}, {self.manifest.size_bytes:,} bytes")
+        facts += ["pinned"] if self.pinned else []
+        facts += [self.reason] if self.reason and self.status != "committed" else []
+        return f"{self.name} ({', '.join(facts)})"
+
+    def __repr__(self) -> str:
+        return f"<CheckpointInfo: {self}>"
 
     @property
     def sequence(self) -> int | None:

@@ -56,6 +56,13 @@ class SaveHandle:
         else:
             _expected(self)
 
+    def __repr__(self) -> str:
+        if self.skipped or self.error is not None or self._info is not None:
+            how = "skipped" if self.skipped else "failed" if self.error is not None else "committed"
+        else:
+            how = "being written, {:,} of {:,} bytes".format(*self.progress)
+        return f"<SaveHandle: step {self.step} ({how})>"
+
     def staged(self) -> bool:
         """Whether the host has a private copy of everything."""
         saving = self._saving

@@ -172,7 +172,7 @@ def test_on_another_number_of_ranks(size: int, tmp_path: Path) -> None:
     """The dict of README's example on other numbers of ranks: what is not said is inferred, streams may stay."""
 
     def state(number: float, **how) -> dict:
-        model = nn.Linear(2, 2)
+        model = nn.Linear(2, 2, bias=False)
         nn.init.constant_(model.weight, number)
         return {"model": model, "rng": RNGState(**how), "n": {"at": number}}
 
