@@ -375,3 +375,99 @@ def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
         ckpt.save(1, {"opt": {"a": 1}})
         with pytest.raises(StateMismatch, match="not that of an OptimizerState"):
             ckpt.load({"opt": OptimizerState(adam(model), model)})
+
+
+def tensors(values: float) -> dict[str, torch.Tensor]:
+    return {n: torch.full((2,), values, requires_grad=True) for n in ("a", "b")}
+
+
+@pytest.mark.parametrize("how", ["names said", "names of the groups", "tensors in the state", "one tensor", "a tree"])
+def test_an_optimizer_over_tensors_without_a_module(tmp_path: Path, same, how: str) -> None:
+    def build(value: float) -> tuple[dict, torch.optim.Optimizer, dict]:
+        held = tensors(value)
+        if how == "names of the groups":
+            optimizer = torch.optim.AdamW(held.items(), lr=0.1)
+        else:
+            optimizer = torch.optim.AdamW(list(held.values()), lr=0.1)
+        if how == "names said":
+            return held, optimizer, {"held": dict(held), "opt": OptimizerState(optimizer, held)}
+        if how == "one tensor":
+            return held, optimizer, {**held, "opt": optimizer}
+        if how == "a tree":
+            tree = {"x": {"a": held["a"]}, "y": [1, {}], "z": {"b": held["b"]}}
+            return held, optimizer, {"held": tree, "opt": optimizer}
+        return held, optimizer, {"held": dict(held), "opt": optimizer}
+
+    def train(held: dict, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            sum((t.square() * n).sum() for n, t in enumerate(held.values(), 1)).backward()
+            optimizer.step()
+
+    (held, optimizer, state), (other, second, again) = build(3.0), build(5.0)
+    train(held, optimizer, 3)
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(3, state)
+        ckpt.restore(again)
+    stored = {t.full_name for t in open_checkpoint(tmp_path / "checkpoint-3").tensors()}
+    assert f"opt/state/{'x.a' if how == 'a tree' else 'a'}/exp_avg" in stored
+    train(held, optimizer, 2)
+    train(other, second, 2)
+    same({n: t.detach() for n, t in other.items()}, {n: t.detach() for n, t in held.items()})
+
+
+def test_names_of_the_groups_are_enough(tmp_path: Path, same) -> None:
+    held = tensors(1.0)
+    state = OptimizerState(torch.optim.SGD(held.items(), lr=0.1)).state_dict()
+    assert state["group_of"] == {"a": 0, "b": 0}
+    with pytest.raises(InvalidState, match=r"dict of its tensors by name"):
+        OptimizerState(torch.optim.SGD(held.values(), lr=0.1))
+
+
+KINDS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(a, b) for a in KINDS for b in KINDS if a != b and {a, b} != {"adam", "adamw"}]
+)
+def test_another_kind_of_optimizer_is_refused_before_anything_is_touched(
+    tmp_path: Path, same, before: str, after: str
+) -> None:
+    model, other = Two(), Two()
+    optimizer, second = KINDS[before](model.parameters()), KINDS[after](other.parameters())
+    train(model, optimizer)
+    held = {n: p.detach().clone() for n, p in other.named_parameters()}
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(3, {"model": model, "opt": optimizer})
+        for strict in (True, False):
+            with pytest.raises(StateMismatch, match=r"'opt'.*another kind of optimizer than") as caught:
+                ckpt.load({"model": other, "opt": second}, strict=strict)
+        assert type(second).__name__ in str(caught.value)
+    same({n: p.detach() for n, p in other.named_parameters()}, held)
+    assert not second.state
+
+
+@pytest.mark.parametrize("after", ["adam", "adamw"])
+@pytest.mark.parametrize("live_steps", [0, 1])
+@pytest.mark.filterwarnings("ignore::ckptcore.CheckpointWarning")
+def test_kinds_that_fit_are_taken(tmp_path: Path, same, after: str, live_steps: int) -> None:
+    """Adam and AdamW have the same state; options of older torch, and of a scheduler, are no other kind."""
+    model, other = Two(), Two()
+    optimizer, second = adam(model), KINDS[after](other.parameters())
+    train(model, optimizer)
+    train(other, second, live_steps)
+    group = optimizer.param_groups[0]
+    del group["decoupled_weight_decay"], group["foreach"]
+    group["initial_lr"] = 0.3
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(3, {"opt": OptimizerState(optimizer, model)})
+        ckpt.load({"opt": OptimizerState(second, other)})
+    same(snapshot(other, second), snapshot(model, optimizer))

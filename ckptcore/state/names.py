@@ -1,0 +1,84 @@
+"""Names of parameters as the bare model has them, whatever it is wrapped in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Models", "Names", "named_parameters", "prefixed"]
+
+# Wrappers that put the wrapped module under a name of their own: class name -> that name.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "_FabricModule": "_forward_module",
+}
+_PACKAGES = ("torch.", "lightning.", "lightning_fabric.")
+
+Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module | Iterable[nn.Module]]
+
+
+def _inner_name(module: nn.Module) -> str | None:
+    for cls in type(module).__mro__:
+        name = _WRAPPERS.get(cls.__name__)
+        if name in module._modules and cls.__module__.startswith(_PACKAGES):
+            return name
+    return None
+
+
+def _prefixes(module: nn.Module, raw: str = "", canonical: str = "") -> Iterator[tuple[str, str]]:
+    """(prefix of keys as they are, the same without wrappers) for a module and all modules inside."""
+    yield raw, canonical
+    inner = _inner_name(module)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        kept = canonical if name == inner else f"{canonical}{name}."
+        yield from _prefixes(child, f"{raw}{name}.", kept)
+        if inner == "_forward_module" and name == "_original_module":
+            # Fabric's parameters are named by the one, the keys of its state_dict by the other.
+            yield from _prefixes(child, raw, canonical)
+
+
+class Names:
+    """Keys of a module's state without the prefixes of wrappers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.prefixes = dict(_prefixes(module))
+
+    def canonical(self, key: str) -> str:
+        prefix = key[: key.rfind(".") + 1]
+        return self.prefixes.get(prefix, prefix) + key[len(prefix) :]
+
+
+def prefixed(models: Models) -> list[tuple[str, nn.Module]]:
+    """Modules with the prefix of their names: none, or the key of the dict that they came in."""
+    if isinstance(models, nn.Module):
+        return [("", models)]
+    if isinstance(models, Mapping):
+        return [(f"{key}.", module) for key, held in models.items() for _, module in prefixed(held)]
+    return [("", module) for module in models]
+
+
+def named_parameters(models: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Canonical names and parameters of modules, and of tensors that stand in dicts under their names."""
+    if isinstance(models, nn.Module):
+        canonical = Names(models).canonical
+        for key, parameter in models.named_parameters():
+            yield canonical(key), parameter
+    elif isinstance(models, Mapping):
+        for key, held in models.items():
+            if isinstance(held, torch.Tensor):
+                yield str(key), held
+            else:
+                yield from ((f"{key}.{name}", tensor) for name, tensor in named_parameters(held))
+    else:
+        for held in models:
+            yield from named_parameters(held)
