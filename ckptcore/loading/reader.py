@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import xxhash
@@ -79,39 +80,69 @@ def read_tensors(
     most = max(CHUNK_BYTES, storage.request_bytes)
     scratch = Scratch(most)
 
-    def run(reader: FileReader, file: str, parts: list[_Part]) -> None:
-        if not stop.is_set():
-            with _present(storage, folder, file, absent=_GONE):
-                found = list(_read_batch(reader, file, storage.at(join(folder, file)), parts, scratch, step_bytes))
-            for error in found:
-                if on_corrupt is None:
-                    raise error
-                on_corrupt(error)
+    def run(file: _File, parts: list[_Part]) -> None:
+        if stop.is_set():
+            return
+        reader = file.opened()
+        with _present(storage, folder, file.name, absent=_GONE):
+            where = storage.at(join(folder, file.name))
+            found = list(_read_batch(reader, file.name, where, parts, scratch, step_bytes))
+        for error in found:
+            if on_corrupt is None:
+                raise error
+            on_corrupt(error)
+        file.batch_done()
 
-    if io_threads == 1:
-        for file, wanted in files.items():
-            with _present(storage, folder, file):
-                opened = storage.open(join(folder, file))
-            with opened:
-                for batch in _batches(wanted, most):
-                    run(opened, file, batch)
-        return
-    readers: list[FileReader] = []
-    pool = ThreadPoolExecutor(io_threads, "ckptcore-read")
+    opened: list[_File] = []
+    jobs: list[Callable[[], None]] = []
+    for name, wanted in files.items():
+        batches = list(_batches(wanted, most))
+        opened.append(file := _File(storage, folder, name, len(batches)))
+        jobs += [partial(run, file, batch) for batch in batches]
     try:
-        futures = []
-        for file, wanted in files.items():
-            with _present(storage, folder, file):
-                reader = storage.open(join(folder, file))
-            readers.append(reader)
-            futures += [pool.submit(run, reader, file, batch) for batch in _batches(wanted, most)]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
+        if io_threads == 1:
+            for job in jobs:
+                job()
+            return
+        pool = ThreadPoolExecutor(io_threads, "ckptcore-read")
+        try:
+            done, _ = wait([pool.submit(job) for job in jobs], return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
     finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-        for reader in readers:
+        for file in opened:
+            file.close()
+
+
+class _File:
+    """A file to read: opened for its first batch, and closed after its last one. So no more are open than threads read,
+    however many there are."""
+
+    def __init__(self, storage: Storage, folder: str, name: str, batches: int) -> None:
+        self.storage, self.folder, self.name, self.left = storage, folder, name, batches
+        self.lock = threading.Lock()
+        self.reader: FileReader | None = None
+
+    def opened(self) -> FileReader:
+        with self.lock:
+            if self.reader is None:
+                with _present(self.storage, self.folder, self.name):
+                    self.reader = self.storage.open(join(self.folder, self.name))
+            return self.reader
+
+    def batch_done(self) -> None:
+        with self.lock:
+            self.left -= 1
+            last = self.left == 0
+        if last:
+            self.close()
+
+    def close(self) -> None:
+        reader, self.reader = self.reader, None
+        if reader is not None:
             reader.close()
 
 

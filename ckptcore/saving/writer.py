@@ -50,18 +50,30 @@ class _Part:
     length: int
 
 
-class _OpenFile:
-    """A file in progress; the thread that finishes its last batch makes it durable."""
+class _File:
+    """A file to write: opened for its first batch, and made durable and closed by the thread that finishes its last one.
+    So no more are open than threads write, however many there are."""
 
-    def __init__(self, writer: FileWriter, batches: int) -> None:
-        self.writer, self.left, self.lock = writer, batches, threading.Lock()
+    def __init__(self, create: Callable[[], FileWriter], batches: int) -> None:
+        self.create, self.left, self.lock = create, batches, threading.Lock()
+        self.writer: FileWriter | None = None
+
+    def opened(self) -> FileWriter:
+        with self.lock:
+            if self.writer is None:
+                self.writer = self.create()
+            return self.writer
 
     def batch_done(self) -> None:
         with self.lock:
             self.left -= 1
             last = self.left == 0
         if last:
-            self.writer.close()
+            self.opened().close()
+
+    def abort(self) -> None:
+        if self.writer is not None:
+            self.writer.abort()
 
 
 def write_files(
@@ -82,12 +94,12 @@ def write_files(
     and the first error is raised (StorageError, NoSpace).
     """
     written = [_prepared(plan, known or {}) for plan in plans]
-    opened: list[_OpenFile] = []
+    files: list[_File] = []
     scratch = Scratch()
 
-    def run(file: _OpenFile, result: WrittenFile, batches: Sequence[list[_Part]], head: bytes) -> None:
+    def run(file: _File, result: WrittenFile, batches: Sequence[list[_Part]], head: bytes) -> None:
         for batch in batches:
-            progress(_write_batch(file.writer, result, batch, sources[result.plan.component], scratch, head))
+            progress(_write_batch(file.opened(), result, batch, sources[result.plan.component], scratch, head))
             head = b""
             file.batch_done()
 
@@ -95,16 +107,16 @@ def write_files(
         jobs = []
         for result in written:
             batches = list(_batches(result.plan)) or [[]]
-            file = _OpenFile(storage.create(join(folder, result.plan.name), result.plan.size), len(batches))
-            opened.append(file)
+            file = _File(partial(storage.create, join(folder, result.plan.name), result.plan.size), len(batches))
+            files.append(file)
             # Files are filled in order where the storage cannot take their parts out of order.
             groups = [[batch] for batch in batches] if storage.positional_writes else [batches]
             jobs += [partial(run, file, result, group, b"" if number else result.plan.header)
                      for number, group in enumerate(groups)]  # fmt: skip
         workers.run(jobs)
     except BaseException:
-        for file in opened:
-            file.writer.abort()
+        for file in files:
+            file.abort()
         raise
     return written
 
