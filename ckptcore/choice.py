@@ -6,7 +6,7 @@ Where nodes share no storage, what is there is agreed on by all ranks first, and
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
@@ -17,12 +17,14 @@ from .ranks.communicator import Communicator
 from .ranks.nodes import Agreed, StorageMode, leads, look, node_name, own_node
 from .retention import KeepBest, RetentionPolicy, clean_up, delete_all, surplus
 from .root import (
+    LOOKS,
     CheckpointInfo,
     committed,
     delete_checkpoint,
     newest_run,
     pin_checkpoint,
     scan,
+    still_there,
     sweep,
     unpin_checkpoint,
 )
@@ -33,10 +35,10 @@ __all__ = [
     "Root",
     "best_of",
     "candidates",
-    "copies",
+    "choice",
     "entry",
     "find",
-    "first_that_loads",
+    "load_chosen",
     "newest_that_loads",
     "restore_candidates",
 ]
@@ -56,8 +58,8 @@ class Root:
         self.comm, self.storage, self.mode = comm, storage, mode
 
     def scan(self) -> list[CheckpointInfo]:
-        """Every checkpoint-like entry, ordered by (step, commit sequence)."""
-        return scan(self.storage)
+        """Every checkpoint-like entry, ordered by (step, commit sequence), for callers that conclude from what is missing."""
+        return scan(self.storage, sure=True)
 
     @property
     def storages(self) -> list[Storage]:
@@ -80,7 +82,7 @@ class Root:
     def look(self, choose: Callable[[list[CheckpointInfo]], Any] = lambda _: None) -> Agreed:
         """What lies there, and what is chosen from it: by this rank alone, or by rank 0 for all nodes."""
         if self.mode == "node":
-            return look(self.comm, self.storage, choose)
+            return look(self.comm, self.storage, choose, sure=True)
         infos = self.scan()
         return Agreed(infos, newest_run(infos), 0, choose(infos))
 
@@ -90,9 +92,16 @@ class Root:
         """What `meet` makes on every rank, and what rank 0 chooses from what lies there."""
         if self.mode == "node":
             made, _ = meet(lambda _: None)
-            return made, look(self.comm, self.storage, choose, everyone=False)
+            return made, self.look_again(choose)
         made, chosen = meet(lambda _: choose(self.scan()))
         return made, Agreed([], None, 0, chosen)
+
+    def look_again(self, choose: Callable[[list[CheckpointInfo]], Any]) -> Agreed:
+        """What rank 0 chooses from what lies there now. On every rank."""
+        if self.mode == "node":
+            return look(self.comm, self.storage, choose, everyone=False, sure=True)
+        chosen = self.comm.together("look", lambda: None, lambda _: choose(self.scan()))
+        return Agreed([], None, 0, chosen)
 
     def act(self, topic: str, work: Callable[[], None]) -> None:
         """Do `work`, on this rank or on one of each node; then all raise what one does."""
@@ -121,7 +130,11 @@ class Root:
     def verify(self, info: CheckpointInfo, io_threads: int) -> list[Problem]:
         """Read and check every byte of a checkpoint, here or on all nodes."""
         if self.mode == "shared":
-            return CheckpointView(*self.place(info.name)).verify(io_threads)
+            view = CheckpointView(*self.place(info.name))
+            problems = view.verify(io_threads)
+            if problems and not still_there(view.storage, view.folder, view.manifest):
+                raise CheckpointNotFound(f"{info.url} was deleted or replaced while it was verified", path=info.url)
+            return problems
 
         def local() -> list[list[Any]]:
             if not leads(self.comm, self.mode):
@@ -181,8 +194,18 @@ def restore_candidates(infos: Sequence[CheckpointInfo], run_id: str | None = Non
 
 
 def candidates(infos: Sequence[CheckpointInfo], run_id: str | None) -> list[list[str]]:
-    """[name, status, reason] of `restore_candidates`."""
-    return [[info.name, info.status, info.reason or info.status] for info in restore_candidates(infos, run_id)]
+    """[name, status, reason, digest of the manifest] of `restore_candidates`."""
+    found = restore_candidates(infos, run_id)
+    return [[info.name, info.status, info.reason or info.status, _digest(info)] for info in found]
+
+
+def _digest(info: CheckpointInfo) -> str:
+    return info.manifest.digest if info.manifest else ""
+
+
+def choice(infos: Sequence[CheckpointInfo], info: CheckpointInfo | None) -> list[Any]:
+    """What all ranks have to know of the checkpoint to load: names of its copies, its step, its manifest's digest."""
+    return [[], None, ""] if info is None else [copies(infos, info), info.step, _digest(info)]
 
 
 def best_of(infos: Sequence[CheckpointInfo], run_id: str | None, rule: KeepBest) -> CheckpointInfo | None:
@@ -237,27 +260,66 @@ def first_that_loads(names: Sequence[str], load: Callable[[str], LoadReport]) ->
     return load(names[-1])
 
 
+def load_chosen(
+    seen: Agreed,
+    look_again: Callable[[], Agreed],
+    load: Callable[[Agreed, str, int | None], LoadReport],
+    *,
+    whole: bool,
+) -> LoadReport:
+    """What `load` says of a `choice`. Where that was deleted or replaced meanwhile, the next choice is loaded.
+
+    whole: the next one replaces all that was read of the one before. Raises what `load` raises of a checkpoint that is
+    still the one to choose, and what `look_again` raises.
+    """
+    for _ in range(LOOKS):
+        names, step, digest = seen.chosen
+        try:
+            return first_that_loads(names, lambda name: load(seen, name, step))  # noqa: B023
+        except (CheckpointCorrupt, CheckpointNotFound, StorageError) as error:
+            if isinstance(error, StorageError) and error.errno not in _LOST:
+                raise
+            after = look_again()
+            if after.chosen[2] in (digest, "") or (PARTLY_OVERWRITTEN in str(error) and not whole):
+                raise
+            seen = after
+    raise StorageError(f"{names[0]} and what came after it were deleted while they were read", errno=errno.EAGAIN)
+
+
 def newest_that_loads(
-    found: Iterable[Sequence[str]], load: Callable[[str], LoadReport]
+    seen: Agreed, look_again: Callable[[], Agreed], load: Callable[[Agreed, str], LoadReport]
 ) -> tuple[LoadReport | None, dict[str, str]]:
     """What `load` says of the first of `candidates` that verifies; and which were passed over before it, and why.
 
-    Raises what `load` raises beside damage, and StorageError where it cannot be known whether there is a newer one.
+    After a failure the root is looked at again: what was deleted while it was read has a newer one to follow. That
+    there is none takes two equal looks. Raises what `load` raises beside damage, and StorageError where it cannot be
+    known whether there is a newer one.
     """
-    skipped: dict[str, str] = {}
-    for name, status, reason in found:
-        if status == "committed":
-            try:
-                report = load(name)
-            except (CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion, StorageError) as error:
-                if isinstance(error, StorageError) and error.errno not in _LOST:
-                    raise
-                reason = str(error)
-            else:
-                skipped = {name: why.replace(PARTLY_OVERWRITTEN, "") for name, why in skipped.items()}
-                report.skipped = skipped
-                return report, skipped
-        elif status == "unreadable":
-            raise StorageError(f"{name} might be the newest checkpoint and cannot be read: {reason}", path=name)
-        skipped[name] = reason
-    return None, skipped
+    failed: dict[tuple[str, str], str] = {}
+    before: list[list[str]] | None = None
+    for _ in range(LOOKS):
+        skipped: dict[str, str] = {}
+        for name, status, reason, digest in seen.chosen:
+            if status == "unreadable":
+                raise StorageError(f"{name} might be the newest checkpoint and cannot be read: {reason}", path=name)
+            if status == "committed" and (name, digest) not in failed:
+                break
+            skipped[name] = failed.get((name, digest), reason)
+        else:
+            if seen.chosen == before:
+                return None, skipped
+            before = seen.chosen
+            seen = look_again()
+            continue
+        try:
+            report = load(seen, name)
+        except (CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion, StorageError) as error:
+            if isinstance(error, StorageError) and error.errno not in _LOST:
+                raise
+            failed[name, digest] = str(error)
+            seen = look_again()
+        else:
+            skipped = {name: why.replace(PARTLY_OVERWRITTEN, "") for name, why in skipped.items()}
+            report.skipped = skipped
+            return report, skipped
+    raise StorageError("checkpoints are deleted faster than they can be read", errno=errno.EAGAIN)

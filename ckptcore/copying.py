@@ -42,6 +42,7 @@ from .root import (
     pin_checkpoint,
     read_manifest,
     remove_checkpoint_folder,
+    still_there,
     unmark_attempts,
 )
 from .saving.publish import check_alone, check_place, discard, publish
@@ -118,6 +119,11 @@ def copy_between(
     copy = _Copy(view, target, name, owner, workers or own or Workers(1), progress, tell)
     try:
         return copy.run(overwrite, pins)
+    except (CheckpointCorrupt, StorageError):
+        if not still_there(source, folder, view.manifest):
+            what = f"{view.url} was deleted or replaced while it was copied"
+            raise CheckpointNotFound(what, path=view.url) from None
+        raise
     finally:
         if own is not None:
             own.close()

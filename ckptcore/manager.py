@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
 
-from .choice import best_of, candidates, copies, entry, find, first_that_loads, newest_that_loads
+from .choice import best_of, candidates, choice, entry, find, load_chosen, newest_that_loads
 from .coordinator import CheckpointCoordinator, default_io_threads, meet
 from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, InvalidState, NoUsableCheckpoint
 from .events import OnEvent, SaveEvent
@@ -19,7 +19,7 @@ from .loading.apply import LoadReport
 from .loading.keys import Keys
 from .loading.view import Problem
 from .ranks.communicator import Communicator
-from .ranks.nodes import StorageMode
+from .ranks.nodes import Agreed, StorageMode
 from .ranks.store import default_communicator
 from .retention import RetentionPolicy, best_rule
 from .root import CheckpointInfo, checkpoint_name, committed
@@ -241,18 +241,18 @@ class CheckpointManager:
             return coordinator.load(*where, **how)
 
         def choose(infos: Checkpoints) -> list[Any]:
-            info = entry(infos, step) if bare else self._chosen(infos, step)  # type: ignore[arg-type]
-            return [[], None] if info is None else [copies(infos, info), info.step]
+            return choice(infos, entry(infos, step) if bare else self._chosen(infos, step))  # type: ignore[arg-type]
 
         coordinator, seen = self._root.meet_and_look(partial(self._call, state, lambda: f"load of {step}"), choose)
-        names, how["step"] = seen.chosen
-        if not names:  # no entry of the root, so it is a folder here
+        if not seen.chosen[0]:  # no entry of the root, so it is a folder here
             try:
                 return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
             except CheckpointNotFound as error:
                 error.message += f", and {self.root} has no entry {step!r}"
                 raise
-        report = first_that_loads(names, lambda name: coordinator.load(*self._root.place(seen.here(name)), **how))
+        load = partial(self._load_from, coordinator, how)
+        again = partial(self._root.look_again, choose)
+        report = load_chosen(seen, again, load, whole=how["strict"] or how["transactional"])
         self._adopt(report)
         return report
 
@@ -287,12 +287,13 @@ class CheckpointManager:
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
         # of what was read by then, live state is touched only after everything was verified.
         how["transactional"] = transactional or fresh_ok or not strict
-        coordinator, seen = self._root.meet_and_look(
-            partial(self._call, state, lambda: "restore"), lambda infos: candidates(infos, self._run_id)
-        )
-        report, skipped = newest_that_loads(
-            seen.chosen, lambda name: coordinator.load(*self._root.place(seen.here(name)), **how)
-        )
+
+        def choose(infos: Checkpoints) -> Any:
+            return candidates(infos, self._run_id)
+
+        coordinator, seen = self._root.meet_and_look(partial(self._call, state, lambda: "restore"), choose)
+        load = partial(self._load_from, coordinator, how)
+        report, skipped = newest_that_loads(seen, partial(self._root.look_again, choose), load)
         self._found_damaged.update(skipped)
         if report is not None:
             self._adopt(report)
@@ -405,6 +406,11 @@ class CheckpointManager:
             writers=self.writers, workers=self._saves.workers, storage_mode=self.storage_mode)  # fmt: skip
         mode = "" if self.storage_mode == "shared" else " with storage_mode='node'"
         return meet(self.comm, make, lambda: (what() + mode, self._saves.busy, self._saves.failed), decide)
+
+    def _load_from(
+        self, coordinator: CheckpointCoordinator, how: dict[str, Any], seen: Agreed, name: str, step: int | None = None
+    ) -> LoadReport:
+        return coordinator.load(*self._root.place(seen.here(name)), step=step, **how)
 
     def _find(self, step: int | str) -> CheckpointInfo:
         seen = self._root.look(lambda infos: self._chosen(infos, step).name)

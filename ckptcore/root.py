@@ -18,18 +18,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from .attempts import Attempt
-from .errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError, UnsupportedVersion
+from .errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidState,
+    StorageError,
+    UnsupportedVersion,
+)
 from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from .storage.base import Entry, Storage, open_storage
 
 __all__ = [
     "CheckpointInfo", "checkpoint_name", "committed", "delete_checkpoint", "is_ours", "newest_run",
-    "read_manifest", "scan", "scan_root", "sweep",
+    "read_manifest", "scan", "scan_root", "still_there", "sweep",
 ]  # fmt: skip
 
 WITHDRAWN_NAME = "checkpoint_manifest.withdrawn.json"
 # In a checkpoint's folder, so that a copy of it is pinned too.
 PIN_NAME = "checkpoint.pinned"
+# How often a root that changes while it is looked at is looked at again.
+LOOKS = 300
+DELETING = "a deletion that was not finished"
 # Where folders cannot be renamed, an attempt is built in its final place; this object says whose it is until it is one.
 _MARKER = re.compile(r"attempt\.([A-Za-z0-9_.-]+)\.partial")
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
@@ -143,20 +153,65 @@ def check_files(
     return set(sizes)
 
 
-def scan(storage: Storage) -> list[CheckpointInfo]:
-    """Every checkpoint-like entry, ordered by (step, commit sequence). A root that does not exist has none."""
+def scan(storage: Storage, *, sure: bool = False) -> list[CheckpointInfo]:
+    """Every checkpoint-like entry, ordered by (step, commit sequence). A root that does not exist has none.
+
+    Somebody else may save and delete meanwhile, and a listing may take its time: an entry that is gone, or on its way out,
+    when it is looked at proves that the listing is out of date, so the root is listed again until nothing new is in it.
+    sure: list it a second time where none is committed, for callers that conclude something from that.
+    Raises StorageError, also where the root changes faster than it can be looked at.
+    """
+    found: dict[str, CheckpointInfo] = {}
+    before: set[str] = set()
+    lost_before: set[str] = set()
+    for again in range(LOOKS):
+        listed = _checkpoint_folders(storage)
+        found = {name: info for name, info in found.items() if name in listed}
+        new = [name for name in listed if name not in found]
+        for name in sorted(new, key=_newest_first):  # these are the first that others replace
+            info = _look(storage, name, listed[name])
+            if info is not None:
+                found[name] = info
+        lost = listed.keys() - found.keys()
+        fading = [name for name in new if name in found and found[name].reason == DELETING]
+        if again == 0:
+            none = not any(info.status == "committed" for info in found.values())
+            settled = not (lost or fading or (sure and none))
+        else:
+            settled = not (lost or fading) or (listed.keys() <= before and lost <= lost_before)
+        if settled:
+            return _in_order(found)
+        before, lost_before = set(listed), lost
+    newest = max((info.order for info in found.values() if info.status == "committed"), default=None)
+    if newest is None or any(_step_of(name) >= newest[0] for name in lost_before):
+        what = f"{storage.url} changes faster than it can be looked at: after {LOOKS} looks its newest checkpoint is not known"
+        raise StorageError(what, path=storage.url, errno=errno.EAGAIN)
+    return _in_order(found)
+
+
+def _checkpoint_folders(storage: Storage) -> dict[str, Sequence[Entry] | None]:
     try:
         folders = storage.list_folders("checkpoint-")
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
-        return []
-    found = [
-        _look(storage, name, match, listed) for name, listed in folders.items() if (match := _FOLDER.fullmatch(name))
-    ]
-    whole = {info.name for info in found if info.status == "committed"}
+        return {}
+    return {name: listed for name, listed in folders.items() if _FOLDER.fullmatch(name)}
+
+
+def _step_of(name: str) -> int:
+    match = _FOLDER.fullmatch(name)
+    return -1 if match is None else int(match.group(1))
+
+
+def _newest_first(name: str) -> tuple[int, str]:
+    return -_step_of(name), name
+
+
+def _in_order(found: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
+    whole = {name for name, info in found.items() if info.status == "committed"}
     result = []
-    for info in found:
+    for info in found.values():
         base = info.name.partition(".replaced-")[0]
         if base != info.name and base in whole:
             info = CheckpointInfo(
@@ -166,7 +221,20 @@ def scan(storage: Storage) -> list[CheckpointInfo]:
     return sorted(result, key=lambda info: (*info.order, info.name))
 
 
-def _look(storage: Storage, name: str, match: re.Match[str], listed: Sequence[Entry] | None = None) -> CheckpointInfo:
+def still_there(storage: Storage, folder: str, manifest: CheckpointManifest | None) -> bool:
+    """Whether `folder` still holds the commit of `manifest`: neither deleted nor replaced since that was read."""
+    try:
+        return manifest is not None and read_manifest(storage, folder).digest == manifest.digest
+    except CheckpointNotFound:
+        return False
+    except (CheckpointCorrupt, UnsupportedVersion, StorageError):
+        return True  # what is wrong with it is another matter
+
+
+def _look(storage: Storage, name: str, listed: Sequence[Entry] | None = None) -> CheckpointInfo | None:
+    """What an entry of a root is; None when it is gone, or another one by now."""
+    match = _FOLDER.fullmatch(name)
+    assert match is not None
     step, kind, url = int(match.group(1)), match.group(2), storage.at(name)
     if kind == "partial":
         return CheckpointInfo(name, url, "partial", step, "an attempt that was not published")
@@ -175,34 +243,60 @@ def _look(storage: Storage, name: str, match: re.Match[str], listed: Sequence[En
         manifest = read_manifest(storage, name)
         names = check_files(storage, name, manifest, listed)
     except CheckpointNotFound:
-        try:
-            entries = storage.list(name)
-        except StorageError as error:
-            return CheckpointInfo(name, url, "damaged", step, str(error))
-        names = {entry.name for entry in entries}
-        if attempts_among(entries):
-            return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
-        if WITHDRAWN_NAME in names or names <= {PIN_NAME}:
-            return CheckpointInfo(name, url, "partial", step, "a deletion that was not finished")
-        reason = f"no {MANIFEST_NAME}: it was never committed, or damaged"
-        return CheckpointInfo(name, url, "uncommitted", step, reason, pinned=PIN_NAME in names)
+        return _without_manifest(storage, name, step)
     except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
-        try:
-            entries = storage.list(name)
-        except StorageError:
-            entries = []
-        if isinstance(error, CheckpointCorrupt) and manifest is None and attempts_among(entries):
-            return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
-        pinned = any(entry.name == PIN_NAME for entry in entries)
-        status = "damaged"
-        if isinstance(error, UnsupportedVersion):
-            status = "unsupported"
-        elif isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.EISDIR, errno.EINVAL):
-            status = "unreadable"
-        step = manifest.step if manifest else step
-        return CheckpointInfo(name, url, status, step, str(error), manifest, pinned=pinned)
+        if manifest is not None and not still_there(storage, name, manifest):
+            return None  # its files went after its manifest: a deletion, no damage
+        return _unusable(storage, name, manifest, step, error)
     marked = any(_MARKER.fullmatch(found) for found in names)
     return CheckpointInfo(name, url, "committed", manifest.step, None, manifest, marked, PIN_NAME in names)
+
+
+def _is_readable(storage: Storage, path: str) -> bool:
+    try:
+        storage.open(path).close()
+    except StorageError:
+        return False
+    return True
+
+
+def _without_manifest(storage: Storage, name: str, step: int) -> CheckpointInfo | None:
+    url = storage.at(name)
+    try:
+        entries = storage.list(name)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        return CheckpointInfo(name, url, "damaged", step, str(error))
+    names = {entry.name for entry in entries}
+    if MANIFEST_NAME in names and _is_readable(storage, join(name, MANIFEST_NAME)):
+        return None  # it was put there between the two looks
+    if attempts_among(entries):
+        return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
+    if WITHDRAWN_NAME in names or names <= {PIN_NAME}:
+        return CheckpointInfo(name, url, "partial", step, DELETING)
+    reason = f"no {MANIFEST_NAME}: it was never committed, or damaged"
+    return CheckpointInfo(name, url, "uncommitted", step, reason, pinned=PIN_NAME in names)
+
+
+def _unusable(
+    storage: Storage, name: str, manifest: CheckpointManifest | None, step: int, error: CheckpointError
+) -> CheckpointInfo:
+    url = storage.at(name)
+    try:
+        entries = storage.list(name)
+    except StorageError:
+        entries = []
+    if isinstance(error, CheckpointCorrupt) and manifest is None and attempts_among(entries):
+        return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
+    pinned = any(entry.name == PIN_NAME for entry in entries)
+    status = "damaged"
+    if isinstance(error, UnsupportedVersion):
+        status = "unsupported"
+    elif isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.EISDIR, errno.EINVAL):
+        status = "unreadable"
+    step = manifest.step if manifest else step
+    return CheckpointInfo(name, url, status, step, str(error), manifest, pinned=pinned)
 
 
 def scan_root(url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> list[CheckpointInfo]:
@@ -214,7 +308,7 @@ def scan_root(url: str | os.PathLike[str], storage_options: dict[str, Any] | Non
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise CheckpointNotFound(f"{storage.url}: no such folder", path=storage.url) from None
         raise
-    return scan(storage)
+    return scan(storage, sure=True)
 
 
 def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
@@ -396,7 +490,8 @@ def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: 
                 if not all(Attempt.parse(attempt).is_abandoned(run_id) for attempt in attempts):
                     continue
                 # Looked at after the marks: what another job has committed since the scan is no leftover.
-                if _look(storage, info.name, match).status != "partial":
+                there = _look(storage, info.name)
+                if there is None or there.status != "partial":
                     continue
                 try:
                     (remove_attempt if attempts else _finish_deletion)(storage, info.name)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..root import CheckpointInfo, newest_run, scan
+from ..root import LOOKS, CheckpointInfo, newest_run, scan
 from ..storage.base import Storage
 from .communicator import Communicator
 from .groups import group_index
@@ -93,20 +93,40 @@ def look(
     *,
     everyone: bool = True,
     check: Callable[[], None] = lambda: None,
+    sure: bool = False,
 ) -> Agreed:
     """What the storages of all nodes hold together; rank 0 chooses from it. On every rank.
 
     everyone: every rank gets the `infos` of its storage; else only the lowest of each node. check: what may raise there
-    first. What one rank raises, all raise.
+    first. sure: where a checkpoint is not on all nodes, or none is, look until two looks agree, because nodes look at
+    different times. What one rank raises, all raise.
     """
     know_nodes(comm)
+    previous: Any = None
+    for _ in range(LOOKS if sure else 1):
+        seen, doubtful = _look_once(comm, storage, choose, everyone, check, sure)
+        if doubtful is None or doubtful == previous:
+            break
+        previous = doubtful
+    return seen
+
+
+def _look_once(
+    comm: Communicator,
+    storage: Storage,
+    choose: Callable[[list[CheckpointInfo]], Any],
+    everyone: bool,
+    check: Callable[[], None],
+    sure: bool,
+) -> tuple[Agreed, Any]:
+    """One look, and what leaves doubts in it, if anything does."""
     own: list[CheckpointInfo] = []
     lowest = leads(comm, "node")
 
     def local() -> list[list[Any]]:
         if lowest:
             check()
-            own.extend(scan(storage))
+            own.extend(scan(storage, sure=sure))
         return [_Fact.of(info).plain() for info in own]
 
     def decide(found: list[list[list[Any]]]) -> dict[str, Any]:
@@ -121,7 +141,9 @@ def look(
         comm.together("look again", lambda: None if lowest else own.extend(scan(storage)), _nothing)
     node = own_node(comm)
     names = {row[0]: row[node] for row in verdict["whole"]}
-    return Agreed(_revised(storage, own, node, verdict), verdict["run"], verdict["sequence"], verdict["chosen"], names)
+    doubtful = [verdict["whole"], verdict["lacking"]] if verdict["lacking"] or not verdict["whole"] else None
+    seen = Agreed(_revised(storage, own, node, verdict), verdict["run"], verdict["sequence"], verdict["chosen"], names)
+    return seen, doubtful
 
 
 def _judge(nodes: Sequence[Sequence[int]], by_node: Sequence[Sequence[_Fact]]) -> dict[str, Any]:
