@@ -21,18 +21,24 @@ __all__ = [
     "check_choice",
     "check_count",
     "check_flag",
+    "check_flags",
+    "check_hash",
     "check_mapping",
     "check_name",
     "check_number",
     "check_path",
     "check_seconds",
+    "check_threads",
+    "checked_options",
     "checked_step",
+    "checked_timeout",
     "checked_which",
     "shown",
 ]
 
 COUNT_LIMIT = 2**62  # of every whole number in a manifest; see docs/format.md
 NAME_BYTES = 255
+MOST_THREADS = 1024
 
 
 def shown(value: Any, limit: int = 100) -> str:
@@ -52,6 +58,12 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
+def check_flags(**flags: Any) -> None:
+    """Each is True or False."""
+    for name, value in flags.items():
+        check_flag(name, value)
+
+
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     """`value` if it is one of these words."""
     if not isinstance(value, str) or value not in allowed:
@@ -59,11 +71,17 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     return value
 
 
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """`value` if it is an int of at least `least`."""
-    if type(value) is not int or not least <= value < COUNT_LIMIT:
-        raise InvalidState(f"{name} must be a whole number >= {least}, not {shown(value)}")
+def check_count(name: str, value: Any, least: int = 1, most: int = COUNT_LIMIT - 1) -> int:
+    """`value` if it is an int of at least `least`, and at most `most`."""
+    if type(value) is not int or not least <= value <= most:
+        limit = "" if most == COUNT_LIMIT - 1 else f" and <= {most}"
+        raise InvalidState(f"{name} must be a whole number >= {least}{limit}, not {shown(value)}")
     return value
+
+
+def check_threads(name: str, value: Any) -> int | None:
+    """`value` if it is a number of threads, or None for the default."""
+    return None if value is None else check_count(name, value, 1, MOST_THREADS)
 
 
 def check_number(name: str, value: Any) -> float:
@@ -85,6 +103,19 @@ def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
     return number
 
 
+def checked_timeout(value: Any) -> float | None:
+    """A time to wait for: None for as long as it takes; what is less than 0 is 0, as for threads."""
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, bool | str | bytes | bytearray) else float(value)
+    except Exception:  # a type of the user's own may raise anything
+        number = math.nan
+    if math.isnan(number):
+        raise InvalidState(f"timeout must be None or a number of seconds, not {shown(value)}")
+    return min(max(number, 0.0), threading.TIMEOUT_MAX)
+
+
 def check_callable(name: str, value: Any) -> None:
     """None, or something that can be called."""
     if value is not None and not callable(value):
@@ -102,6 +133,17 @@ def check_mapping(name: str, value: Any) -> dict[str, Any]:
         if not isinstance(key, str):
             raise InvalidState(f"{name}: the name {shown(key)} must be text, not a {type(key).__qualname__}")
     return made
+
+
+def checked_options(name: str, value: Any) -> dict[str, Any] | None:
+    """Options of a storage, or None."""
+    return None if value is None else check_mapping(name, value)
+
+
+def check_hash(value: Any) -> None:
+    """Raises InvalidState for a hash of arguments that is neither text nor None."""
+    if value is not None and not isinstance(value, str):
+        raise InvalidState(f"training_args_hash must be text, not {shown(value)}; pass str(...) of it")
 
 
 def check_name(name: str, value: Any) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
+from .arguments import check_choice, check_flags, check_mapping, check_name, check_path, check_threads, shown
 from .errors import CheckpointWarning, InvalidState, RanksDisagree
 from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
@@ -21,13 +24,14 @@ from .saving.flow import Saving
 from .saving.join import SaveRequest
 from .saving.workers import Workers
 from .state.adapters import as_components
-from .state.component import StateComponent, StatefulProvider
+from .state.component import StateComponent, StatefulProvider, ValidationLevel
 from .storage.base import Storage, open_storage
 from .storage.urls import split_url
 
 __all__ = ["CheckpointCoordinator"]
 
 JOIN_SECONDS = 5.0
+STEP_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,18})")
 
 
 class CheckpointCoordinator:
@@ -52,35 +56,56 @@ class CheckpointCoordinator:
         workers: Workers | None = None,
         storage_mode: StorageMode = "shared",
     ) -> None:
-        self.comm = comm or shared_communicator()
+        check_parts(comm, process_groups, io_threads, writers, storage_mode)
+        self.comm = shared_communicator() if comm is None else comm
         self.components: list[StateComponent] = as_components(state_components, self.comm.world_size)
         if process_groups is None and isinstance(state_components, StatefulProvider):
-            process_groups = state_components.get_process_groups()
-        self.process_groups = dict(process_groups or {})
+            process_groups = getattr(state_components, "get_process_groups", dict)()
+        self.process_groups = checked_groups(process_groups)
         self.io_threads = io_threads or default_io_threads()
         self._own_workers = workers is None
         self.workers = workers or Workers(self.io_threads)
-        if writers not in ("split", "lowest"):
-            raise InvalidState(f"writers must be 'split' or 'lowest', not {writers!r}")
         self.writers = writers
-        if storage_mode not in ("shared", "node"):
-            raise InvalidState(f"storage_mode must be 'shared' or 'node', not {storage_mode!r}")
         self.storage_mode: StorageMode = storage_mode
 
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],
+        checkpoint_id: str | None = None,
+        validate: bool | str | ValidationLevel = True,
+        step: int | None = None,
+        run_id: str | None = None,
         *,
-        step: int = 0,
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
         storage_options: dict[str, Any] | None = None,
     ) -> CheckpointInfo:
-        """Save to the folder `path`, which becomes the checkpoint. Raises what `save` raises."""
-        parent, name = split_url(os.fspath(path))
-        storage = open_storage(parent, storage_options)
-        request = SaveRequest(step, run_id=secrets.token_hex(8), metadata=metadata or {}, overwrite=overwrite)
-        return self.save(storage, name, request)
+        """Save to the folder `path`, which becomes the checkpoint. A call of all ranks.
+
+        checkpoint_id: its id in the manifest, 1 to 64 of `A-Z a-z 0-9 _ . -` (default: a new one).
+        validate: whether replicas are compared (default: as each component says); False for none this time, or the
+        level for those that are compared at all.
+        step: a whole number (default: N where the folder is called checkpoint-N, else 0).
+        run_id: the run that it belongs to (default: one of its own); saves of one run share it.
+        metadata: anything that JSON holds. overwrite: replace a checkpoint that is there. storage_options: of `path`.
+        Raises InvalidState, and what `save` raises, on all ranks what one of them raises.
+        """
+        made: list[tuple[Storage, str, SaveRequest]] = []
+        components = self.components
+
+        def check() -> None:
+            nonlocal components
+            parent, name = split_url(check_path("path", path))
+            numbered = STEP_NAME.fullmatch(name)
+            number = (int(numbered[1]) if numbered else 0) if step is None else step
+            run = secrets.token_hex(8) if run_id is None else check_name("run_id", run_id)
+            given: Any = metadata
+            request = SaveRequest(number, run, {}, given, overwrite=overwrite, checkpoint_id=checkpoint_id)
+            components = [_validated(component, validate) for component in components]
+            made.append((open_storage(parent, storage_options), name, request))
+
+        self.comm.together("save_checkpoint", check, _nothing, joining=True)
+        return self.save(*made[0], components)
 
     def load_checkpoint(
         self,
@@ -92,17 +117,27 @@ class CheckpointCoordinator:
         keys: Keys | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> LoadReport:
-        """Load from the folder `path`. Arguments, and what is raised, are those of `CheckpointManager.load`."""
-        storage = open_storage(path, storage_options)
-        return self.load(storage, "", strict=strict, cast=cast, transactional=transactional, keys=keys)
+        """Load from the folder `path`. A call of all ranks. storage_options: of `path`. The other arguments, and what is
+        raised, are those of `CheckpointManager.load`."""
+        made: list[Storage] = []
 
-    def save(self, storage: Storage, name: str, request: SaveRequest) -> CheckpointInfo:
-        """Save the components as the checkpoint `name` of `storage`. A failure leaves nothing behind.
+        def check() -> None:
+            check_flags(strict=strict, cast=cast, transactional=transactional)
+            check_path("path", path)
+            made.append(open_storage(path, storage_options))
+
+        self.comm.together("load_checkpoint", check, _nothing, joining=True)
+        return self.load(made[0], "", strict=strict, cast=cast, transactional=transactional, keys=keys)
+
+    def save(
+        self, storage: Storage, name: str, request: SaveRequest, components: list[StateComponent] | None = None
+    ) -> CheckpointInfo:
+        """Save the components (by default this coordinator's) as the checkpoint `name` of `storage`. A failure leaves nothing behind.
 
         What one rank raises, all raise: CheckpointExists, UnsupportedValue, InvalidState and ReplicationMismatch before
         a byte is written; StorageError, NoSpace; JoinTimeout, RankLost, RanksDisagree.
         """
-        saving = self.saving(storage, name, request)
+        saving = self.saving(storage, name, request, components)
         try:
             saving.begin()
             info = saving.finish(self.comm)
@@ -116,10 +151,12 @@ class CheckpointCoordinator:
         warn_all(saving.told)
         return info
 
-    def saving(self, storage: Storage, name: str, request: SaveRequest) -> Saving:
+    def saving(
+        self, storage: Storage, name: str, request: SaveRequest, components: list[StateComponent] | None = None
+    ) -> Saving:
         """A save that has not begun, for those who do more between its steps."""
         return Saving(
-            self.comm, self.components, self.process_groups, self.writers, storage, name, request, self.workers,
+            self.comm, components or self.components, self.process_groups, self.writers, storage, name, request, self.workers,
             self.storage_mode)  # fmt: skip
 
     def load(
@@ -196,6 +233,33 @@ def meet(
 
     decided = comm.together("checkpoint", local, agree, joining=True)
     return made[0], decided
+
+
+def check_parts(comm: Any, groups: Any, io_threads: Any, writers: Any, storage_mode: Any) -> None:
+    """The options that a coordinator and a manager share. Raises InvalidState."""
+    if not isinstance(comm, Communicator | None):
+        raise InvalidState(f"comm must be a Communicator, not {shown(comm)}, a {type(comm).__qualname__}")
+    checked_groups(groups)
+    check_threads("io_threads", io_threads)
+    check_choice("writers", writers, ("split", "lowest"))
+    check_choice("storage_mode", storage_mode, ("shared", "node"))
+
+
+def checked_groups(groups: Any) -> dict[str, Any]:
+    """Groups by name, none for None. What they are is for the ranks to find out together."""
+    found = check_mapping("process_groups", groups)
+    for name in found:
+        check_name("process_groups: a name", name)
+    return found
+
+
+def _validated(component: StateComponent, validate: Any) -> StateComponent:
+    """A component for a save whose replicas are compared as `validate` says."""
+    if validate is True:
+        return component
+    if validate is False:
+        return replace(component, validate_replication=False)
+    return replace(component, validation_level=ValidationLevel(validate))
 
 
 def _nothing(*_: Any) -> None:

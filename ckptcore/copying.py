@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from .arguments import check_callable, check_flag, check_path, check_threads, checked_options
 from .attempts import Attempt
 from .errors import (
     CheckpointCorrupt,
@@ -75,14 +76,21 @@ def copy_checkpoint(
     one takes up what it had finished. Memory: `threads` (by default one for each core, at most 8) times 8 MiB, and what
     the client of the target's storage keeps. progress: called with bytes copied, bytes kept, and all bytes.
 
-    Raises CheckpointCorrupt (the source is damaged: nothing is published), CheckpointNotFound, CheckpointExists,
+    Raises InvalidState (an argument), CheckpointCorrupt (the source is damaged: nothing is published), CheckpointNotFound, CheckpointExists,
     UnsupportedVersion, NoSpace, StorageError.
     """
     told: list[str] = []
-    parent, name = split_url(os.fspath(target))
+    check_path("source", source)
+    check_threads("threads", threads)
+    check_flag("overwrite", overwrite)
+    check_flag("pins", pins)
+    check_callable("progress", progress)
+    checked_options("storage_options", storage_options)
+    checked_options("target_options", target_options)
+    parent, name = split_url(text := check_path("target", target))
     if not name:
         raise InvalidState(
-            f"{masked_url(os.fspath(target))!r} is the top of a storage; name the folder that is to become the checkpoint"
+            f"{masked_url(text)!r} is the top of a storage; name the folder that is to become the checkpoint"
         )
     own = storage_options if target_options is None else target_options
     try:

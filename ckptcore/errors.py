@@ -7,6 +7,7 @@ CheckpointError(Exception)
 ├── CheckpointCorrupt         (ValueError)         bytes are not those that were saved
 │   └── UnsafePath                                 a path in a manifest that leaves its checkpoint
 ├── UnsupportedVersion        (ValueError)         written by a newer major version of the format
+├── UnknownName               (KeyError, IndexError)  the checkpoint has no such component, copy or tensor
 ├── UnsupportedValue          (TypeError)          a leaf that cannot be stored; nothing was written
 ├── InvalidState              (ValueError)         the state, its keys or its declaration are not valid
 ├── StateMismatch             (ValueError)         checkpoint and live state do not fit together
@@ -48,6 +49,7 @@ __all__ = [
     "ReplicationMismatch",
     "StateMismatch",
     "StorageError",
+    "UnknownName",
     "UnsafePath",
     "UnsupportedValue",
     "UnsupportedVersion",
@@ -127,6 +129,15 @@ class CheckpointCorrupt(CheckpointError, ValueError):
 
 class UnsafePath(CheckpointCorrupt):
     """A file name in a manifest is not a plain name inside the checkpoint."""
+
+
+class UnknownName(CheckpointError, KeyError, IndexError):
+    """The checkpoint has no component, copy or tensor of this name; `available` are those that it has."""
+
+    facts: ClassVar[tuple[str, ...]] = ("path", "key", "available")
+    path: str | None
+    key: str | None
+    available: list[str] | None
 
 
 class UnsupportedVersion(CheckpointError, ValueError):

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .arguments import check_path
+
 __all__ = ["OnEvent", "SaveEvent", "TensorBoardEvents"]
 
 Kind = Literal["queued", "staged", "committed", "failed", "skipped", "deleted", "uploaded", "upload_failed"]
@@ -48,14 +50,15 @@ OnEvent = Callable[[SaveEvent], Any]
 class TensorBoardEvents:
     """Writes events as scalars: checkpoint/<kind> (1 at the step), /seconds, /retries, /megabytes and /seconds_<phase>.
 
-    writer: a SummaryWriter, or the folder for a new one.
+    writer: a SummaryWriter, or the folder for a new one. Raises InvalidState for anything else.
     """
 
     def __init__(self, writer: Any) -> None:
         if not hasattr(writer, "add_scalar"):
+            folder = check_path("TensorBoardEvents: writer (a SummaryWriter, or a folder)", writer)
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(str(writer))
+            writer = SummaryWriter(folder)
         self.writer = writer
 
     def __call__(self, event: SaveEvent) -> None:

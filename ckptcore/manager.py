@@ -11,9 +11,21 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
 
+from .arguments import (
+    check_callable,
+    check_choice,
+    check_flag,
+    check_flags,
+    check_hash,
+    check_name,
+    check_seconds,
+    checked_options,
+    checked_timeout,
+    checked_which,
+)
 from .choice import best_of, candidates, choice, entry, find, load_chosen, newest_that_loads
-from .coordinator import CheckpointCoordinator, default_io_threads, meet
-from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, InvalidState, NoUsableCheckpoint
+from .coordinator import CheckpointCoordinator, check_parts, default_io_threads, meet
+from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, NoUsableCheckpoint
 from .events import OnEvent, SaveEvent
 from .loading.apply import LoadReport
 from .loading.keys import Keys
@@ -21,7 +33,7 @@ from .loading.view import Problem
 from .ranks.communicator import Communicator
 from .ranks.nodes import Agreed, StorageMode
 from .ranks.store import default_communicator
-from .retention import RetentionPolicy, best_rule
+from .retention import RetentionPolicy, best_rule, check_policy
 from .root import CheckpointInfo, checkpoint_name, committed
 from .saves import Saves
 from .saving.background import SaveHandle
@@ -29,7 +41,7 @@ from .saving.flow import Saving
 from .saving.join import SaveRequest
 from .saving.staging import Staging
 from .storage.base import Storage, open_storage
-from .tiered import open_root
+from .tiered import checked_tiers, open_root
 from .tiers import Tier
 
 __all__ = ["CheckpointManager"]
@@ -79,21 +91,24 @@ class CheckpointManager:
         join_timeout: float = 600.0,
         liveness_timeout: float = 60.0,
     ) -> None:
-        if keep is not None and not isinstance(keep, RetentionPolicy):
-            raise InvalidState(f"keep must be a RetentionPolicy such as KeepLast(3), not {keep!r}")
-        for name, value, allowed in (
-            ("when_busy", when_busy, ("wait", "skip", "raise")),
-            ("on_error", on_error, ("raise", "warn")),
-            ("staging", staging, ("auto", "copy", "overlap")),
-            ("storage_mode", storage_mode, ("shared", "node")),
-        ):
-            if value not in allowed:
-                raise InvalidState(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
-        self.storage_options = storage_options
-        self.storage = open_storage(root, storage_options)
+        # All of them before anything is opened, or begun that would have to be ended.
+        check_policy("keep", keep)
+        check_choice("when_busy", when_busy, ("wait", "skip", "raise"))
+        check_choice("on_error", on_error, ("raise", "warn"))
+        check_choice("staging", staging, ("auto", "copy", "overlap"))
+        check_flag("load_broadcast", load_broadcast)
+        check_parts(comm, process_groups, io_threads, writers, storage_mode)
+        check_callable("on_event", on_event)
+        drain_timeout = check_seconds("drain_timeout", drain_timeout, zero=True)
+        join_timeout = check_seconds("join_timeout", join_timeout)
+        liveness_timeout = check_seconds("liveness_timeout", liveness_timeout)
+        run_id = None if run_id is None else check_name("run_id", run_id)
+        self.storage_options = checked_options("storage_options", storage_options)
+        self.storage = open_storage(root, self.storage_options)
+        tiers = checked_tiers(self.storage, tiers, storage_mode)
         self.keep = keep
         self._own_comm = comm is None
-        self.comm = comm or default_communicator(join_timeout, liveness_timeout)
+        self.comm = default_communicator(join_timeout, liveness_timeout) if comm is None else comm
         self.process_groups, self.writers, self.load_broadcast = process_groups, writers, load_broadcast
         self.io_threads, self.when_busy = io_threads or default_io_threads(), when_busy
         self.storage_mode: StorageMode = storage_mode
@@ -193,7 +208,7 @@ class CheckpointManager:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return when no save is being written; False when one still is after `timeout` seconds. Raises AsyncSaveError."""
-        return self._saves.wait(timeout)
+        return self._saves.wait(checked_timeout(timeout))
 
     @property
     def failed_steps(self) -> tuple[int, ...]:
@@ -223,27 +238,38 @@ class CheckpointManager:
         optimizer are those of its parameters. `strict` is about what is asked for; the rest of `state` is not touched.
         training_args_hash: that of now; another than was saved is a CheckpointWarning that names both.
 
-        Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch, StorageError, InvalidState.
+        Raises InvalidState (an argument), CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch,
+        StorageError.
         """
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional, "keys": keys}
-        report = self._load(state, step, how)
+        report = self._load(state, step, how, training_args_hash)
         self._compare_hash(report, training_args_hash)
         return report
 
-    def _load(self, state: Any, step: int | str | os.PathLike[str], how: dict[str, Any]) -> LoadReport:
+    def _load(
+        self, state: Any, step: int | str | os.PathLike[str], how: dict[str, Any], args_hash: str | None
+    ) -> LoadReport:
+        flags = {name: how[name] for name in ("strict", "cast", "transactional")}
         self._saves.settle()
         how["broadcast"] = self.load_broadcast
         bare = isinstance(step, str) and step.startswith("checkpoint-") and "/" not in step
         elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best") and not bare
+
+        def call() -> str:  # checked where what is wrong on one rank is an error on all
+            check_flags(**flags)
+            check_hash(args_hash)
+            return f"load of {checked_which(step)}"
+
         if elsewhere:
-            coordinator, _ = self._call(state, lambda: f"load of {step}", lambda _: None)
+            coordinator, _ = self._call(state, call, lambda _: None)
             where = self._root.named(os.fspath(step)) or (open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
             return coordinator.load(*where, **how)
 
         def choose(infos: Checkpoints) -> list[Any]:
-            return choice(infos, entry(infos, step) if bare else self._chosen(infos, step))  # type: ignore[arg-type]
+            which = checked_which(step)
+            return choice(infos, entry(infos, str(which)) if bare else self._chosen(infos, which))
 
-        coordinator, seen = self._root.meet_and_look(partial(self._call, state, lambda: f"load of {step}"), choose)
+        coordinator, seen = self._root.meet_and_look(partial(self._call, state, call), choose)
         if not seen.chosen[0]:  # no entry of the root, so it is a folder here
             try:
                 return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
@@ -278,20 +304,25 @@ class CheckpointManager:
         """
         how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional, "keys": keys}
         how["whole"] = True
-        if which != "auto":
-            named = self._load(state, which, how)
+        if not (isinstance(which, str) and which == "auto"):
+            named = self._load(state, which, how, training_args_hash)
             self._compare_hash(named, training_args_hash)
             return named
         self._saves.settle()
         how["broadcast"] = self.load_broadcast
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
         # of what was read by then, live state is touched only after everything was verified.
-        how["transactional"] = transactional or fresh_ok or not strict
+        how["transactional"] = bool(transactional or fresh_ok or not strict)
+
+        def call() -> str:
+            check_flags(strict=strict, cast=cast, transactional=transactional, fresh_ok=fresh_ok)
+            check_hash(training_args_hash)
+            return "restore"
 
         def choose(infos: Checkpoints) -> Any:
             return candidates(infos, self._run_id)
 
-        coordinator, seen = self._root.meet_and_look(partial(self._call, state, lambda: "restore"), choose)
+        coordinator, seen = self._root.meet_and_look(partial(self._call, state, call), choose)
         load = partial(self._load_from, coordinator, how)
         report, skipped = newest_that_loads(seen, partial(self._root.look_again, choose), load)
         self._found_damaged.update(skipped)
@@ -413,7 +444,8 @@ class CheckpointManager:
         return coordinator.load(*self._root.place(seen.here(name)), step=step, **how)
 
     def _find(self, step: int | str) -> CheckpointInfo:
-        seen = self._root.look(lambda infos: self._chosen(infos, step).name)
+        number = checked_which(step, paths=False)
+        seen = self._root.look(lambda infos: self._chosen(infos, number).name)
         return next(info for info in seen.infos if info.name == seen.here(seen.chosen))
 
     def _chosen(self, infos: Checkpoints, step: int | str) -> CheckpointInfo:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from .arguments import check_number, shown
 from .errors import CoordinationError, InvalidState, RankLost
 from .manager import CheckpointManager
 from .ranks.board import Board, BoardLost
@@ -26,6 +27,7 @@ from .ranks.store import shared_communicator
 __all__ = ["PreemptionGuard"]
 
 PENDING = b"pending"
+NEVER_CAUGHT = frozenset({"SIGKILL", "SIGSTOP"})
 
 
 class PreemptionGuard:
@@ -50,9 +52,12 @@ class PreemptionGuard:
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise InvalidState("signals reach the main thread alone; make the PreemptionGuard there")
-        comm = of.comm if isinstance(of, CheckpointManager) else of or shared_communicator()
+        if not isinstance(of, CheckpointManager | Communicator | None):
+            raise InvalidState(f"a PreemptionGuard is one of a CheckpointManager or a Communicator, not {shown(of)}")
+        signals, repeat_after = _checked_signals(signals), check_number("repeat_after", repeat_after)
+        comm = of.comm if isinstance(of, CheckpointManager) else shared_communicator() if of is None else of
         self.comm = comm.branch("preemption") if comm.world_size > 1 else comm
-        self.signals, self.repeat_after = tuple(signals), repeat_after
+        self.signals, self.repeat_after = signals, repeat_after
         self.signaled = False
         self._told = False
         self._stop_at: int | None = None
@@ -122,3 +127,15 @@ class PreemptionGuard:
             signal.signal(number, before)
             signal.raise_signal(signal.Signals(number))
         self.signaled = True
+
+
+def _checked_signals(signals: Any) -> tuple[signal.Signals, ...]:
+    """Signals that a program can catch. Raises InvalidState."""
+    try:
+        found = tuple(signal.Signals(number) for number in signals)
+    except (TypeError, ValueError):
+        what = "signals must be a list of signals such as (signal.SIGTERM, signal.SIGUSR1)"
+        raise InvalidState(f"{what}, not {shown(signals)}") from None
+    if never := [number.name for number in found if number.name in NEVER_CAUGHT]:
+        raise InvalidState(f"signals: no program can catch {never[0]}")
+    return found

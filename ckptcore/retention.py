@@ -12,13 +12,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
+from .arguments import check_choice, check_count, check_number, shown
 from .errors import CheckpointCorrupt, InvalidState, StorageError
 from .root import CheckpointInfo, committed, delete_checkpoint, scan, sweep
 from .storage.base import Storage
 
-__all__ = ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy", "best_rule", "clean_up", "delete_all", "surplus"]
+__all__ = [
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "RetentionPolicy",
+    "best_rule",
+    "check_policy",
+    "clean_up",
+    "delete_all",
+    "surplus",
+]
 
 
 class RetentionPolicy(ABC):
@@ -50,7 +61,7 @@ class KeepLast(RetentionPolicy):
     count: int
 
     def __post_init__(self) -> None:
-        _check_count(self, self.count)
+        check_count("KeepLast: count", self.count)
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
         return {info.name for info in checkpoints[-self.count :]}
@@ -69,9 +80,10 @@ class KeepBest(RetentionPolicy):
     count: int = 1
 
     def __post_init__(self) -> None:
-        _check_count(self, self.count)
-        if self.mode not in ("min", "max") or not isinstance(self.metric, str):
-            raise InvalidState(f"{self}: metric must be a name and mode 'min' or 'max'")
+        check_count("KeepBest: count", self.count)
+        check_choice("KeepBest: mode", self.mode, ("min", "max"))
+        if not isinstance(self.metric, str) or not self.metric:
+            raise InvalidState(f"KeepBest: metric must be the name of a metric, not {shown(self.metric)}")
 
     def ranked(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         """Those that have the metric, best first."""
@@ -96,11 +108,12 @@ class KeepEvery(RetentionPolicy):
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.steps, self.seconds) if value is not None]
-        if len(given) != 1 or isinstance(given[0], bool) or not given[0] > 0:
-            raise InvalidState(f"{self}: give either steps or seconds, more than zero")
-        if self.steps is not None and type(self.steps) is not int:
-            raise InvalidState(f"{self}: steps must be a whole number")
+        if (self.steps is None) == (self.seconds is None):
+            raise InvalidState("KeepEvery: give either steps or seconds")
+        if self.steps is not None:
+            check_count("KeepEvery: steps", self.steps)
+        elif check_number("KeepEvery: seconds", self.seconds) == 0:
+            raise InvalidState("KeepEvery: seconds must be more than 0")
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
         if self.steps is not None:
@@ -169,6 +182,10 @@ def best_rule(
     Raises InvalidState, with the metrics that `infos` have, when neither says.
     """
     rules = list(_best_rules(policy)) if policy is not None else []
+    if metric is not None and (not isinstance(metric, str) or not metric):
+        raise InvalidState(f"metric must be the name of a metric, not {shown(metric)}")
+    if mode is not None:
+        check_choice("mode", mode, ("min", "max"))
     if metric is None and not rules:
         there = ", ".join(sorted({name for info in infos for name in info.metrics})) or "none"
         raise InvalidState(
@@ -195,6 +212,7 @@ def _created(info: CheckpointInfo) -> datetime:
     return created if created.tzinfo else created.replace(tzinfo=UTC)
 
 
-def _check_count(policy: RetentionPolicy, count: int) -> None:
-    if type(count) is not int or count < 1:
-        raise InvalidState(f"{policy}: the number of checkpoints to keep must be a whole number >= 1")
+def check_policy(name: str, value: Any) -> None:
+    """Raises InvalidState for what is no policy, nor None."""
+    if value is not None and not isinstance(value, RetentionPolicy):
+        raise InvalidState(f"{name} must be a RetentionPolicy such as KeepLast(3), not {shown(value)}")

@@ -30,7 +30,7 @@ from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from .storage.base import Entry, Storage, open_storage
 
 __all__ = [
-    "CheckpointInfo", "checkpoint_name", "committed", "delete_checkpoint", "is_ours", "newest_run",
+    "CheckpointInfo", "checkpoint_name", "checkpoints_in", "committed", "delete_checkpoint", "is_ours", "newest_run",
     "read_manifest", "scan", "scan_root", "still_there", "sweep",
 ]  # fmt: skip
 
@@ -130,6 +130,16 @@ def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
         where = storage.at(folder)
         raise CheckpointNotFound(f"{where}: no checkpoint here (no {MANIFEST_NAME})", path=where) from None
     return CheckpointManifest.decode(data, storage.at(folder))
+
+
+def checkpoints_in(storage: Storage, folder: str, most: int = 5) -> list[str]:
+    """What looks like checkpoints in a folder that is none itself, the newest few of them, for a message."""
+    try:
+        found = [match for e in entries_in(storage, folder) if e.is_folder and (match := _FOLDER.fullmatch(e.name))]
+    except StorageError:
+        return []
+    whole = sorted((int(match[1]), match[0]) for match in found if match[2] is None)
+    return [*(["..."] if len(whole) > most else []), *(name for _, name in whole[-most:])]
 
 
 def check_files(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from .arguments import shown
 from .choice import Root, copies
 from .errors import InvalidState, StorageError
 from .events import SaveEvent
@@ -21,7 +22,7 @@ from .storage.local import LocalStorage
 from .storage.urls import split_url
 from .tiers import Tier, Uploads
 
-__all__ = ["TieredRoot", "open_root"]
+__all__ = ["TieredRoot", "checked_tiers", "open_root"]
 
 log = logging.getLogger("ckptcore")
 
@@ -37,21 +38,29 @@ def open_root(
     tell: Callable[[SaveEvent], None],
 ) -> tuple[Root, Uploads]:
     """The root of a run, with its tiers, and the uploads to them, which are rank 0's."""
-    if wrong := [tier for tier in tiers if not isinstance(tier, Tier)]:
-        raise InvalidState(f"tiers are Tier(root), not {wrong[0]!r}")
-    if tiers and mode != "shared":
+    # Writing elsewhere is slow anyway: with half as many threads it takes less from the training.
+    threads = max(1, threads // 2)
+    uploads = Uploads(storage, tiers if comm.rank == 0 else (), on_error, drain_timeout, threads, tell)
+    return (TieredRoot(comm, storage, tiers, uploads) if tiers else Root(comm, storage, mode)), uploads
+
+
+def checked_tiers(storage: Storage, tiers: Any, mode: str) -> tuple[Tier, ...]:
+    """The tiers of a root, none for None. Raises InvalidState for what is no tier, or no root of its own."""
+    if not isinstance(tiers, Sequence | None) or isinstance(tiers, str | bytes):
+        raise InvalidState(f"tiers must be a list of Tier(root), not {shown(tiers)}")
+    found = tuple(tiers or ())
+    if wrong := [tier for tier in found if not isinstance(tier, Tier)]:
+        raise InvalidState(f"tiers must be a list of Tier(root), and {shown(wrong[0])} is none")
+    if found and mode != "shared":
         raise InvalidState("tiers need a root that all ranks share; with storage_mode='node' no rank sees all files")
-    places = [os.path.realpath(s.url) if isinstance(s, LocalStorage) else s.url.rstrip("/")
-              for s in (storage, *(tier.storage for tier in tiers))]  # fmt: skip
+    roots = [storage, *(tier.storage for tier in found)]
+    places = [os.path.realpath(s.url) if isinstance(s, LocalStorage) else s.url.rstrip("/") for s in roots]
     if len(set(places)) < len(places):
         twice = next(place for place in places if places.count(place) > 1)
         raise InvalidState(
             f"{twice} is given twice: a tier is another root than the manager's own, and than other tiers"
         )
-    # Writing elsewhere is slow anyway: with half as many threads it takes less from the training.
-    threads = max(1, threads // 2)
-    uploads = Uploads(storage, tiers if comm.rank == 0 else (), on_error, drain_timeout, threads, tell)
-    return (TieredRoot(comm, storage, tiers, uploads) if tiers else Root(comm, storage, mode)), uploads
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from .arguments import check_count, check_path, checked_options
 from .coordinator import JOIN_SECONDS
 from .copying import copy_between
 from .errors import (
@@ -27,12 +28,11 @@ from .errors import (
     CheckpointError,
     CheckpointExists,
     CheckpointNotFound,
-    InvalidState,
     StorageError,
     UnsupportedVersion,
 )
 from .events import SaveEvent
-from .retention import RetentionPolicy, clean_up
+from .retention import RetentionPolicy, check_policy, clean_up
 from .root import CheckpointInfo, committed, read_manifest, scan
 from .saving.background import Background, SaveHandle
 from .saving.workers import Workers
@@ -60,10 +60,11 @@ class Tier:
     storage_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise InvalidState(f"every must be a whole number >= 1, not {self.every!r}")
-        if self.keep is not None and not isinstance(self.keep, RetentionPolicy):
-            raise InvalidState(f"keep must be a RetentionPolicy such as KeepLast(3), not {self.keep!r}")
+        if not isinstance(self.root, Storage):
+            check_path("Tier: root", self.root)
+        check_count("Tier: every", self.every)
+        check_policy("Tier: keep", self.keep)
+        checked_options("Tier: storage_options", self.storage_options)
 
     def __repr__(self) -> str:
         """Without what may be a secret."""

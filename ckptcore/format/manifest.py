@@ -37,6 +37,7 @@ SIZE_LIMIT = 1 << 30
 WORLD_LIMIT = 1 << 22
 PATTERNS = ("GLOBAL", "REPLICATED", "PER_RANK", "PER_GROUP", "PER_NODE", "SHARDED")
 
+_NOT_STORED = ("key", "extra", "replicated_across")
 _PLAIN_NAME = re.compile(r"[^/\\:\x00-\x1f\x7f]{1,255}")
 _TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
 
@@ -105,7 +106,8 @@ class ComponentManifest:
 
     writers: the ranks whose index has something of it. group: name of the process group (PER_GROUP); partition: its
     groups, each a list of ranks; group_keys: the user's names for them, in the same order. checksum: over the
-    component's plain values and the digests of its files, in order.
+    component's plain values and the digests of its files, in order. replicated_across: the groups of ranks whose state
+    was the same, by what the user said (REPLICATED: one of all ranks; PER_GROUP: the partition); it is not in the file.
     """
 
     key: str
@@ -121,6 +123,7 @@ class ComponentManifest:
     tensors: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    replicated_across: list[Sequence[int]] = field(default_factory=list, init=False, compare=False)
 
 
 @dataclass(slots=True)
@@ -152,6 +155,12 @@ class CheckpointManifest:
     node: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
+
+    def __post_init__(self) -> None:
+        for component in self.components.values():
+            everybody: list[Sequence[int]] = [range(self.world_size)]
+            parts: list[Sequence[int]] = [*(component.partition or [])]
+            component.replicated_across = {"REPLICATED": everybody, "PER_GROUP": parts}.get(component.pattern, [])
 
     @property
     def size_bytes(self) -> int:
@@ -190,7 +199,7 @@ class CheckpointManifest:
         if self.node is not None:
             document |= {"storage_mode": "node", "node": self.node}
         document["components"] = {
-            key: {**c.extra, **{name: getattr(c, name) for name in c.__slots__ if name not in ("key", "extra")}}
+            key: {**c.extra, **{name: getattr(c, name) for name in c.__slots__ if name not in _NOT_STORED}}
             for key, c in self.components.items()
         }
         document["files"] = {name: [f.size, f.digest, f.writer] for name, f in self.files.items()}

@@ -6,17 +6,19 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointCorrupt, StorageError
+from ..arguments import check_count, shown
+from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError, UnknownName
 from ..format.digest import DIGEST_BYTES, chunk_count, content_digest
 from ..format.index import Index, Piece, TensorEntry, index_file_name
 from ..format.layout import Box, LogicalTensor, decode_layouts, volume
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
-from ..root import PIN_NAME, join, read_manifest
+from ..root import PIN_NAME, checkpoints_in, join, read_manifest
 from ..storage.base import Storage, open_storage
 from ..storage.urls import split_url
 from .elsewhere import cuts_here, not_here
@@ -88,7 +90,12 @@ class CheckpointView:
         self.storage, self.folder = storage, folder
         self.url = storage.at(folder).rstrip("/")
         self.name = split_url(self.url)[1]
-        self.manifest: CheckpointManifest = read_manifest(storage, folder)
+        try:
+            self.manifest: CheckpointManifest = read_manifest(storage, folder)
+        except CheckpointNotFound as error:
+            if names := checkpoints_in(storage, folder):
+                error.message += f"; it is a root with {', '.join(names)}: say which one"
+            raise
         self._indexes: dict[int, Index] = {}
         self._pieces: dict[tuple[str, int], dict[int, Piece]] = {}
         self._tables: dict[str, StoredComponent] = {}
@@ -231,9 +238,19 @@ class CheckpointView:
     def values(self, component: str, copy: int = 0) -> Any:
         """The component's state as it was saved, with TensorInfo where there was a tensor.
 
-        copy: which of several (one per rank, group or node), in order of their lowest rank. KeyError when there is no
-        such component. Values of unregistered codecs come as `Opaque`.
+        copy: which of several (one per rank, group or node), in order of their lowest rank. Values of unregistered
+        codecs come as `Opaque`. Raises UnknownName (a KeyError, and an IndexError) where there is no such component or
+        copy, InvalidState for a copy that is no whole number, CheckpointCorrupt, StorageError.
         """
+        known = self.manifest.components
+        if not isinstance(component, str) or component not in known:
+            raise UnknownName(
+                f"{self.url} has no component {shown(component)}; it has {', '.join(known) or 'none'}",
+                path=self.url, key=shown(component), available=[*known])  # fmt: skip
+        if check_count("copy", copy, 0) >= (count := len(self.manifest.copies(component))):
+            raise UnknownName(
+                f"{self.url}: component {component!r} has copies 0 to {count - 1}, and no {copy}",
+                path=self.url, key=component, available=[str(n) for n in range(min(count, 1000))])  # fmt: skip
         stored = self.component(component, copy)
         infos = _infos(component, stored)
         return decode(stored.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
@@ -252,8 +269,9 @@ class CheckpointView:
         """A tensor, or the part of it that `box` says (one slice of step 1 per dimension), as a numpy array, verified.
 
         `name` is "component/name". Only what is needed is read, whatever layout the tensor was saved in. Dtypes that
-        numpy lacks come as unsigned integers of the same width. KeyError when there is no such tensor, ValueError for
-        a box that does not fit, CheckpointCorrupt, StorageError.
+        numpy lacks come as unsigned integers of the same width (`torch.from_numpy(array).view(dtype)` gives the values).
+        Raises UnknownName (a KeyError) where there is no such tensor, InvalidState (a ValueError) for a box that does not
+        fit, CheckpointCorrupt, StorageError.
         """
         import numpy as np
 
@@ -270,7 +288,12 @@ class CheckpointView:
                     reads = [read_of(key, piece, wanted, numpy_words(words)) for piece in pieces]
                     read_tensors(self.storage, self.folder, reads, io_threads=2)
                     return array
-        raise KeyError(f"{self.url} has no tensor {name!r}")
+        names = [f"{key}/{tensor.name}" for key, stored in self._copies() for tensor in stored.tensors]
+        near = get_close_matches(name, names, 3) if isinstance(name, str) else []
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "tensors() lists those that it has"
+        raise UnknownName(
+            f"{self.url} has no tensor {shown(name)}; {hint}", path=self.url, key=shown(name), available=names
+        )
 
     def check_files(self, files: Iterable[str]) -> None:
         """Sizes and headers of tensor files whose indexes were read. Raises CheckpointCorrupt, StorageError."""
@@ -388,7 +411,7 @@ def _box(box: Sequence[slice] | None, shape: tuple[int, ...]) -> Box:
     if box is None:
         return (0,) * len(shape), shape
     if len(box) != len(shape) or any(s.step not in (None, 1) for s in box):
-        raise ValueError(f"a box of a tensor of shape {shape} is one slice of step 1 per dimension, not {box}")
+        raise InvalidState(f"a box of a tensor of shape {shape} is one slice of step 1 per dimension, not {shown(box)}")
     ranges = [range(n)[s] for s, n in zip(box, shape, strict=True)]
     return tuple(r.start for r in ranges), tuple(len(r) for r in ranges)
 

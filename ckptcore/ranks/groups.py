@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..arguments import shown
 from ..errors import InvalidState
 
 __all__ = ["group_index", "own_view", "partitions"]
@@ -16,10 +18,15 @@ def own_view(name: str, group: Any, rank: int, world_size: int) -> list[list[int
     group: a list of rank lists, a ProcessGroup, a one-dimensional DeviceMesh (`mesh["dp"]`), or (DeviceMesh, name of a
     dimension). Raises InvalidState.
     """
-    if isinstance(group, Sequence) and not isinstance(group, str) and all(isinstance(part, Sequence) for part in group):
-        return [sorted(int(r) for r in part) for part in group]
+    if _is_list(group) and all(_is_list(part) and all(_is_rank(r) for r in part) for part in group):
+        return [sorted(operator.index(r) for r in part) for part in group]
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], str):
-        group = group[0][group[1]]
+        try:
+            group = group[0][group[1]]
+        except Exception as error:  # of whatever was given for a mesh
+            raise InvalidState(
+                f"process group {name!r}: {shown(group[0])} has no dimension {group[1]!r} ({error})"
+            ) from None
     mesh = getattr(group, "mesh", None)
     if mesh is not None:
         if mesh.ndim != 1:
@@ -29,8 +36,24 @@ def own_view(name: str, group: Any, rank: int, world_size: int) -> list[list[int
         import torch.distributed as dist
 
         return [sorted(dist.get_process_group_ranks(group))]
-    raise InvalidState(f"process group {name!r} must be lists of ranks, a ProcessGroup or a DeviceMesh dimension, not "
-                       f"{type(group).__qualname__}")  # fmt: skip
+    if _is_list(group) and group and all(_is_rank(r) for r in group):
+        own = [operator.index(r) for r in group]
+        raise InvalidState(
+            f"process group {name!r} is {own}, the ranks of one group; give the ranks of all groups, in the same way on "
+            f"every rank: [{own}, ...], as in {{'dp': [[0, 2], [1, 3]]}}"
+        )
+    raise InvalidState(
+        f"process group {name!r} must be lists of ranks ([[0, 2], [1, 3]]), a ProcessGroup or a DeviceMesh dimension, "
+        f"not {shown(group)}, a {type(group).__qualname__}"
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _is_rank(value: Any) -> bool:
+    return not isinstance(value, bool) and hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
 
 
 def partitions(views: Sequence[Mapping[str, list[list[int]]]]) -> dict[str, list[list[int]]]:

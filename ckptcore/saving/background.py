@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
+from ..arguments import checked_timeout
 from ..errors import AsyncSaveError, CheckpointWarning, InvalidState
 from ..ranks.communicator import Communicator
 from ..root import CheckpointInfo
@@ -84,6 +85,7 @@ class SaveHandle:
         Raises AsyncSaveError, from what the save failed with, and TimeoutError when it has not ended after `timeout`
         seconds (it goes on).
         """
+        timeout = checked_timeout(timeout)
         if self._pid != os.getpid():
             raise AsyncSaveError(f"the save of step {self.step} is the parent process's; ask there", step=self.step)
         if not self.wait(timeout):
@@ -98,7 +100,7 @@ class SaveHandle:
         """Whether it has ended, after at most `timeout` seconds. Raises InvalidState on the thread that it is ended by."""
         if self._finisher == threading.get_ident() and not self._ended.is_set():
             raise InvalidState(f"{self.what} cannot be waited for by what it calls itself (on_event)")
-        return self._pid != os.getpid() or self._ended.wait(timeout)
+        return self._pid != os.getpid() or self._ended.wait(checked_timeout(timeout))
 
     def collect(self) -> None:
         """Raise, or warn of, its failure, unless somebody was told before."""

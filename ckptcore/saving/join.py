@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..arguments import check_flag, check_mapping, checked_step, shown
+from ..arguments import check_flag, check_hash, check_mapping, checked_step, shown
 from ..errors import InvalidState, RanksDisagree
 from ..format.manifest import CheckpointManifest, ComponentManifest, Copy, check_readable, copies, private_json
 from ..ranks.communicator import Communicator
@@ -40,9 +40,7 @@ class SaveRequest:
         self.metrics = _numbers(self.metrics)
         self.metadata = private_json("metadata", _dict("metadata", self.metadata))
         self.overwrite = check_flag("overwrite", self.overwrite)
-        if self.training_args_hash is not None and not isinstance(self.training_args_hash, str):
-            what = shown(self.training_args_hash)
-            raise InvalidState(f"training_args_hash must be text, not {what}; pass str(...) of it")
+        check_hash(self.training_args_hash)
         given = self.checkpoint_id
         if given is not None and not (isinstance(given, str) and _ID.fullmatch(given)):
             what = "checkpoint_id must be 1 to 64 letters, digits, '_', '-' or '.'"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..arguments import shown
 from ..errors import InvalidState
 from ..format.values import TensorRef
 from .component import SharingPattern, StateComponent, Stateful, StatefulProvider
@@ -101,16 +103,23 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     `state` is a StatefulProvider, a list of StateComponent, or a dict of modules, optimizers, Stateful objects and
     plain values. Raises InvalidState.
     """
-    if isinstance(state, StatefulProvider):
-        state = list(state.get_state_components())
+    if isinstance(state, StatefulProvider) and not isinstance(state, type):
+        state = state.get_state_components()
     if isinstance(state, Mapping):
-        declared = [StateComponent(key, value, _pattern(value, world_size)) for key, value in state.items()]
-    elif isinstance(state, Sequence) and all(isinstance(item, StateComponent) for item in state):
+        declared = [_in_dict(key, value, world_size) for key, value in state.items()]
+    elif isinstance(state, Sequence) and not isinstance(state, str | bytes | bytearray):
         declared = list(state)
+        for number, item in enumerate(declared):
+            if not isinstance(item, StateComponent):
+                raise InvalidState(
+                    f"a list as state has StateComponents only, and item {number} of {len(declared)} is "
+                    f"{shown(item)}, a {type(item).__qualname__}; write StateComponent(key, ...), or pass a dict"
+                )
     else:
         raise InvalidState(
             f"a state is a dict, a list of StateComponent, or an object with get_state_components(), not "
-            f"{type(state).__qualname__}")  # fmt: skip
+            f"{shown(state)}, a {type(state).__qualname__}"
+        )
     if not declared:
         raise InvalidState("the state has no components: nothing to save or load")
     keys = [component.key for component in declared]
@@ -119,6 +128,18 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     modules = {c.key: c.stateful for c in declared if _is_model(c.stateful)}
     plain = {c.key: c.stateful for c in declared if isinstance(c.stateful, torch.Tensor | Mapping)}
     return [_adapted(component, modules, plain, world_size) for component in declared]
+
+
+def _in_dict(key: Any, value: Any, world_size: int) -> StateComponent:
+    """The component that a value of a dict is, with all that was not said taken from the value."""
+    if not isinstance(value, StateComponent):
+        return StateComponent(key, value, _pattern(value, world_size))
+    if value.key != key:
+        raise InvalidState(
+            f"the dict calls a component {shown(key)}, and the StateComponent says {value.key!r}: give it one name",
+            component=value.key,
+        )
+    return replace(value, sharing_pattern=_pattern(value.stateful, world_size)) if value.inferred else value
 
 
 def _pattern(value: Any, world_size: int) -> SharingPattern:
@@ -192,8 +213,7 @@ def _adapted(
         adapter = stateful
     else:
         adapter = PlainState(stateful)
-    adapted = StateComponent(**{name: getattr(component, name) for name in component.__slots__})
-    adapted.stateful = adapter
+    adapted = replace(component, stateful=adapter)
     if isinstance(stateful, RNGState) and component.on_resize == "error":
         adapted.on_resize = stateful.on_resize
     return adapted

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from ..arguments import check_flag, check_mapping, check_number, shown
 from ..errors import InvalidState
 
 __all__ = ["OnResize", "SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"]
 
 
-class SharingPattern(StrEnum):
-    """Who holds which part of a component's state."""
+class _Words(StrEnum):
+    """Words that may be written in any case."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        found = cls.__members__.get(value.upper()) if isinstance(value, str) else None
+        if found is None:
+            words = ", ".join(repr(member.value) for member in cls)
+            raise InvalidState(f"{cls.__name__} must be one of {words}, not {shown(value)}")
+        return found
+
+
+class SharingPattern(_Words):
+    """Who holds which part of a component's state. Raises InvalidState for another word."""
 
     GLOBAL = "GLOBAL"  # rank 0's state is the truth
     REPLICATED = "REPLICATED"  # all ranks hold identical state
@@ -24,8 +37,8 @@ class SharingPattern(StrEnum):
     SHARDED = "SHARDED"  # one logical state; each rank holds some keys and slices
 
 
-class ValidationLevel(StrEnum):
-    """How closely replicas are compared before a save."""
+class ValidationLevel(_Words):
+    """How closely replicas are compared before a save. Raises InvalidState for another word."""
 
     NONE = "NONE"
     QUICK = "QUICK"
@@ -42,6 +55,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
+RESIZES = ("error", "keep")
 OnResize = Literal["error", "keep"] | Callable[[int, int, int], int]
 
 
@@ -49,18 +63,19 @@ OnResize = Literal["error", "keep"] | Callable[[int, int, int], int]
 class StateComponent:
     """One named part of the state.
 
-    process_group_name: for PER_GROUP, the group across which the state is the same. group_key: this rank's name for
+    sharing_pattern: who shares it; by default GLOBAL, and in a dict what the dict's other values get. process_group_name: for PER_GROUP, the group across which the state is the same. group_key: this rank's name for
     its group, by which it is found again when the groups are numbered otherwise. validation_level: how closely
     replicas are compared at a save; validate_replication: whether at all, by default for REPLICATED, PER_GROUP and
     SHARDED. atol, rtol: what FULL validation lets pass. on_resize: what happens to state that belongs to a rank, node
     or group when their number changed: "error", "keep" (live state stays, with a warning), or a function (new rank,
-    new size, old size) -> old rank. required: a load may not lack it.
-    Raises InvalidState for a key that cannot name files, or a group that is missing or not used.
+    new size, old size) -> old rank. required: a load may not lack it. metadata: for the manifest, anything that JSON holds.
+    Raises InvalidState for a key that cannot name files, a group that is missing or not used, and any other value of
+    another type.
     """
 
     key: str
     stateful: Any
-    sharing_pattern: SharingPattern = SharingPattern.GLOBAL
+    sharing_pattern: SharingPattern = None  # type: ignore[assignment]
     process_group_name: str | None = None
     required: bool = True
     validate_replication: bool | None = None
@@ -70,22 +85,45 @@ class StateComponent:
     atol: float = 0.0
     rtol: float = 0.0
     metadata: dict[str, Any] = field(default_factory=dict)
+    inferred: bool = field(default=False, init=False, repr=False, compare=False)  # nobody said the pattern
 
     def __post_init__(self) -> None:
-        if not isinstance(self.key, str) or not self.key or len(self.key.encode("utf-8", "replace")) > 80:
-            raise InvalidState(f"component key {self.key!r} must be a text of 1 to 80 bytes", component=str(self.key))
-        if "/" in self.key or not self.key.isprintable():
-            raise InvalidState(f"component key {self.key!r} must be printable and without '/'", component=self.key)
-        self.sharing_pattern = SharingPattern(self.sharing_pattern)
+        _check_key(self.key)
+        self.inferred = self.sharing_pattern is None
+        try:
+            self._check()
+        except InvalidState as error:
+            error.component = self.key
+            error.message = f"component {self.key!r}: {error.message}"
+            raise
+        self._check_group()
+
+    def _check(self) -> None:
+        pattern = SharingPattern.GLOBAL if self.inferred else self.sharing_pattern
+        self.sharing_pattern = SharingPattern(pattern)
         self.validation_level = ValidationLevel(self.validation_level)
+        if isinstance(self.stateful, type):
+            raise InvalidState(f"its state is the class {self.stateful.__qualname__}; give an object of it")
+        check_flag("required", self.required)
+        if self.validate_replication is not None:
+            check_flag("validate_replication", self.validate_replication)
+        if not callable(self.on_resize) and not (isinstance(self.on_resize, str) and self.on_resize in RESIZES):
+            what = "on_resize must be 'error', 'keep', or a function (new rank, new size, old size) -> old rank"
+            raise InvalidState(f"{what}, not {shown(self.on_resize)}")
+        self.atol, self.rtol = check_number("atol", self.atol), check_number("rtol", self.rtol)
+        if not isinstance(self.metadata, dict):
+            check_mapping("metadata", self.metadata)
+            self.metadata = dict(self.metadata or {})
+
+    def _check_group(self) -> None:
         grouped = self.sharing_pattern is SharingPattern.PER_GROUP
         if grouped != (self.process_group_name is not None):
             need = "needs" if grouped else f"is {self.sharing_pattern.value}, and only PER_GROUP has"
             raise InvalidState(f"component {self.key!r} {need} a process_group_name", component=self.key)
         for text in (self.process_group_name, self.group_key):
-            if text is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
+            if text is not None and not (isinstance(text, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text)):
                 raise InvalidState(
-                    f"component {self.key!r}: {text!r} must be 1 to 64 letters, digits, '_', '-' or '.'",
+                    f"component {self.key!r}: {shown(text)} must be 1 to 64 letters, digits, '_', '-' or '.'",
                     component=self.key,
                 )
 
@@ -102,10 +140,18 @@ class StateComponent:
         return self.validation_level if wanted else ValidationLevel.NONE
 
 
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str) or not key or len(key.encode("utf-8", "replace")) > 80:
+        raise InvalidState(f"component key {shown(key)} must be a text of 1 to 80 bytes", component=shown(key))
+    if "/" in key or not key.isprintable():
+        raise InvalidState(f"component key {key!r} must be printable and without '/'", component=key)
+
+
 @runtime_checkable
 class StatefulProvider(Protocol):
-    """An object that knows its own components; every trainer is one."""
+    """An object that knows its own components; every trainer is one.
+
+    Where it has `get_process_groups() -> Mapping[str, group]`, too, those groups are used.
+    """
 
     def get_state_components(self) -> Sequence[StateComponent]: ...
-
-    def get_process_groups(self) -> Mapping[str, Any]: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from dataclasses import dataclass
 from itertools import product
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..arguments import shown
 from ..errors import InvalidState, StateMismatch
 from ..format.layout import Box, Mesh, MeshLayout, volume
 from ..format.tensorfile import DTYPES
@@ -98,8 +100,15 @@ class Shard:
     offset: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "global_shape", tuple(int(n) for n in self.global_shape))
-        object.__setattr__(self, "offset", tuple(int(n) for n in self.offset))
+        if not isinstance(self.tensor, torch.Tensor):
+            raise InvalidState(f"Shard: tensor must be a tensor, not {shown(self.tensor)}")
+        for name in ("global_shape", "offset"):
+            given = getattr(self, name)
+            try:
+                sizes = tuple(operator.index(n) for n in given)
+            except Exception:  # of a type of the user's own
+                raise InvalidState(f"Shard: {name} must be whole numbers, not {shown(given)}") from None
+            object.__setattr__(self, name, sizes)
         local = tuple(self.tensor.shape)
         fits = len(self.offset) == len(local) == len(self.global_shape) and all(
             o >= 0 and o + n <= g for o, n, g in zip(self.offset, local, self.global_shape, strict=False)

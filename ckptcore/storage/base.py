@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import NoSpace, StorageError
+from ..arguments import check_path, checked_options
+from ..errors import InvalidState, NoSpace, StorageError
 from .urls import join_url, local_path
 
 __all__ = ["Entry", "FileReader", "FileWriter", "Storage", "open_storage", "translated"]
@@ -185,17 +186,23 @@ def translated(storage: Storage, path: str, doing: str) -> Iterator[None]:
 def open_storage(url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None) -> Storage:
     """The storage whose root is `url`: a local path (with or without `file://`), any fsspec URL, or a Storage itself.
 
-    Nothing is created, and nothing but a client's login contacted yet. Raises StorageError for a scheme that no installed
+    Nothing is created, and nothing but a client's login contacted yet. Raises InvalidState for what is no path or URL (an
+    empty one too: a variable that is not set), StorageError for a scheme that no installed
     filesystem knows, and for a URL that has gone through pathlib, which leaves one slash of its two.
     """
+    options = checked_options("storage_options", storage_options) or {}
     if isinstance(url, Storage):
         return url
-    text = os.fsdecode(url)
+    text = check_path("a root", url)
     path = local_path(text)
     if path is None:
         from .remote import remote_storage
 
-        return remote_storage(text, storage_options or {})
+        return remote_storage(text, options)
     from .local import LocalStorage
 
-    return LocalStorage(Path(path), direct_io=bool((storage_options or {}).get("direct_io", True)))
+    try:
+        home = Path(path).expanduser()
+    except RuntimeError as error:  # of a user that there is not
+        raise InvalidState(f"{text}: {error}; write the path in full") from None
+    return LocalStorage(home, direct_io=bool(options.get("direct_io", True)))

@@ -75,7 +75,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "required": {"state": changed(required=1)},
     "required None": {"state": changed(required=None)},
     "component metadata": {"state": changed(metadata=["a"])},
-    "component metadata None": {"state": changed(metadata=None)},
     "component metadata nan": {"state": changed(metadata={"a": float("nan")})},
 }
 
