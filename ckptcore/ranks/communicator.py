@@ -215,7 +215,7 @@ class BoardCommunicator(Communicator):
                 "the process that hosts it (rank 0) has probably died", ranks=[0]) from error  # fmt: skip
         self.nodes = verdict["nodes"]
         if "failure" in verdict:
-            raise _rebuilt(verdict["failure"]) from own
+            raise _rebuilt(verdict["failure"], own) from _cause_of(own)
         return verdict["value"]
 
     def _lead(
@@ -376,8 +376,18 @@ def _cause_text(failure: dict[str, Any]) -> str:
     return f"{failure['type']}: {failure['message']}" if failure["type"] else str(failure["message"])
 
 
-def _rebuilt(failure: dict[str, Any]) -> CheckpointError:
+def _cause_of(own: BaseException | None) -> BaseException | None:
+    """What is shown above an error that all ranks raise: what failed in the user's own code on this rank, if anything.
+
+    An error of ckptcore says the same as the one that takes its place, and would only be printed twice.
+    """
+    return own.__cause__ if isinstance(own, CheckpointError) else own
+
+
+def _rebuilt(failure: dict[str, Any], own: BaseException | None = None) -> CheckpointError:
     kind = getattr(errors, failure["type"]) if failure["type"] else RankFailed
     error: CheckpointError = kind(failure["message"], **failure["facts"])
     error.causes = failure["causes"] or None
+    for note in getattr(own, "__notes__", ()) if isinstance(own, CheckpointError) else ():
+        error.add_note(note)
     return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from reprlib import Repr
 from typing import Any
 
 import torch
@@ -18,7 +19,17 @@ from ..state.tree import Captured, CapturedTensor
 from .communicator import Communicator
 from .fingerprint import fingerprints, on_accelerator
 
-__all__ = ["chunk_digests", "compared_digest", "distances", "replica_digest", "take_fingerprints", "validate"]
+__all__ = [
+    "chunk_digests",
+    "compared_digest",
+    "distances",
+    "in_words",
+    "replica_digest",
+    "short",
+    "some_keys",
+    "take_fingerprints",
+    "validate",
+]
 
 SAMPLES = 16
 SAMPLE_BYTES = 512
@@ -155,65 +166,121 @@ def _explain(
     """Find out which keys differ, on which ranks, and for FULL by how much; raise unless that is within tolerance."""
     member = comm.rank in copy.members
 
-    def details() -> dict[str, list[Any]]:
-        if not member or captured is None:
-            return {}
-        state = decode(captured.tree, lambda ref: ref, opaque=True)
-        leaves = {name: ["value", digest] for name, digest in _value_digests(state)}
-        leaves[STRUCTURE] = ["structure", _structure(state, captured)]
-        for number, tensor in enumerate(captured.tensors):
-            held = number if tensor.alias_of is None else tensor.alias_of
-            what = f"{tensor.dtype} {list(tensor.shape)}"
-            leaves[tensor.name] = [what, replica_digest(component, tensor, held, known)]
-        return leaves
+    def describe() -> dict[str, dict[str, Any]]:
+        return _described(component, captured, known) if member and captured is not None else {}
 
-    def compare(found: list[dict[str, list[Any]]]) -> dict[str, list[int]]:
-        reference = found[copy.members[0]]
-        wrong: dict[str, list[int]] = {}
-        for rank in copy.members[1:]:
-            for name in {*reference, *found[rank]}:
-                if reference.get(name) != found[rank].get(name):
-                    wrong.setdefault(name, []).append(rank)
-        return {name: wrong[name] for name in sorted(wrong)}
+    def compare(found: list[dict[str, dict[str, Any]]]) -> list[list[Any]]:
+        """[part, name, ranks] of what differs."""
+        first, *others = copy.members
+        wrong: dict[tuple[str, str], list[int]] = {}
+        for rank in others:
+            for part in _PARTS:
+                ours, theirs = found[first].get(part, {}), found[rank].get(part, {})
+                for name in {*ours, *theirs}:
+                    if ours.get(name) != theirs.get(name):
+                        wrong.setdefault((part, name), []).append(rank)
+        return [[part, name, wrong[part, name]] for part, name in sorted(wrong, key=lambda key: key[::-1])]
 
-    wrong = comm.together(f"compare replicas of {component.key}", details, compare)
+    wrong = comm.together(f"compare replicas of {component.key}", describe, compare)
     if not wrong:
         return  # equal content: only the order of keys in dicts differs
     mine = {t.name: t for t in captured.tensors} if captured is not None and member else {}
-    numbers, tolerable = distances(comm, component, [(name, copy.members) for name in wrong], mine)
+    leaves = [(name, copy.members) for part, name, _ in wrong if part == "leaf"]
+    numbers, tolerable = distances(comm, component, leaves, mine)
     if tolerable:
+        wrong = [row for row in wrong if row[0] != "leaf"]
+    if not wrong:
         return
-    if len(wrong) > 1:
-        wrong.pop(STRUCTURE, None)  # the keys say it better
-    raise _mismatch(component, copy, wrong, numbers)
+    # Leaves that differ say it better than what they are in.
+    wrong = [row for row in wrong if row[0] != "container"] or wrong
+    raise _mismatch(component, copy, wrong, _details(comm, copy, wrong, numbers, captured if member else None))
 
 
-STRUCTURE = "(structure)~"
+def _details(
+    comm: Communicator, copy: Copy, wrong: list[list[Any]], numbers: dict[str, Any], captured: Captured | None
+) -> dict[str, Any]:
+    """By key, how a tensor differs in numbers, or else what the lowest rank has and what the first has that differs."""
+    texts = _texts(captured) if captured is not None else {}
+
+    def both(found: list[list[str]]) -> list[dict[str, str]]:
+        lowest = copy.members[0]
+        return [{f"rank {r}": found[r][n] for r in (lowest, row[2][0])} for n, row in enumerate(wrong[:SHOWN_KEYS])]
+
+    forms = comm.together(
+        "describe what differs",
+        lambda: [texts.get((part, name), "nothing") for part, name, _ in wrong[:SHOWN_KEYS]],
+        both,
+    )
+    details: dict[str, Any] = {}
+    for (part, name, _), form in zip(wrong, forms, strict=False):
+        found = numbers.get(name) if part == "leaf" else None
+        if found is not None or len(set(form.values())) > 1:  # else there is no more to say than that it differs
+            details[name or "value"] = found or form
+    return details
 
 
-def _structure(state: Any, captured: Captured) -> bytes:
-    """A digest of containers, keys and which tensors share memory; of neither values nor the order of keys."""
+# Plain values and tensors; which memory tensors share; the dicts, lists and tuples that all is in.
+_PARTS = ("leaf", "tie", "container")
 
-    def shape(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            items = sorted((encode(key), shape(item)) for key, item in value.items())
-            return [type(value).__name__, *([key, item] for key, item in items)]
-        if isinstance(value, list | tuple):
-            return [type(value).__name__, *(shape(item) for item in value)]
-        if isinstance(value, Opaque):
-            return [value.codec, shape(value.payload)]
-        return ["leaf"]
 
-    ties = {t.name: None if t.alias_of is None else captured.tensors[t.alias_of].name for t in captured.tensors}
-    return content_hash(encode([shape(state), ties]))
+def _described(
+    component: StateComponent, captured: Captured, known: dict[tuple[str, int], bytes]
+) -> dict[str, dict[str, Any]]:
+    """What each part of a state is compared by, by name."""
+    found: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
+    for name, kind, value in _walk(_decoded(captured)):
+        if kind is None:
+            found["leaf"][name] = ["value", content_hash(type(value).__name__.encode() + encode(value))]
+        else:
+            keys = sorted(encode(key) for key in value) if isinstance(value, Mapping) else [len(value)]
+            found["container"].setdefault(name, []).extend([kind, content_hash(encode(keys))])
+    for number, tensor in enumerate(captured.tensors):
+        held = number if tensor.alias_of is None else tensor.alias_of
+        digest = replica_digest(component, tensor, held, known)
+        found["leaf"][tensor.name] = [f"{tensor.dtype} {list(tensor.shape)}", digest]
+        found["tie"][tensor.name] = _tied(captured, tensor)
+    return found
+
+
+def _texts(captured: Captured) -> dict[tuple[str, str], str]:
+    """The same for people."""
+    texts: dict[tuple[str, str], str] = {}
+    for name, kind, value in _walk(_decoded(captured)):
+        if kind is None:
+            texts["leaf", name] = short(value)
+        elif isinstance(value, Mapping):
+            texts["container", name] = f"{kind} with keys {_SHORT.repr([*value])}"
+        else:
+            texts["container", name] = f"{kind} of length {len(value)}"
+    for tensor in captured.tensors:
+        texts["leaf", tensor.name] = f"{tensor.dtype} {list(tensor.shape)}"
+        texts["tie", tensor.name] = _tied(captured, tensor)
+    return texts
+
+
+def _tied(captured: Captured, tensor: CapturedTensor) -> str:
+    other = None if tensor.alias_of is None else captured.tensors[tensor.alias_of].name
+    return "memory of its own" if other is None else f"the memory of {other!r}"
+
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+def short(value: Any) -> str:
+    """A plain value and its type, for people."""
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
+
+
+def some_keys(keys: Sequence[str]) -> str:
+    return ", ".join(map(repr, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
 def _mismatch(
-    component: StateComponent, copy: Copy, wrong: dict[str, list[int]], numbers: dict[str, Any]
+    component: StateComponent, copy: Copy, wrong: list[list[Any]], details: dict[str, Any]
 ) -> ReplicationMismatch:
-    ranks = sorted({rank for found in wrong.values() for rank in found})
-    keys = list(wrong)
-    shown = ", ".join(repr(key) for key in keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+    ranks = sorted({rank for _, _, found in wrong for rank in found})
+    keys = list(dict.fromkeys(name or "value" for _, name, _ in wrong))
     hint = ""
     if component.sharing_pattern.value == "PER_GROUP":
         hint = (
@@ -225,29 +292,50 @@ def _mismatch(
             "; state that is each rank's own (random streams, data loaders) is PER_RANK, and state of which rank 0's is the "
             "truth (BatchNorm statistics under DDP) is GLOBAL"
         )
-    first = numbers.get(keys[0])
-    how = f"; {keys[0]!r}: {first}" if first else ""
+    how = f"; {keys[0]!r}: {in_words(details[keys[0]])}" if keys[0] in details else ""
     return ReplicationMismatch(
-        f"component {component.key!r} is declared {component.sharing_pattern.value}, but {shown} on rank"
-        f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differ{'' if len(ranks) > 1 else 's'} from rank "
+        f"component {component.key!r} is declared {component.sharing_pattern.value}, but {some_keys(keys)} on rank"
+        f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differ{'' if len(keys) > 1 else 's'} from rank "
         f"{copy.members[0]}; nothing was committed{how}{hint}",
-        component=component.key, keys=keys[:SHOWN_KEYS], ranks=ranks, details=numbers or None)  # fmt: skip
+        component=component.key, keys=keys[:SHOWN_KEYS], ranks=ranks, details=details or None)  # fmt: skip
 
 
-def _value_digests(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, bytes]]:
-    """Name and digest of every plain value, at any depth of dicts, lists and tuples."""
+def in_words(detail: Mapping[str, Any]) -> str:
+    """How a key differs, of `ReplicationMismatch.details`."""
+    if "differing" not in detail:
+        return ", ".join(f"{text} on {rank}" for rank, text in detail.items())
+    count, first = detail["differing"], detail["first index"]
+    text = f"{count} element{'s differ' if count > 1 else ' differs'}, the first at index {first}"
+    equal = detail.get("equal as numbers", 0)
+    if equal == count:
+        return f"{text}, in bits alone: the numbers are equal (0.0 and -0.0, say)"
+    if not detail["largest difference"]:
+        return f"{text}, with NaN or infinity on one side"
+    return f"{text}, the largest difference is {detail['largest difference']:g}"
+
+
+def _decoded(captured: Captured) -> Any:
+    return decode(captured.tree, lambda ref: ref, opaque=True)
+
+
+def _walk(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, str | None, Any]]:
+    """(name, kind, value) of every container (its kind is that of dicts, lists, tuples or a codec) and plain value."""
+    name = join_path(path)
     if isinstance(state, Opaque):
-        yield from _value_digests(state.payload, path)
+        yield name, state.codec, ()
+        yield from _walk(state.payload, path)
     elif isinstance(state, Mapping):
+        yield name, type(state).__name__, state
         texts = {join_path((key,)) for key in state if isinstance(key, str)}
         for key, item in state.items():
             step = Numbered(key) if not isinstance(key, str) and join_path((key,)) in texts else key
-            yield from _value_digests(item, (*path, step))
+            yield from _walk(item, (*path, step))
     elif isinstance(state, list | tuple):
+        yield name, type(state).__name__, state
         for number, item in enumerate(state):
-            yield from _value_digests(item, (*path, number))
+            yield from _walk(item, (*path, number))
     elif not isinstance(state, TensorRef):
-        yield join_path(path) if path else "value", content_hash(type(state).__name__.encode() + encode(state))
+        yield name or "value", None, state
 
 
 def distances(
@@ -289,6 +377,7 @@ def _difference(
         return None
     dtype, _, nbytes = agreed
     counts: dict[str, Any] = {"differing": 0, "beyond tolerance": 0, "first index": None, "largest difference": 0.0}
+    counts["equal as numbers"] = 0
     for start in range(0, nbytes, CHUNK_BYTES):
         length = min(CHUNK_BYTES, nbytes - start)
 
@@ -303,7 +392,9 @@ def _difference(
 
     def merge(found: list[dict[str, Any]]) -> dict[str, Any]:
         firsts = [c["first index"] for c in found if c["first index"] is not None]
-        result = {key: max(c[key] for c in found) for key in ("differing", "beyond tolerance", "largest difference")}
+        result = {key: max(c[key] for c in found) for key in counts if key != "first index"}
+        if not result["equal as numbers"]:  # nearly always
+            del result["equal as numbers"]
         return {**result, "first index": min(firsts, default=None)}
 
     merged: dict[str, Any] = comm.together(f"compare {name}", lambda: counts, merge)
@@ -331,7 +422,10 @@ def _count(
         distance = distance.clamp(min=1)  # large ones may be the same as floats
     allowed = component.atol + component.rtol * _wide(a).abs()[unequal]
     counts["differing"] += int(unequal.sum())
-    counts["beyond tolerance"] += int((~(distance <= allowed)).sum())
+    # Without a tolerance equality is that of the bits: 0.0 and -0.0 differ, by nothing.
+    tolerant = bool(component.atol or component.rtol)
+    counts["beyond tolerance"] += int((~(distance <= allowed)).sum() if tolerant else unequal.sum())
+    counts["equal as numbers"] += int((distance == 0).sum())
     if counts["first index"] is None:
         counts["first index"] = start // a.element_size() + int(unequal.nonzero()[0])
     finite = distance[distance.isfinite()]

@@ -21,7 +21,7 @@ from ..format.values import TensorRef, decode, encode, join_path
 from ..state.component import StateComponent, ValidationLevel
 from ..state.tree import Captured
 from .communicator import Communicator
-from .replication import distances, replica_digest, take_fingerprints
+from .replication import distances, in_words, replica_digest, short, some_keys, take_fingerprints
 
 __all__ = ["ShardedState", "agree_layouts", "merge_descriptions", "validate_shards"]
 
@@ -193,10 +193,15 @@ def _merged(key: str, a: Any, b: Any, ranks: list[int], path: tuple[Any, ...]) -
     as_names = lambda _, x: TensorRef(0) if isinstance(x, _Named) else None  # noqa: E731
     if a is not b and encode(a, as_names) != encode(b, as_names):
         name = join_path(path) or "value"
+        lower, here = short(a), short(b)
         raise ReplicationMismatch(
-            f"component {key!r} is declared SHARDED, and its plain value {name!r} on ranks {ranks[:8]} differs from that of "
+            f"component {key!r} is SHARDED, and its plain value {name!r} is {here} on {_ranks(ranks)} and {lower} on "
             "lower ranks; values that are each rank's own belong into a PER_RANK component",
-            component=key, keys=[name], ranks=ranks)  # fmt: skip
+            component=key,
+            keys=[name],
+            ranks=ranks,
+            details={name: {"lower ranks": lower, f"rank {ranks[0]}": here}},
+        )
     return a
 
 
@@ -374,10 +379,21 @@ def _explain(
         return
     names = sorted({name for name, _, _ in wrong})
     ranks = sorted({rank for _, _, found_on in wrong for rank in found_on})
+    how = f"; {names[0]!r}: {in_words(numbers[names[0]])}" if numbers.get(names[0]) else ""
     raise ReplicationMismatch(
-        f"component {component.key!r} is SHARDED, and {', '.join(map(repr, names[:5]))} on ranks {ranks} is not equal to the "
-        "same part on lower ranks; replicas of a part must be equal; nothing was committed",
-        component=component.key, keys=names[:20], ranks=ranks, details=numbers or None)  # fmt: skip
+        f"component {component.key!r} is SHARDED, and {some_keys(names)} on {_ranks(ranks)} "
+        f"{'is' if len(names) == 1 else 'are'} not equal to the same part on lower ranks; replicas of a part must be "
+        f"equal; nothing was committed{how}",
+        component=component.key,
+        keys=names[:20],
+        ranks=ranks,
+        details=numbers or None,
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _replicas(rank: int, captured: Captured, merged: ShardedState) -> dict[tuple[int, ...], list[Any]]:

@@ -2,6 +2,7 @@
 
 import math
 import struct
+import traceback
 import tracemalloc
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from ckptcore import (
     CheckpointManager,
     OptimizerState,
+    RankFailed,
     RanksDisagree,
     ReplicationMismatch,
     Shard,
@@ -18,6 +20,7 @@ from ckptcore import (
     StateComponent,
     ValidationLevel,
 )
+from ckptcore.testing.ranks import run_ranks
 
 LEVELS = ["NONE", "QUICK", "TENSOR", "FULL"]
 
@@ -382,3 +385,109 @@ def test_ranks_with_another_tolerance_disagree(tmp_path, pattern, which, odd, er
     assert "component 'm'" in str(error) and "0.01" in str(error)
     assert str(error).endswith("ranks that differ from rank 0: [2]" if odd else "ranks that differ from rank 0: [1, 2]")
     assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
+
+
+SHAPES = ({"rank 0": "F32 [2]", "rank 1": "F32 [3]"}, {"rank 0": "F32 [2]", "rank 1": "F64 [2]"})
+# name -> (state of a rank, keys, details)
+DIFFERENCES = {
+    "shape": (lambda rank: {"w": torch.ones(2 + rank)}, ["w"], {"w": SHAPES[0]}),
+    "dtype": (lambda rank: {"w": torch.ones(2, dtype=[torch.float32, torch.float64][rank])}, ["w"], {"w": SHAPES[1]}),
+    "value": (lambda rank: {"n": {"lr": 5 + rank}}, ["n/lr"], {"n/lr": {"rank 0": "5 (int)", "rank 1": "6 (int)"}}),
+    "type": (lambda rank: {"n": [1, True][rank]}, ["n"], {"n": {"rank 0": "1 (int)", "rank 1": "True (bool)"}}),
+    "long": (
+        lambda rank: {"n": "x" * 5000 + str(rank)}, ["n"],
+        {"n": {f"rank {r}": f"'{'x' * 27}...{'x' * 27}{r}' (str)" for r in (0, 1)}},
+    ),
+    "missing": (lambda rank: {"a": 1, **({"b": 2} if rank else {})}, ["b"], {"b": {"rank 0": "nothing", "rank 1": "2 (int)"}}),
+    "list for tuple": (
+        lambda rank: {"w": torch.ones(1), "l": [(1,), [1]][rank]}, ["l"],
+        {"l": {"rank 0": "tuple of length 1", "rank 1": "list of length 1"}},
+    ),
+    "empty": (
+        lambda rank: {"w": torch.ones(1), "d": [{}, []][rank]}, ["d"],
+        {"d": {"rank 0": "dict with keys []", "rank 1": "list of length 0"}},
+    ),
+    "text for number": (
+        lambda rank: {"d": {[0, "0"][rank]: 5}}, ["d"],
+        {"d": {"rank 0": "dict with keys [0]", "rank 1": "dict with keys ['0']"}},
+    ),
+    "bare": (lambda rank: [7, 8][rank], ["value"], {"value": {"rank 0": "7 (int)", "rank 1": "8 (int)"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("name", list(DIFFERENCES))
+def test_both_sides_are_shown(tmp_path, name, level, errors_of, on_all):
+    make, keys, details = DIFFERENCES[name]
+    error = on_all(saving(tmp_path, errors_of, 2, lambda rank: replicated(make(rank), level)), ReplicationMismatch)
+    assert (error.keys, error.ranks, error.details) == (keys, [1], details)
+    first = details[keys[0]]
+    assert f"{keys[0]!r}: {first['rank 0']} on rank 0, {first['rank 1']} on rank 1" in str(error)
+    assert f"{keys[0]!r} on rank 1 differs from rank 0;" in str(error)
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_memory_that_is_shared_on_one_rank_only(tmp_path, level, errors_of, on_all):
+    def state(rank):
+        w = torch.ones(2)
+        return {"a": w, "b": w if rank else torch.ones(2)}
+
+    how = {"atol": 1.0} if level == "FULL" else {}
+    error = on_all(
+        saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), level, **how)), ReplicationMismatch
+    )
+    assert (error.keys, error.details) == (["b"], {"b": {"rank 0": "memory of its own", "rank 1": "the memory of 'a'"}})
+
+
+def test_zeros_of_two_signs_differ_in_their_bits(tmp_path, errors_of, on_all):
+    def state(rank):
+        return {"x": torch.tensor([-0.0 if rank else 0.0, 1.0]), "y": torch.tensor([math.nan if rank else 1.0])}
+
+    error = on_all(saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), "FULL")), ReplicationMismatch)
+    assert error.details["x"] == {
+        "differing": 1, "beyond tolerance": 1, "first index": 0, "largest difference": 0.0, "equal as numbers": 1}  # fmt: skip
+    assert "'x': 1 element differs, the first at index 0, in bits alone: the numbers are equal" in str(error)
+    assert "'x', 'y' on rank 1 differ from rank 0" in str(error)
+    error = on_all(
+        saving(tmp_path, errors_of, 2, lambda rank: replicated({"y": state(rank)["y"]}, "FULL")), ReplicationMismatch
+    )
+    assert "with NaN or infinity on one side" in str(error)
+
+
+def test_values_of_sharded_state_are_shown(tmp_path, errors_of, on_all):
+    def own(rank):
+        return StateComponent("m", {"n": 5 + rank, "x": torch.ones(2)}, SharingPattern.SHARDED)
+
+    error = on_all(saving(tmp_path, errors_of, 2, own), ReplicationMismatch)
+    assert "plain value 'n' is 6 (int) on rank 1 and 5 (int) on lower ranks" in str(error)
+
+
+def test_a_rank_prints_one_traceback_with_the_reason_last(tmp_path):
+    """What all ranks raise is not chained to its twin; what failed in the user's own code is."""
+
+    class Bad:
+        def state_dict(self):
+            raise KeyError("momentum")
+
+        def load_state_dict(self, state):
+            pass
+
+    def program(comm, state):
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            try:
+                ckpt.save(1, state(comm.rank))
+            except Exception as error:
+                return traceback.format_exception(error), error
+            finally:
+                comm.together("every rank has its verdict", lambda: None, lambda _: None, joining=True)
+
+    for lines, _ in run_ranks(2, lambda comm: program(comm, lambda rank: {"m": {"n": rank}})):
+        text = "".join(lines)
+        assert text.count("Traceback (most recent call last)") == 1
+        assert lines[-1].startswith("ckptcore.errors.ReplicationMismatch: ") and "0 (int) on rank 0" in lines[-1]
+    found = run_ranks(2, lambda comm: program(comm, lambda rank: {"m": Bad() if rank else {"n": 1}}))
+    for rank, (lines, error) in enumerate(found):
+        text = "".join(lines)
+        assert isinstance(error, RankFailed) and "rank 1: KeyError: 'momentum'" in lines[-1]
+        assert text.count("Traceback (most recent call last)") == 1 + rank
+        assert ("in state_dict" in text) == bool(rank)
