@@ -263,3 +263,52 @@ def coordinators(job: Job, saves: int) -> dict[str, Any]:
             counts.append([job.store.num_keys(), threading.active_count()])
         dist.barrier()
     return {"counts": counts}
+
+
+def zero(job: Job, saves: bool) -> dict[str, Any]:
+    """DDP and ZeroRedundancyOptimizer: train, save, train on; or restore what was saved, and train on.
+
+    All ranks see the same data, so that the result is that of one process, on 1, 2 and 4 ranks.
+    """
+    job.join()
+    model, optimizer = zero_model(job)
+    state = {"model": model, "optimizer": optimizer}
+    refused: Any = {}
+    with CheckpointManager(job.folder) as ckpt:
+        if saves:
+            zero_train(model, optimizer, 0, 3)
+            for pattern in ("REPLICATED", "GLOBAL", "PER_NODE"):
+                parts = [StateComponent(key, value, pattern) for key, value in state.items()]  # type: ignore[arg-type]
+                refused[pattern] = attempt(lambda parts=parts: ckpt.save(3, parts))  # type: ignore[misc]
+            ckpt.save(3, state)
+        else:
+            zero_train(model, optimizer, 7, 8)  # other weights and moments than those that were saved
+            ckpt.restore(state)
+    mine = len(getattr(optimizer, "optim", optimizer).state)
+    zero_train(model, optimizer, 3, 6)
+    return {
+        "mine": mine,
+        "refused": refused,
+        "lr": optimizer.param_groups[0]["lr"],
+        "weights": [p.tolist() for p in model.parameters()],
+    }
+
+
+def zero_model(job: Job) -> tuple[Any, Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    if job.world_size == 1:
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+
+
+def zero_train(model: Any, optimizer: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        data = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(data).square().sum().backward()
+        optimizer.step()

@@ -96,6 +96,21 @@ def test_groups_as_mesh_dimensions_process_groups_and_lists(tmp_path, processes)
         assert "2 dimensions" in results[rank]["two"]["message"]
 
 
+def test_zero_redundancy_optimizer_goes_on_exactly_on_any_number_of_ranks(tmp_path, processes):
+    """Each rank has the moments of some parameters; by name they are one state."""
+    saved = processes.run("zero", 2, tmp_path, saves=True)
+    assert sum(saved[rank]["mine"] for rank in range(2)) == 6
+    assert min(saved[rank]["mine"] for rank in range(2)) > 0
+    for pattern, outcome in saved[0]["refused"].items():
+        assert (outcome["error"], "declare it SHARDED" in outcome["message"]) == ("InvalidState", True), pattern
+    for world_size in (2, 4, 1):
+        resumed = processes.run("zero", world_size, tmp_path, saves=False)
+        assert sum(resumed[rank]["mine"] for rank in range(world_size)) == 6
+        for rank in range(world_size):
+            assert resumed[rank]["weights"] == saved[0]["weights"] == saved[1]["weights"]
+            assert resumed[rank]["lr"] == saved[0]["lr"] == 0.1 / 6
+
+
 def test_a_coordinator_for_every_checkpoint_leaves_nothing_behind(tmp_path, processes):
     """Neither threads with a heart nor keys in the job's store pile up."""
     results = processes.run("coordinators", 2, tmp_path, saves=20)
