@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from ..errors import CheckpointCorrupt
-from .strict import exact, exact_items
+from .strict import exact, exact_items, only_plain
 
 __all__ = ["BY_NAME", "BY_TYPE", "Opaque", "keyed", "register_codec", "revived"]
 
@@ -104,5 +104,9 @@ def revived(value: Any, file: str = "") -> Any:
             what = f"{file or 'index'}: stored values cannot be read (codec {value.codec!r}: {type(error).__name__}: {error})"
             raise CheckpointCorrupt(what, file=file or None, kind="format") from error
     if type(value) in (dict, OrderedDict, Counter):
+        if only_plain(value.values()):
+            return value
         return type(value)({key: revived(item, file) for key, item in value.items()})
-    return type(value)(revived(item, file) for item in value) if type(value) in (list, tuple) else value
+    if type(value) not in (list, tuple) or only_plain(value):
+        return value
+    return type(value)(revived(item, file) for item in value)

@@ -6,6 +6,8 @@ import re
 from collections import deque
 from typing import Any
 
+from .strict import only_plain
+
 __all__ = ["MAX_DEPTH", "check_declared", "check_depth"]
 
 MAX_DEPTH = 64  # each level of extensions costs some 50 KB of the C stack when it is read
@@ -34,7 +36,8 @@ def check_declared(data: bytes) -> None:
     Each item takes a byte at least, so what is whole never does. Lists in lists that only say they are long would
     cost a thousand times the memory of the data, and that again for each level of extensions.
     """
-    if sum(map(data.count, _LONG)) <= FEW:
+    # Each length is three bytes at least.
+    if len(data) < 3 * FEW or sum(map(data.count, _LONG)) <= FEW:
         return
     left, at, end = len(data), 0, len(data)
     while at < end:
@@ -72,6 +75,6 @@ def check_depth(value: Any) -> None:
     for _ in range(2 * MAX_DEPTH):
         if not level:
             return
-        level = [part for item in level for part in (item.values() if isinstance(item, dict) else item)
-                 if isinstance(part, _NESTED)]  # fmt: skip
+        inner = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [part for parts in inner if not only_plain(parts) for part in parts if isinstance(part, _NESTED)]
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")

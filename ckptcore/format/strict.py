@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-__all__ = ["DIMENSIONS", "exact", "exact_items", "short", "sizes", "unique", "whole"]
+__all__ = ["DIMENSIONS", "exact", "exact_items", "only_plain", "short", "sizes", "unique", "whole"]
 
 DIMENSIONS = 64  # as many as numpy has; each costs a level of recursion where boxes are cut
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def only_plain(items: Iterable[Any]) -> bool:
+    """Whether nothing is in any of `items`: none is a container, a tensor or an object. Without a step of Python for each,
+    for a list may have millions."""
+    return _PLAIN.issuperset(map(type, items))
 
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

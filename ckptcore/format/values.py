@@ -12,8 +12,9 @@ import pathlib
 import struct
 import zoneinfo
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -124,6 +125,21 @@ _DECODE_ERRORS = (
 
 _INT64 = range(-(2**63), 2**64)
 _PLAIN = frozenset({type(None), bool, float, bytes, str})
+_PLAIN_OR_INT = _PLAIN | {int}
+_TEXT = frozenset({str})
+
+
+def _ready(items: Collection[Any]) -> bool:
+    """Whether msgpack packs all of `items` as they are. Without a step of Python for each: there may be millions."""
+    kinds = set(map(type, items))
+    if not kinds <= _PLAIN_OR_INT:
+        return False
+    if int not in kinds:
+        return True
+    numbers = items if len(kinds) == 1 else [item for item in items if type(item) is int]
+    return min(numbers) in _INT64 and max(numbers) in _INT64
+
+
 _PATHS = {cls.__name__: cls for cls in
           (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)}  # fmt: skip
 
@@ -138,11 +154,14 @@ class _Extension:
 
 
 class _Encoder:
-    """Two steps: a walk that makes of a value what msgpack knows (and nothing that can change later), and packing it."""
+    """Two steps: a walk that makes of a value what msgpack knows, and packing it at once. What msgpack packs as it is stays
+    what it is; nobody else has a turn between the two steps."""
 
     def __init__(self, leaf: Leaf | None, component: str) -> None:
         self.leaf = leaf
         self.component = component
+        # For what is packed at once, having no tensors in it whose numbers are yet to be known.
+        self.packer = msgpack.Packer(use_bin_type=True, unicode_errors="surrogatepass")
 
     def refuse(self, path: tuple[Any, ...], value: Any, why: str) -> UnsupportedValue:
         key = join_path(path)
@@ -186,31 +205,56 @@ class _Encoder:
         if kind is dict:
             return self.wire_dict(value, path, depth)
         if kind is tuple:
+            if _ready(value):
+                return msgpack.ExtType(TUPLE, self.packed_now(value, path))
             return _Extension(TUPLE, self.wire_items(value, path, depth))
         if self.leaf is not None and (ref := self.leaf(path, value)) is not None:
             return ref
         return self.wire_other(value, path, depth)
 
-    def wire_items(self, value: Sequence[Any], path: tuple[Any, ...], depth: int) -> list[Any]:
+    def packed_now(self, items: Any, path: tuple[Any, ...]) -> bytes:
+        """Bytes of what is ready."""
+        try:
+            return bytes(self.packer.pack(items))
+        except (ValueError, OverflowError) as error:
+            self.packer.reset()
+            raise self.refuse(path, items, f"cannot be stored ({error})") from None
+
+    def wire_items(self, value: Sequence[Any], path: tuple[Any, ...], depth: int) -> Sequence[Any]:
+        if _ready(value):
+            return value
+        kinds = set(map(type, value))
+        if kinds in ({list}, {tuple}) and depth < MAX_DEPTH and _ready(list(chain.from_iterable(value))):
+            if list in kinds:
+                return value
+            return [msgpack.ExtType(TUPLE, self.packed_now(item, path)) for item in value]
         return [
             item if type(item) in _PLAIN else self.wire(item, (*path, i), depth + 1) for i, item in enumerate(value)
         ]
 
     def wire_dict(self, value: dict[Any, Any], path: tuple[Any, ...], depth: int) -> Any:
-        if all(type(key) is str for key in value):
+        if _TEXT.issuperset(map(type, value)):
+            if _ready(value.values()):
+                return value
             return {
                 key: item if type(item) in _PLAIN else self.wire(item, (*path, key), depth + 1)
                 for key, item in value.items()
             }
+        if _ready(value) and _ready(value.values()):
+            return msgpack.ExtType(DICT, self.packed_now(list(value.items()), path))
         texts = {key for key in value if type(key) is str}
         pairs = []
         for key, item in value.items():
-            step = Numbered(key) if type(key) is not str and _key_text(key) in texts else key
+            step = Numbered(key) if texts and type(key) is not str and _key_text(key) in texts else key
             pairs.append([self.wire(key, (*path, step), depth + 1), self.wire(item, (*path, step), depth + 1)])
         return _Extension(DICT, pairs)
 
     def wire_other(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
         kind = type(value)
+        if kind in (set, frozenset) and _ready(value):
+            # In the order of their bytes, as below.
+            packed = sorted(self.packed_now(item, path) for item in value)
+            return msgpack.ExtType(SET if kind is set else FROZENSET, self.packed_now(packed, path))
         if kind in (set, frozenset):
             items = [self.wire(item, path, depth + 1) for item in value]
             return _Extension(SET if kind is set else FROZENSET, items, is_set=True)

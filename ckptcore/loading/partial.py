@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..format.codecs import Opaque, keyed
+from ..format.strict import only_plain
 from ..format.values import join_path
 
 __all__ = ["SKIPPED", "has_other", "held_names", "pruned"]
@@ -55,6 +56,8 @@ def _lacks(state: Any) -> bool:
 def pruned(state: Any) -> Any:
     """The state without what was skipped, and without dicts that held nothing else."""
     if type(state) in (dict, OrderedDict, Counter):
+        if only_plain(state.values()):
+            return state
         kept = {key: pruned(item) for key, item in state.items()}
         result = {key: item for key, item in kept.items() if item is not SKIPPED}
         return SKIPPED if kept and not result else type(state)(result)
@@ -63,6 +66,6 @@ def pruned(state: Any) -> Any:
         return SKIPPED if kept is SKIPPED else Opaque(state.codec, kept)
     if type(state) is Opaque:
         return SKIPPED if _lacks(state.payload) else state
-    if type(state) in (list, tuple):
+    if type(state) in (list, tuple) and not only_plain(state):
         return type(state)(None if (item := pruned(i)) is SKIPPED else item for i in state)
     return state

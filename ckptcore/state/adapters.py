@@ -11,6 +11,7 @@ from torch import nn
 
 from ..arguments import shown
 from ..errors import InvalidState
+from ..format.strict import only_plain
 from ..format.values import TensorRef
 from .component import SharingPattern, StateComponent, Stateful, StatefulProvider
 from .layout import Shard, is_dtensor
@@ -156,9 +157,6 @@ def _pattern(value: Any, world_size: int) -> SharingPattern:
 
 def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any]:
     """Tensors of modules, optimizers and plain nested values, without asking anybody for a state_dict."""
-    within = above | {id(value)}
-    if id(value) in above:
-        return  # it contains itself; whoever takes it apart refuses it by name
     if isinstance(value, nn.Module):
         yield from value.parameters()
         yield from value.buffers()
@@ -169,12 +167,14 @@ def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any
         yield from _tensors_of(value.optimizer)
     elif isinstance(value, ModelState):
         yield from value.tensors()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_of(item, within)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_of(item, within)
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        # What contains itself is refused by name by whoever takes it apart.
+        if not only_plain(items) and id(value) not in above:
+            within = above | {id(value)}
+            for item in items:
+                if type(item) not in (list, tuple) or not only_plain(item):
+                    yield from _tensors_of(item, within)
     elif isinstance(value, torch.Tensor | Shard):
         yield value
 
