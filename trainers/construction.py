@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from .arguments import InvalidArgument
+from .environment import choose_workspace
 
 __all__ = ["Models", "apply_settings", "seed_everything"]
 
@@ -34,9 +34,7 @@ def seed_everything(seed: int) -> None:
 def apply_settings(args: Any) -> None:
     """What the arguments say of the whole process."""
     if args.full_determinism:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            log.warning("full_determinism: CUDA was initialised before CUBLAS_WORKSPACE_CONFIG could be set")
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        choose_workspace(args)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     if args.seed >= 0:
@@ -146,7 +144,7 @@ class Models:
         args = self.args
         if args.torch_compile:
             model.compile(
-                backend=args.torch_compile_backend or "inductor",
+                backend=compile_backend(args.torch_compile_backend or "inductor"),
                 mode=None if args.torch_compile_mode == "default" else args.torch_compile_mode,
                 dynamic=args.torch_compile_dynamic,
                 fullgraph=args.torch_compile_full_graph,
@@ -164,6 +162,7 @@ class Models:
                 names = [args.sdpa_backend] if isinstance(args.sdpa_backend, str) else args.sdpa_backend
                 kernels = [getattr(torch.nn.attention.SDPBackend, SDPA[name]) for name in names]
                 stack.enter_context(torch.nn.attention.sdpa_kernel(kernels, set_priority=args.sdpa_set_priority))
+                stack.enter_context(naming_kernels(args.sdpa_backend))
             if args.enable_activation_offloading and training:
                 pinned = self.device.type == "cuda"
                 stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=pinned))
@@ -199,6 +198,33 @@ class Models:
             torch.cuda.empty_cache()
             if torch.cuda.memory_allocated(self.device) > args.gc_threshold * total:
                 gc.collect()
+
+
+def compile_backend(name: str) -> str:
+    """A backend that torch.compile has. Raises InvalidArgument."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if name not in known:
+        usual = ", ".join(torch.compiler.list_backends())
+        raise InvalidArgument(
+            "torch_compile_backend", name, "torch has no backend of this name", f"give one of {usual}"
+        )
+    return name
+
+
+@contextmanager
+def naming_kernels(wanted: str | list[str]) -> Iterator[None]:
+    """Attention finds out in the forward pass that no kernel that is allowed fits the device and the inputs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(said in str(error) for said in ("No available kernel", "No viable backend")):
+            raise
+        raise InvalidArgument(
+            "sdpa_backend",
+            wanted,
+            "none of these kernels can do this model's attention on this device",
+            "add math, which always can, or leave it out",
+        ) from None
 
 
 def stepper(

@@ -16,9 +16,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from .arguments import InvalidArgument
 
-__all__ = ["DistributedEnvironment", "choose_device"]
+__all__ = ["DistributedEnvironment", "choose_device", "choose_workspace"]
 
 log = logging.getLogger(__name__)
+
+
+def choose_workspace(args: Any) -> None:
+    """For full_determinism: cuBLAS reads this when CUDA is initialised, so it comes before anything touches a device."""
+    if not args.full_determinism or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        log.warning("full_determinism: CUDA was initialised before CUBLAS_WORKSPACE_CONFIG could be set")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
 def choose_device(args: Any, local_rank: int = 0, world_size: int = 1) -> torch.device:
@@ -62,6 +71,7 @@ class DistributedEnvironment:
     @classmethod
     def from_environ(cls, args: Any) -> DistributedEnvironment:
         """What the launcher said. Starts the process group where there are several ranks and none is running."""
+        choose_workspace(args)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if dist.is_available() and dist.is_initialized():
             world_size = dist.get_world_size()

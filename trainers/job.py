@@ -18,10 +18,13 @@ class Job:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.world_size > 1 else 0
         self.environment: DistributedEnvironment | None = None
+        self._first_here = self.world_size == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+        self._starting = False
 
     def start(self, args: Any) -> DistributedEnvironment:
         from .environment import DistributedEnvironment
 
+        self._starting = True
         self.environment = DistributedEnvironment.from_environ(args)
         return self.environment
 
@@ -31,10 +34,13 @@ class Job:
             self.environment.close()
 
     def speaks(self, text: str) -> bool:
-        """Whether this process is to say `text`: what several ranks have to say, one of them says."""
+        """Whether this process is to say `text`: what several ranks have to say, one of them says.
+
+        Before the ranks know each other it is the first of each machine: all have the same arguments and the same files.
+        """
         store = self.environment.store if self.environment is not None else None
         if store is None:
-            return True
+            return self._starting or self._first_here
         me = str(self.rank)
         try:
             return bool(store.compare_set(f"ckpt-train said: {text}", "", me) == me.encode())

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ckptcore import CheckpointError, CheckpointNotFound, CheckpointWarning, NoUsableCheckpoint, StorageError, scan_root
+from ckptcore import (
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointWarning,
+    NoUsableCheckpoint,
+    StorageError,
+    restore_candidates,
+    scan_root,
+)
 
 from .arguments import (
     AccelTrainingArguments,
@@ -28,6 +36,7 @@ from .arguments import (
     PipelineTrainingArguments,
     TrainingArguments,
     load_configuration,
+    native_name,
     print_configuration,
     resolve_arguments,
 )
@@ -66,6 +75,9 @@ DEMONSTRATION = {
     "save_steps": 50,
     "report_to": "tensorboard",
 }
+
+# What a demonstration has of these is not meant where the user says the other one.
+INSTEAD = {"max_steps": "num_train_epochs", "warmup_steps": "warmup_ratio", "max_grad_norm": "fuse_optim_with_backward"}
 
 EPILOG = (
     "WORDS are a YAML file, or none, and any number of name=value, which win over the file: any training argument "
@@ -114,11 +126,13 @@ def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
         own["data"] = [own["data"]]
     _check_own(**own)
     model = _model(given.pop("model", None) or {})
+    _check_sizes(given)
     if not files:
-        said = given.keys() | resolve_arguments(CLASSES[kind], given).changed().keys()
-        given |= {name: value for name, value in DEMONSTRATION.items() if name not in said}
-    if kind == "fsdp2" and "fsdp2" not in given:
-        given["fsdp2"] = {"transformer_layers_path": "blocks"}
+        said = {native_name(name) for name in given}
+        other = {name for name, alternative in INSTEAD.items() if given.get(alternative)}
+        given |= {name: value for name, value in DEMONSTRATION.items() if name not in said | other}
+    if kind == "fsdp2" and isinstance(inner := given.get("fsdp2") or {}, dict):
+        given["fsdp2"] = {"transformer_layers_path": "blocks", **inner}
     args = resolve_arguments(CLASSES[kind], given)
     if os.path.isfile(args.output_dir):
         raise InvalidArgument("output_dir", args.output_dir, "is a file", "name a folder")
@@ -132,6 +146,13 @@ def _check_own(data: Any = (), max_data_bytes: Any = None, schedule: Any = "") -
         whole("max_data_bytes", max_data_bytes, 1, instead="or null for all")
     if not isinstance(schedule, str):
         raise InvalidArgument("schedule", schedule, "not a name", "give ScheduleGPipe")
+
+
+def _check_sizes(given: dict[str, Any]) -> None:
+    """The sizes of the model have a prefix."""
+    for name in asdict(GPTArguments()):
+        if name in given:
+            raise InvalidArgument(name, given[name], "unknown name", f"did you mean model.{name}?")
 
 
 def _model(given: Any) -> GPTArguments:
@@ -154,7 +175,8 @@ def main(words: tuple[str, ...], threads: int | None, show: bool) -> None:
     """Train a byte-level GPT; stopped or killed at any moment, the same command goes on bit for bit."""
     job = Job()
     level = logging.INFO if job.rank == 0 else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout, force=True)
+    # What --show prints is a configuration, and nothing else.
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr if show else sys.stdout, force=True)
     program: Program | None = None
 
     def say(text: str) -> None:
@@ -252,7 +274,7 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
         from .accel import AccelTrainer
 
         accelerator = Accelerator(
-            cpu=args.use_cpu,
+            cpu=environment.device.type == "cpu",
             mixed_precision=args.mixed_precision or "no",
             gradient_accumulation_steps=args.gradient_accumulation_steps,
         )
@@ -263,12 +285,13 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
 def _where_it_stands(program: Program | None) -> str:
     output_dir = "" if program is None else program.args.output_dir
     try:
-        committed = [entry for entry in scan_root(output_dir) if entry.status == "committed"]
+        found = restore_candidates(scan_root(output_dir))
     except CheckpointError as error:
         return f"the checkpoints cannot be listed: {error}"
-    if not committed:
+    newest = next((entry for entry in found if entry.status == "committed"), None)
+    if newest is None:
         return f"there is no checkpoint in {output_dir} yet"
-    return f"the latest checkpoint is {committed[-1].name} in {output_dir}; the same command goes on from it"
+    return f"the latest checkpoint is {newest.name} in {output_dir}; the same command goes on from it"
 
 
 if __name__ == "__main__":

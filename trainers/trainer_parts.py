@@ -19,7 +19,7 @@ from .best import BestModel
 from .callbacks.protocol import CallbackHandler, TrainerControl, TrainerState
 from .construction import Models, apply_settings
 from .data import ResumableLoader
-from .environment import DistributedEnvironment
+from .environment import DistributedEnvironment, choose_workspace
 from .foreign import ForeignLoader
 from .losses import labels_in, loss_of, make_loss_function, samples_in
 from .meters import Meters
@@ -73,6 +73,7 @@ class TrainerParts(Models):
         fused_loss_factory: Callable[[nn.Module], Callable[..., Tensor]] | None = None,
     ) -> None:
         self.args = args = resolve_arguments(self.arguments_class, args)
+        choose_workspace(args)
         self.env = env = distributed_env or DistributedEnvironment.from_environ(args)
         self.device, self.rank, self.world_size = env.device, env.rank, env.world_size
         self.given_model, self.model_init = model, model_init

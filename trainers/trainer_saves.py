@@ -6,13 +6,14 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptcore import (
+    CheckpointError,
     CheckpointExists,
     CheckpointInfo,
     CheckpointManager,
@@ -24,6 +25,7 @@ from ckptcore import (
     SaveEvent,
     SaveHandle,
     StateComponent,
+    StateMismatch,
     open_checkpoint,
     scan_root,
 )
@@ -163,6 +165,7 @@ class Saves:
         if chosen is None:
             self._replace = True
             return None, {}
+        self.check_optimizer(checkpoints, chosen)
         report = checkpoints.restore(trainer, chosen)
         if report.fresh or report.manifest is None:
             return None, {}
@@ -177,6 +180,24 @@ class Saves:
             self.tell_changes(report.manifest.world_size, metadata)
         trainer.best.check(checkpoints)
         return trainer.state.global_step, metadata
+
+    def check_optimizer(self, checkpoints: CheckpointManager, chosen: int | str) -> None:
+        """Before anything is loaded: the moments of one optimizer are nothing for another. Raises StateMismatch."""
+        trainer = self.trainer
+        listed = isinstance(chosen, int) or chosen == "auto"
+        infos = checkpoints.list() if listed and self.looks else []
+        wrong = None
+        if trainer.rank == 0:
+            path, metadata = stored_metadata(infos, chosen)
+            was, now = metadata.get("optimizer"), class_name(trainer.optimizer)
+            if was not in (None, now):
+                optim = metadata.get("training_args", {}).get("optim")
+                wrong = path, f"{path} holds the state of the optimizer {was} (optim={optim!r}), and this run has {now}"
+        if (told := trainer.env.broadcast_object(wrong)) is not None:
+            path, what = told
+            raise StateMismatch(
+                f"{what}: go on with the same optimizer, or start another run from its weights", path=path
+            )
 
     def refuse_to_run_into(self, damaged: Container[str]) -> None:
         """Later steps than the one that was restored may be there already, those of another run or of another end of this
@@ -283,6 +304,7 @@ class Saves:
             metrics=self.metrics(),
             metadata={
                 "training_args": args.as_dict(),
+                "optimizer": class_name(trainer.optimizer),
                 "logging_dir": stored_logging_dir(args, trainer.logging_dir),
                 **({"resumable": False} if args.save_only_model else {}),
             },
@@ -350,6 +372,22 @@ class Saves:
         """The final wait. Raises AsyncSaveError when a save failed and nobody was told."""
         self.settle()
         checkpoints.wait()
+
+
+def stored_metadata(infos: Sequence[CheckpointInfo], chosen: int | str) -> tuple[str, dict[str, Any]]:
+    """Path and metadata of the checkpoint that is to be restored; none where restoring it will say what is wrong."""
+    if isinstance(chosen, int) or chosen == "auto":
+        fits = [info for info in infos if chosen in ("auto", info.step) and info.manifest is not None]
+        return (fits[-1].url, fits[-1].manifest.metadata) if fits and fits[-1].manifest else ("", {})
+    try:
+        with open_checkpoint(chosen) as view:
+            return view.url, view.manifest.metadata
+    except CheckpointError:
+        return chosen, {}
+
+
+def class_name(optimizer: Any) -> str:
+    return type(optimizer).__qualname__
 
 
 def _resumable(info: CheckpointInfo) -> bool:

@@ -173,7 +173,6 @@ def test_the_names_of_optimizers() -> None:
         ("learningrate", "learning_rate"),
         ("max_step", "max_steps"),
         ("evaluation_stratgy", "evaluation_strategy"),
-        ("push_to_hubb", "push_to_hub"),
         ("ddp_bucket_cap", "ddp_bucket_cap_mb"),
     ],
 )
@@ -185,8 +184,13 @@ def test_an_unknown_name_is_refused_with_close_ones(given: str, close: str) -> N
     assert close in offered and 1 <= len(offered) <= 3
 
 
+def test_a_name_that_is_like_a_refused_one_alone_is_answered_with_the_refusal() -> None:
+    with pytest.raises(InvalidArgument, match="push_to_hub would be refused: nothing is uploaded; upload output_dir"):
+        resolve_arguments(TrainingArguments, {"push_to_hubb": 1})
+
+
 def test_an_unknown_name_like_no_other() -> None:
-    with pytest.raises(InvalidArgument, match="zzqqxx=1: unknown name; see the table"):
+    with pytest.raises(InvalidArgument, match="zzqqxx=1: unknown name; leave it out, or see ckpt_trainers"):
         resolve_arguments(TrainingArguments, {"zzqqxx": 1})
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +111,14 @@ def test_resuming_anywhere_changes_nothing(values: list[float], stop: int) -> No
         trainer.log({"loss": value})
         assert trainer.control.should_training_stop is stops[step - 1]
     assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("key", "filtered", "warned"), [(None, True, True), (None, False, False), ("eval_loss", True, False)]
+)
+def test_a_filter_that_hides_what_it_watches_for_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str | None, filtered: bool, warned: bool
+) -> None:
+    detector = DivergenceDetector(metric_key=key)
+    FakeTrainer([detector], tmp_path / "logs", logging_nan_inf_filter=filtered).fire("on_train_begin")
+    assert ("logging_nan_inf_filter puts the mean in the place of a loss" in caplog.text) is warned

@@ -10,10 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import ckpt_trainers
 import pytest
 import yaml
+from ckpt_trainers import callbacks
 from ckpt_trainers import trainer as trainer_module
+from ckpt_trainers.arguments import vocabulary
 from ckpt_trainers.main import main
 from click.testing import CliRunner, Result
 
@@ -75,6 +79,112 @@ def test_without_a_file_words_win_over_what_a_demonstration_has() -> None:
     shown = yaml.safe_load(result.stdout)
     assert (shown["learning_rate"], shown["max_steps"], shown["warmup_steps"]) == (0.25, 300, 20)
     assert shown["trainer"] == "single" and "eval_strategy" not in shown and "max_grad_norm" not in shown
+
+
+def shown(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(main, ["--show", *words])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = yaml.safe_load(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["num_train_epochs=0.01"], {"num_train_epochs": 0.01, "max_steps": None, "warmup_steps": 20}),
+        (["num_train_epochs=1"], {"max_steps": None}),
+        (["num_train_epochs=2", "max_steps=7"], {"num_train_epochs": 2.0, "max_steps": 7}),
+        (["warmup_ratio=0.1"], {"warmup_ratio": 0.1, "warmup_steps": None}),
+        (["lr=5e-5"], {"learning_rate": None}),  # as it is without a demonstration
+        (["evaluation_strategy=no"], {"eval_strategy": None, "max_steps": 300}),
+        (["fuse_optim_with_backward=true"], {"fuse_optim_with_backward": True, "max_grad_norm": None}),
+        (["fuse_optim_with_backward=false"], {"max_grad_norm": 1.0}),
+        (["load_best_model_at_end=true", "save_steps=100"], {"load_best_model_at_end": True, "eval_steps": None}),
+    ],
+)
+def test_a_demonstration_does_not_beat_what_is_said(words: list[str], expected: dict[str, Any]) -> None:
+    found = shown(*words)
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_what_is_shown_is_a_configuration_whatever_is_noted(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["--show", "do_train=true", "lr=0.25"])
+    assert result.stderr.count("arguments without effect: do_train") == 1
+    file = tmp_path / "again.yaml"
+    file.write_text(result.stdout)
+    assert shown(str(file)) == yaml.safe_load(result.stdout)
+
+
+def test_an_option_of_fsdp2_leaves_the_layers_where_they_are() -> None:
+    found = shown("trainer=fsdp2", "fsdp2.reduce_dtype=float32")["fsdp2"]
+    assert found == {"transformer_layers_path": "blocks", "reduce_dtype": "float32"}
+    assert shown("trainer=fsdp2")["fsdp2"] == {"transformer_layers_path": "blocks"}
+    assert shown("trainer=fsdp2", "fsdp2.transformer_layers_path=x")["fsdp2"] == {"transformer_layers_path": "x"}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("batch_size=8", "did you mean per_device_eval_batch_size, per_device_train_batch_size?"),
+        ("epochs=3", "num_train_epochs"),
+        ("workers=2", "did you mean dataloader_num_workers, dataloader_persistent_workers?"),
+        ("n_layer=2", "did you mean model.n_layer?"),
+        ("xyzzy=1", "see ckpt_trainers.arguments.known_names(TrainingArguments)"),
+        ("hub_tokn=secret", "hub_tokn='<hidden>'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_names_that_work(word: str, said: str) -> None:
+    result = CliRunner().invoke(main, ["--show", word])
+    assert result.exit_code == 2 and said in one_line(result)
+    suggested = re.findall(r"did you mean ([^?]+)\?", result.stderr)
+    names = suggested[0].split(", ") if suggested and "model." not in suggested[0] else []
+    assert not set(names) & vocabulary.REJECTED.keys()
+
+
+def test_no_message_sends_a_user_to_what_does_not_exist() -> None:
+    for name, (reason, instead) in {**vocabulary.REJECTED, **vocabulary.OF_ONE_TRAINER}.items():
+        for word in re.findall(r"\b[A-Z][a-z]+[A-Z]\w+|\b\w+Callback\b", f"{reason} {instead}"):
+            there = hasattr(ckpt_trainers, word) or word in callbacks.__all__
+            assert there or word in OTHERS, f"{name}: {word}"
+
+
+# Names in messages that are not this project's.
+OTHERS = ("DistributedDataParallel", "DeepSpeed", "DataLoader", "AdamW")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["torch_compile=true", "torch_compile_backend=nonsense"], "torch_compile_backend='nonsense': torch has no"),
+        (["sdpa_backend=cudnn"], "sdpa_backend='cudnn': none of these kernels can do this model's attention"),
+        (["sdpa_backend=[efficient, cudnn]"], "none of these kernels"),
+    ],
+)
+def test_what_only_torch_knows_to_be_wrong_is_one_line_too(run: list[str], words: list[str], said: str) -> None:
+    result = train(*run, *words)
+    assert result.exit_code == 2, result.output
+    assert said in one_line(result)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (["optim=sgd", "optim_args=momentum=0.9"], ["optim=adamw_torch"]),
+        (["optim=adamw_torch"], ["optim=adafactor"]),
+        (["optim=adamw_torch"], ["optim=sgd"]),
+    ],
+)
+@pytest.mark.parametrize("how", [[], ["resume_from_checkpoint={root}/checkpoint-4", "output_dir={root}-other"]])
+def test_another_optimizer_is_refused_before_anything_is_loaded(
+    run: list[str], tmp_path: Path, first: list[str], then: list[str], how: list[str]
+) -> None:
+    assert train(*run, *first).exit_code == 0
+    words = [word.format(root=tmp_path / "run") for word in how]
+    result = train(*run, *words, "max_steps=6", *then)
+    assert result.exit_code == 1, result.output
+    assert "the state of the optimizer" in one_line(result) and "Traceback" not in result.output
+    assert [entry.step for entry in scan_root(str(tmp_path / "run"))] == [2, 4]
+    assert train(*run, *words, "max_steps=6", *first).exit_code == 0
 
 
 def test_help_does_not_wait_for_torch() -> None:

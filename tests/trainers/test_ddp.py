@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ckpt_trainers.arguments import DDPTrainingArguments, InvalidArgument
 from ckpt_trainers.compare import compare_checkpoints
 from ckpt_trainers.loss_record import read_losses
@@ -312,3 +313,20 @@ def test_the_command_says_everything_once(ranks: Any, words: list[str], tmp_path
     log.unlink()
     assert ranks.command(2, [*words, "data=no/such/file"], log) == [3, 3]
     assert len(log.read_text().splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a GPU here")
+def test_the_accelerator_is_where_the_ranks_are(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    """The command of the README, on a machine without a GPU: nobody says use_cpu."""
+    words = [*(word for word in words if not word.startswith("use_cpu")), "trainer=accel"]
+    log = tmp_path / "log"
+    assert ranks.command(2, words, log) == [0, 0], log.read_text()
+    assert ranks.command(2, [*words, "max_steps=8"], log) == [0, 0], log.read_text()
+    assert log.read_text().count("resumed from step 6") == 1
+    assert [info.step for info in scan_root(tmp_path / "run")] == [2, 4, 6, 8]
+
+
+def test_a_bad_argument_is_said_once(ranks: Any, words: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert ranks.command(2, [*words, "trainer=fsdp2", "fsdp=no_shard"], log) == [2, 2]
+    assert log.read_text().count("ckpt-train: fsdp=") == 1

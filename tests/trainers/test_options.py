@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ckpt_trainers.arguments import InvalidArgument
+from ckpt_trainers import environment
+from ckpt_trainers.arguments import InvalidArgument, TrainingArguments
 from ckpt_trainers.model import ByteGPT
 from ckpt_trainers.trainer import Trainer
 from safetensors.torch import load_file
@@ -173,6 +176,30 @@ def test_a_loss_that_shares_weights_with_the_model(tiny: Any) -> None:
     assert [seen["loss"] for seen in notes.steps.values()] == plain
 
 
+def test_cublas_is_told_before_anything_touches_a_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU, choosing the device initialises CUDA, which reads the setting."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    begun: list[str | None] = []
+
+    def choose_device(*_: Any) -> torch.device:
+        begun.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return torch.device("cpu")
+
+    monkeypatch.setattr(environment, "choose_device", choose_device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(begun))
+    args = TrainingArguments(full_determinism=True, seed=1)
+    environment.DistributedEnvironment.from_environ(args)
+    environment.choose_workspace(args)  # as a trainer does, once more
+    assert begun == [":4096:8"] and "was initialised before" not in caplog.text
+    # Somebody else was first: that is said.
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    environment.choose_workspace(args)
+    assert "CUDA was initialised before CUBLAS_WORKSPACE_CONFIG could be set" in caplog.text
+
+
 def test_full_determinism_is_switched_on(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     try:
@@ -186,7 +213,10 @@ def test_full_determinism_is_switched_on(tiny: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("fp8_recipe", "rowwise"), ("qat_recipe", "int4-weight-only")])
-def test_low_precision_without_its_package_or_device_is_a_clear_error(tiny: Any, name: str, recipe: str) -> None:
+def test_low_precision_without_its_package_or_device_is_a_clear_error(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, name: str, recipe: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)  # installed or not
     with pytest.raises(InvalidArgument, match=f"{name}='{recipe}'.*(torchao|CUDA)"):
         tiny.trainer(**{name: recipe})
 

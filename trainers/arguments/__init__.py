@@ -20,7 +20,7 @@ from .native import (
     steps_of,
 )
 from .nested import DDPArguments, FSDP2Arguments, PostLocalSGDArguments
-from .resolve import known_names, resolve_arguments
+from .resolve import known_names, native_name, resolve_arguments
 
 __all__ = [
     "AccelTrainingArguments",
@@ -39,6 +39,7 @@ __all__ = [
     "dtype_of",
     "known_names",
     "load_configuration",
+    "native_name",
     "print_configuration",
     "resolve_arguments",
     "steps_of",

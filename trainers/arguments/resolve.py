@@ -25,7 +25,7 @@ from .native import (
 )
 from .typed import converted, nested_class
 
-__all__ = ["known_names", "resolve_arguments"]
+__all__ = ["known_names", "native_name", "resolve_arguments"]
 
 logger = logging.getLogger("ckpt_trainers.arguments")
 
@@ -70,6 +70,11 @@ def known_names(cls: type[MinimalTrainingArguments]) -> list[str]:
     return [*native, *words.ALIASES, *words.TRANSLATED, *words.OF_ONE_TRAINER, *words.NO_EFFECT, *words.REJECTED]
 
 
+def native_name(name: str) -> str:
+    """The native argument that a name of the whole vocabulary sets; the name itself where there is none."""
+    return words.ALIASES.get(name) or words.TRANSLATED.get(name) or name
+
+
 def _plain_enum(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
@@ -85,10 +90,23 @@ def _check_names(values: Mapping[str, Any], native: set[str]) -> None:
                 raise InvalidArgument(
                     name, values[name], f"an argument of {trainer} only", f"use {trainer}, or leave it out"
                 )
-        close = difflib.get_close_matches(name, sorted(native | others), n=3)
-        instead = f"did you mean {', '.join(close)}?" if close else "see the table of arguments"
-        shown = HIDDEN if any("token" in word for word in close) else values[name]
-        raise InvalidArgument(name, shown, "unknown name", instead)
+        usable = (native | others) - words.REJECTED.keys() - words.NO_EFFECT.keys()
+        close = close_names(name, usable - {n for n in words.ALIASES if n.startswith("per_gpu_")})
+        instead = f"did you mean {', '.join(close)}?" if close else f"leave it out, or see {LIST_OF_NAMES}"
+        if not close and (refused := difflib.get_close_matches(name, sorted(words.REJECTED), n=1, cutoff=0.8)):
+            instead = f"{refused[0]} would be refused: {'; '.join(words.REJECTED[refused[0]])}"
+        secret = any("token" in word for word in difflib.get_close_matches(name, sorted(native | others), n=3))
+        raise InvalidArgument(name, HIDDEN if secret else values[name], "unknown name", instead)
+
+
+LIST_OF_NAMES = "ckpt_trainers.arguments.known_names(TrainingArguments)"
+
+
+def close_names(name: str, names: set[str]) -> list[str]:
+    """At most three names that were perhaps meant: those that contain it as a whole, or are spelt much like it."""
+    stem = f"_{name.lower().removesuffix('s')}"
+    inside = sorted(n for n in names if stem in f"_{n}" and len(name) > 2)
+    return list(dict.fromkeys([*inside, *difflib.get_close_matches(name, sorted(names), n=3)]))[:3]
 
 
 def _resolve_aliases(cls: type[MinimalTrainingArguments], values: dict[str, Any], native: set[str]) -> None:

@@ -77,8 +77,7 @@ _EVALUATION = ("predictions are not accumulated", "use a callback (on_prediction
 _METRICS = ("there is no compute_metrics", "use a callback (on_prediction_step, on_evaluate)")
 _LENGTHS = ("batches are not grouped by length", "give your own sampler or DataLoader, or pack the sequences")
 _AMP = ("only torch's own mixed precision", "set mixed_precision")
-_TEXT = ("evaluation does not generate", "add a TextgenCallback")
-_TEXT_CONFIG = ("evaluation does not generate", "add a TextgenCallback(generation_config)")
+_TEXT = ("evaluation does not generate", "generate in the on_evaluate of a callback of your own")
 
 # Refused, unless the value is Hugging Face's default: reason and replacement.
 REJECTED = {
@@ -124,9 +123,9 @@ REJECTED = {
     "eval_do_concat_batches": _EVALUATION,
     "eval_use_gather_object": _EVALUATION,
     "predict_with_generate": _TEXT,
-    "generation_config": _TEXT_CONFIG,
-    "generation_max_length": _TEXT_CONFIG,
-    "generation_num_beams": _TEXT_CONFIG,
+    "generation_config": _TEXT,
+    "generation_max_length": _TEXT,
+    "generation_num_beams": _TEXT,
     "auto_find_batch_size": ("would break exact resumption",
                              "set per_device_train_batch_size, gradient_accumulation_steps"),
     "neftune_noise_alpha": ("no noise is added to embeddings", "put a hook on the embedding in model_init"),
@@ -138,7 +137,7 @@ REJECTED = {
     "log_on_each_node": ("levels are set by rank", "set log_level and log_level_replica"),
     "low_cpu_mem_usage": ("the place of construction is said otherwise", "set construct_model_on"),
     "optim_target_precision": ("no such low-precision optimizers", "set fp8_recipe or mixed_precision"),
-    "profile": ("no built-in profiler", "add a ProfilerCallback"),
+    "profile": ("no built-in profiler", "use torch.profiler in a callback of your own"),
     "dataloader_seed": ("the order of the data has another argument", "set data_seed"),
     "early_stopping_patience": ("stopping early is a callback's", "add an EarlyStopping callback"),
     "parallelism_config": ("no other parallelism than that of the trainer", "use FSDP2Trainer or PipelineTrainer"),

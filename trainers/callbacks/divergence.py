@@ -70,6 +70,15 @@ class DivergenceDetector(TrainerCallback):
         self.streak = 0
         self.last_step = -1
 
+    def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+        hides = getattr(args, "logging_nan_inf_filter", False) and self.metric_key == "loss"
+        if hides and state.is_world_process_zero:
+            log.warning(
+                "%s: logging_nan_inf_filter puts the mean in the place of a loss that is NaN or infinite, so that this "
+                "callback never sees one; leave the filter out",
+                self.name,
+            )
+
     def on_log(self, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any) -> None:
         self._look(state, control, logs)
 
