@@ -281,6 +281,12 @@ def _mismatch(
 ) -> ReplicationMismatch:
     ranks = sorted({rank for _, _, found in wrong for rank in found})
     keys = list(dict.fromkeys(name or "value" for _, name, _ in wrong))
+    # In a dict nobody need have said it.
+    declared, why = (
+        ("was taken to be", f" (a dict's value, on {len(copy.members)} ranks)")
+        if component.inferred
+        else ("is declared", "")
+    )
     hint = ""
     if component.sharing_pattern.value == "PER_GROUP":
         hint = (
@@ -292,9 +298,11 @@ def _mismatch(
             "; state that is each rank's own (random streams, data loaders) is PER_RANK, and state of which rank 0's is the "
             "truth (BatchNorm statistics under DDP) is GLOBAL"
         )
+        if component.inferred:
+            hint += f": StateComponent({component.key!r}, ..., 'PER_RANK') as the dict's value says so"
     how = f"; {keys[0]!r}: {in_words(details[keys[0]])}" if keys[0] in details else ""
     return ReplicationMismatch(
-        f"component {component.key!r} is declared {component.sharing_pattern.value}, but {some_keys(keys)} on rank"
+        f"component {component.key!r} {declared} {component.sharing_pattern.value}{why}, but {some_keys(keys)} on rank"
         f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differ{'' if len(keys) > 1 else 's'} from rank "
         f"{copy.members[0]}; nothing was committed{how}{hint}",
         component=component.key, keys=keys[:SHOWN_KEYS], ranks=ranks, details=details or None)  # fmt: skip

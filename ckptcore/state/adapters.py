@@ -133,21 +133,26 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
 
 def _in_dict(key: Any, value: Any, world_size: int) -> StateComponent:
     """The component that a value of a dict is, with all that was not said taken from the value."""
-    if not isinstance(value, StateComponent):
-        return StateComponent(key, value, _pattern(value, world_size))
-    if value.key != key:
+    component = value if isinstance(value, StateComponent) else StateComponent(key, value)
+    if component.key != key:
         raise InvalidState(
-            f"the dict calls a component {shown(key)}, and the StateComponent says {value.key!r}: give it one name",
-            component=value.key,
+            f"the dict calls a component {shown(key)}, and the StateComponent says {component.key!r}: give it one name",
+            component=component.key,
         )
-    return replace(value, sharing_pattern=_pattern(value.stateful, world_size)) if value.inferred else value
+    if component.inferred:
+        component = replace(component, sharing_pattern=_pattern(component.stateful, world_size))
+        component.inferred = _own_pattern(component.stateful) is None
+    return component
+
+
+def _own_pattern(value: Any) -> Any:
+    return None if isinstance(value, nn.Module) else getattr(value, "sharing_pattern", None)
 
 
 def _pattern(value: Any, world_size: int) -> SharingPattern:
     """An object may say its pattern itself, and slices are sharded; else one process has global state, and several
     have replicas."""
-    own = getattr(value, "sharing_pattern", None)
-    if own is not None and not isinstance(value, nn.Module):
+    if (own := _own_pattern(value)) is not None:
         return SharingPattern(own)
     sharded = any(is_dtensor(leaf) or isinstance(leaf, Shard) for leaf in _tensors_of(value))
     if sharded or (world_size > 1 and _is_split(value)):

@@ -85,11 +85,12 @@ class StateComponent:
     atol: float = 0.0
     rtol: float = 0.0
     metadata: dict[str, Any] = field(default_factory=dict)
-    inferred: bool = field(default=False, init=False, repr=False, compare=False)  # nobody said the pattern
+    # Nobody said the pattern. Not for users to say; it is an argument so that it survives dataclasses.replace.
+    inferred: bool = field(default=False, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_key(self.key)
-        self.inferred = self.sharing_pattern is None
+        self.inferred = self.inferred or self.sharing_pattern is None
         try:
             self._check()
         except InvalidState as error:
@@ -99,7 +100,7 @@ class StateComponent:
         self._check_group()
 
     def _check(self) -> None:
-        pattern = SharingPattern.GLOBAL if self.inferred else self.sharing_pattern
+        pattern = SharingPattern.GLOBAL if self.sharing_pattern is None else self.sharing_pattern
         self.sharing_pattern = SharingPattern(pattern)
         self.validation_level = ValidationLevel(self.validation_level)
         if isinstance(self.stateful, type):

@@ -491,3 +491,35 @@ def test_a_rank_prints_one_traceback_with_the_reason_last(tmp_path):
         assert isinstance(error, RankFailed) and "rank 1: KeyError: 'momentum'" in lines[-1]
         assert text.count("Traceback (most recent call last)") == 1 + rank
         assert ("in state_dict" in text) == bool(rank)
+
+
+def test_what_nobody_declared_is_not_called_declared(tmp_path, errors_of, on_all):
+    class Own:
+        sharing_pattern = "REPLICATED"
+
+        def __init__(self, number):
+            self.number = number
+
+        def state_dict(self):
+            return {"n": self.number}
+
+    Own.load_state_dict = lambda self, state: None
+
+    def program(comm, state):
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(1, state(comm.rank))
+
+    for state in (
+        lambda rank: {"m": {"n": rank}},
+        lambda rank: {"m": StateComponent("m", {"n": rank}, required=False)},
+    ):
+        error = on_all(errors_of(2, lambda comm, s=state: program(comm, s)), ReplicationMismatch)
+        assert "component 'm' was taken to be REPLICATED (a dict's value, on 2 ranks), but 'n' on rank 1" in str(error)
+        assert str(error).endswith(": StateComponent('m', ..., 'PER_RANK') as the dict's value says so")
+    for state in (
+        lambda rank: {"m": Own(rank)},
+        lambda rank: {"m": StateComponent("m", {"n": rank}, "REPLICATED")},
+        lambda rank: [StateComponent("m", {"n": rank}, "REPLICATED")],
+    ):
+        error = on_all(errors_of(2, lambda comm, s=state: program(comm, s)), ReplicationMismatch)
+        assert "component 'm' is declared REPLICATED, but 'n' on rank 1" in str(error)
