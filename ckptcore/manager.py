@@ -34,7 +34,7 @@ from .ranks.communicator import Communicator
 from .ranks.nodes import Agreed, StorageMode
 from .ranks.store import default_communicator
 from .retention import RetentionPolicy, best_rule, check_policy
-from .root import CheckpointInfo, checkpoint_name, committed
+from .root import NOT_OURS, CheckpointInfo, checkpoint_name, committed
 from .saves import Saves
 from .saving.background import SaveHandle
 from .saving.flow import Saving
@@ -325,7 +325,8 @@ class CheckpointManager:
         coordinator, seen = self._root.meet_and_look(partial(self._call, state, call), choose)
         load = partial(self._load_from, coordinator, how)
         report, skipped = newest_that_loads(seen, partial(self._root.look_again, choose), load)
-        self._found_damaged.update(skipped)
+        # Their steps may be saved again: but for folders that look like somebody else's.
+        self._found_damaged.update(name for name, reason in skipped.items() if NOT_OURS not in reason)
         if report is not None:
             self._adopt(report)
             self._compare_hash(report, training_args_hash)

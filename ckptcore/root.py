@@ -40,12 +40,27 @@ PIN_NAME = "checkpoint.pinned"
 # How often a root that changes while it is looked at is looked at again.
 LOOKS = 300
 DELETING = "a deletion that was not finished"
+NOT_OURS = "not like a checkpoint of ckptcore"
+UNCOMMITTED = f"no {MANIFEST_NAME}: it was never committed, or damaged"
+LEFTOVER_OF_OTHERS = "no checkpoint: it was deleted or never there, and somebody else's files are in its folder"
 # Where folders cannot be renamed, an attempt is built in its final place; this object says whose it is until it is one.
 _MARKER = re.compile(r"attempt\.([A-Za-z0-9_.-]+)\.partial")
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
 _OURS = re.compile(
     r".*\.safetensors|.*\.safetensors\.index\.json|index\.rank\d{5,}\.msgpack|upload\.[0-9a-f]+\.partial|"
     rf"{re.escape(MANIFEST_NAME)}|{re.escape(WITHDRAWN_NAME)}|{re.escape(PIN_NAME)}|{_MARKER.pattern}"
+)
+
+
+_INDEX = re.compile(r"index\.rank\d{5,}\.msgpack")
+# What other programs call the files of their checkpoints.
+_FOREIGN = tuple(
+    (what, re.compile(pattern))
+    for what, pattern in (
+        ("a folder of torch.distributed.checkpoint", r"\.metadata|.*\.distcp"),
+        ("a Hugging Face folder", r"(adapter_|pytorch_|diffusion_pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)"),
+        ("a folder of torch.save", r".*\.(pt|pth|bin|ckpt)"),
+    )
 )
 
 
@@ -285,8 +300,21 @@ def _without_manifest(storage: Storage, name: str, step: int) -> CheckpointInfo 
         return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
     if WITHDRAWN_NAME in names or names <= {PIN_NAME}:
         return CheckpointInfo(name, url, "partial", step, DELETING)
-    reason = f"no {MANIFEST_NAME}: it was never committed, or damaged"
-    return CheckpointInfo(name, url, "uncommitted", step, reason, pinned=PIN_NAME in names)
+    status, reason = _what_it_holds(names)
+    return CheckpointInfo(name, url, status, step, reason, pinned=PIN_NAME in names)
+
+
+def _what_it_holds(names: set[str]) -> tuple[str, str]:
+    """Status and reason of a folder without a manifest, by the names in it."""
+    others = sorted(name for name in names if not is_ours(name))
+    if any(_INDEX.fullmatch(name) for name in names):
+        return "uncommitted", UNCOMMITTED
+    for what, pattern in _FOREIGN:
+        if found := sorted(name for name in names if pattern.fullmatch(name)):
+            return "uncommitted", f"no {MANIFEST_NAME}, but {found[0]}: it looks like {what}, {NOT_OURS}"
+    if len(others) == len(names):
+        return "partial", f"{LEFTOVER_OF_OTHERS} ({others[0]})"
+    return "uncommitted", UNCOMMITTED
 
 
 def _unusable(
@@ -483,6 +511,8 @@ def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: 
         if match is None or (info.status != "partial" and match.group(2) != "replaced" and not info.marked):
             continue
         kind, attempt = match.group(2), match.group(3)
+        if (info.reason or "").startswith(LEFTOVER_OF_OTHERS):
+            continue
         try:
             if info.marked and kind is None:
                 unmark_attempts(storage, info.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ..attempts import Attempt
 from ..errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, StorageError, UnsupportedVersion
@@ -22,7 +22,7 @@ from ..root import (
     remove_checkpoint_folder,
     remove_if_empty,
 )
-from ..storage.base import Storage
+from ..storage.base import Entry, Storage
 
 __all__ = ["check_alone", "check_place", "discard", "publish", "put_in_place", "remove_aside", "take_back"]
 
@@ -32,9 +32,12 @@ def check_place(
 ) -> bool:
     """Whether something at `name` must give way to a new checkpoint of the run.
 
-    A committed checkpoint does so only with `overwrite`, and so does a damaged one that is pinned; what never became one,
-    or is damaged, always. digest: of the manifest of the new one; a pin does not keep the same commit from taking the place of itself. Raises CheckpointExists for the rest: a committed one, a pinned one, one of a newer format,
-    what another job may be writing in that place now, or files that are not ours.
+    What is the run's own and no checkpoint gives way: one of the run that is damaged, what an attempt that is provably
+    abandoned left, a deletion that was not finished. All else does so only with `overwrite`: a committed checkpoint, and
+    what may be somebody else's (damaged and of another run, or without a manifest that says whose it is; a copy that is
+    going on looks like that). digest: of the manifest of the new one; the same commit may always take the place of
+    itself when that is damaged, pinned or not. Raises CheckpointExists for the rest: also for a pinned one, one of a newer
+    format, what another job may be writing in that place now, and files with names that no checkpoint has.
     """
     where = storage.at(name)
     try:
@@ -43,8 +46,10 @@ def check_place(
         if error.errno == errno.ENOENT:
             return False
         raise
-    attempts = [] if storage.atomic_rename else attempts_among(entries)
-    writing = [attempt for attempt in attempts if not Attempt.parse(attempt).is_abandoned(run_id)]
+    attempts = attempts_among(entries)
+    alive = [] if storage.atomic_rename else attempts
+    writing = [attempt for attempt in alive if not Attempt.parse(attempt).is_abandoned(run_id)]
+    manifest = None
     try:
         manifest = read_manifest(storage, name)
         names = check_files(storage, name, manifest)
@@ -56,14 +61,20 @@ def check_place(
         if not overwrite and PIN_NAME in there and WITHDRAWN_NAME not in there and there != {PIN_NAME}:
             what = f"is pinned, and damaged ({error}); pass overwrite=True to replace it"
             raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
-        if isinstance(error, CheckpointCorrupt):
-            return True
-        foreign = [entry.name for entry in entries if entry.is_folder or not is_ours(entry.name)]
-        if foreign:
+        if isinstance(error, CheckpointNotFound):
+            _refuse_foreign(where, entries, step)
+        own = there <= {PIN_NAME} or WITHDRAWN_NAME in there or bool(attempts)
+        if manifest is not None:
+            own = manifest.run_id == run_id or manifest.digest == digest
+        if not (own or overwrite):
+            whose = "has no manifest that can be read" if manifest is None else f"is of run {manifest.run_id!r}"
             raise CheckpointExists(
-                f"{where} holds {foreign[0]!r}, which no checkpoint of ours has; move the folder away or use another root",
-                path=where, step=step) from None  # fmt: skip
-        return bool(entries) or storage.atomic_rename
+                f"{where} is not committed, but {whose}, so it may be somebody else's ({error}); "
+                "pass overwrite=True to replace it, or move it away",
+                path=where,
+                step=step,
+            ) from None
+        return isinstance(error, CheckpointCorrupt) or bool(entries) or storage.atomic_rename
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -77,6 +88,15 @@ def check_place(
     if PIN_NAME in names and manifest.digest != digest:
         raise CheckpointExists(f"{where} is pinned; unpin it before it is replaced", path=where, step=step)
     return True
+
+
+def _refuse_foreign(where: str, entries: Sequence[Entry], step: int | None) -> None:
+    foreign = [entry.name for entry in entries if entry.is_folder or not is_ours(entry.name)]
+    if foreign:
+        what = (
+            f"{where} holds {foreign[0]!r}, which no checkpoint of ours has; move the folder away or use another root"
+        )
+        raise CheckpointExists(what, path=where, step=step) from None
 
 
 def check_alone(storage: Storage, attempt: str, folder: str, files: Mapping[str, FileRecord], step: int | None) -> None:

@@ -152,7 +152,8 @@ def test_an_attempt_that_another_job_has_cleared_away_is_not_committed(make_root
     other.finish()
     assert type(other.error) is CheckpointExists, other.error
     assert CheckpointManager(storage, run_id="A").list() == []
-    CheckpointManager(storage, run_id="A").save(75, marked.state(2))
+    # Without the mark nothing says whose the rest is.
+    CheckpointManager(storage, run_id="A").save(75, marked.state(2), overwrite=gone == "the mark")
     assert marked.files(storage) == marked.whole(storage, [75], run="A")
     assert marked.restored(storage) == (75, 2)
 

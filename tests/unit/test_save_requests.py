@@ -14,9 +14,11 @@ from ckptcore import (
     CheckpointCoordinator,
     CheckpointExists,
     CheckpointManager,
+    CheckpointWarning,
     InvalidState,
     UnsupportedValue,
     open_checkpoint,
+    open_storage,
 )
 
 
@@ -135,18 +137,63 @@ def test_foreign_things_are_in_the_way(overwrite: bool, content: str, tmp_path: 
 
 
 @pytest.mark.parametrize("content", [None, "m.safetensors", "index.rank00000.msgpack"])
-def test_leftovers_of_ours_give_way(content: str | None, tmp_path: Path) -> None:
+def test_a_folder_that_does_not_say_whose_it_is_gives_way_to_overwrite(content: str | None, tmp_path: Path) -> None:
+    """It may be a copy that is going on, or another program's: only what somebody asks to replace is replaced."""
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     if content:
         (folder / content).write_bytes(b"half")
     (folder / "old.safetensors").write_bytes(b"half")
+    before = sorted(p.name for p in folder.iterdir())
     with CheckpointManager(tmp_path) as ckpt:
-        ckpt.save(1, state(4.0))
+        with pytest.raises(CheckpointExists, match="may be somebody else's"):
+            ckpt.save(1, state(4.0))
+        assert sorted(p.name for p in folder.iterdir()) == before
+        ckpt.save(1, state(4.0), overwrite=True)
         assert ckpt.verify() == []
     assert held(tmp_path, 1) == 4.0
     assert "old.safetensors" not in {p.name for p in folder.iterdir()}
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("damage", ["a file is missing", "manifest", "no manifest", "withdrawn"])
+@pytest.mark.parametrize("run", ["mine", "other"])
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_save_replaces_only_what_is_provably_its_own(damage: str, run: str, kind: str, tmp_path: Path) -> None:
+    root = tmp_path if kind == "local" else f"memory://{tmp_path.name}-{damage.replace(' ', '')}"
+    storage = open_storage(root)
+    with CheckpointManager(root, run_id=run) as ckpt:
+        ckpt.save(1, state(1.0))
+    manifest = "checkpoint-1/checkpoint_manifest.json"
+    if damage == "a file is missing":
+        storage.remove("checkpoint-1/m.safetensors")
+    elif damage == "withdrawn":
+        storage.rename(manifest, "checkpoint-1/checkpoint_manifest.withdrawn.json")
+    else:
+        storage.remove(manifest)
+        if damage == "manifest":
+            storage.write(manifest, b"{}")
+    own = damage == "withdrawn" or (damage == "a file is missing" and run == "mine")
+    with CheckpointManager(root, run_id="mine") as ckpt:
+        if not own:
+            before = {entry.name: entry.size for entry in storage.list("checkpoint-1")}
+            with pytest.raises(CheckpointExists, match="may be somebody else's"):
+                ckpt.save(1, state(2.0))
+            assert {entry.name: entry.size for entry in storage.list("checkpoint-1")} == before
+        ckpt.save(1, state(2.0), overwrite=not own)
+        assert (ckpt.verify(1), ckpt.latest().run_id) == ([], "mine")
+
+
+def test_somebody_elses_model_stays_also_after_a_restore_that_passed_it_over(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights of a month")
+    with CheckpointManager(tmp_path) as ckpt:
+        with pytest.warns(CheckpointWarning, match="looks like a Hugging Face folder"):
+            assert ckpt.restore(state(), fresh_ok=True).fresh
+        with pytest.raises(CheckpointExists, match="may be somebody else's"):
+            ckpt.save(1, state(4.0))
+    assert (folder / "model.safetensors").read_bytes() == b"weights of a month"
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
