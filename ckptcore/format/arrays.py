@@ -12,7 +12,7 @@ from typing import Any
 
 from .strict import exact, exact_items, short
 
-__all__ = ["array_of", "is_array", "is_numpy", "payload_of", "scalar_of", "why_not_storable"]
+__all__ = ["array_of", "bytes_of", "is_array", "is_numpy", "payload_of", "scalar_of", "why_not_storable"]
 
 # As numpy writes them: byte order, kind, size, and the unit of times. What else it reads, it takes for a small language.
 _SPELLING = re.compile(r"[<>|=][a-zA-Z][0-9]{0,10}(\[[0-9]*[a-zA-Zμ]+(/[0-9]+)?\])?")
@@ -27,6 +27,13 @@ def is_numpy(value: Any) -> bool:
     """Whether `value` is an array or a scalar of numpy's own. Where numpy was not imported, nothing can be."""
     np = sys.modules.get("numpy")
     return is_array(value) or (np is not None and isinstance(value, np.generic) and type(value).__module__ == "numpy")
+
+
+def bytes_of(value: Any) -> bytes:
+    """The bytes of a flat array of bytes. Raises TypeError for anything else."""
+    if not is_array(value) or value.dtype.str != "|u1" or value.ndim != 1:
+        raise TypeError(f"{type(value).__name__} is no flat array of bytes")
+    return bytes(value.tobytes())
 
 
 def why_not_storable(value: Any) -> str | None:

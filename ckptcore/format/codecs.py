@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from ..errors import CheckpointCorrupt
+from .arrays import bytes_of
 from .strict import exact, exact_items, only_plain
 
 __all__ = ["BY_NAME", "BY_TYPE", "Opaque", "keyed", "register_codec", "revived"]
@@ -81,6 +82,9 @@ register_codec(Decimal, str, lambda p: Decimal(exact(p, str)), name="Decimal")
 register_codec(
     Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*exact_items(p, int)), name="Fraction"
 )
+# Texts and bytes too large for an index: the payload is a tensor. Small ones need no codec, so none is found by type.
+BY_NAME["bytes"] = _Codec(bytes, "bytes", bytes, lambda p: bytes_of(p))
+BY_NAME["str"] = _Codec(str, "str", str, lambda p: bytes_of(p).decode("utf-8", "surrogatepass"))
 register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=exact(p, bytes)), name="UUID")
 
 

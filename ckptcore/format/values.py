@@ -12,7 +12,8 @@ import pathlib
 import struct
 import zoneinfo
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,12 +26,14 @@ from .codecs import BY_NAME, BY_TYPE, Opaque
 from .nesting import MAX_DEPTH, check_declared, check_depth
 from .strict import exact, exact_items, short, unique
 
-__all__ = ["MAX_DEPTH", "Numbered", "TensorRef", "decode", "encode", "join_path"]
+__all__ = ["LARGE_BYTES", "MAX_DEPTH", "Numbered", "TensorRef", "decode", "encode", "join_path", "largest_part"]
 
 # Extension codes of format version 1. Never reuse a number.
 BIG_INT, TUPLE, DICT, SET, FROZENSET, COMPLEX, TIME, PATH, NUMPY_SCALAR, NUMPY_ARRAY, REGISTERED, TENSOR = range(1, 13)
 
 Leaf = Callable[[tuple[Any, ...], Any], "TensorRef | None"]
+
+LARGE_BYTES = 64 << 10  # from this length on texts and bytes need not lie in the index
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -80,14 +83,21 @@ class Numbered:
 
 
 def encode(
-    value: Any, leaf: Leaf | None = None, *, component: str = "", renumber: Callable[[], Sequence[int]] | None = None
+    value: Any,
+    leaf: Leaf | None = None,
+    *,
+    component: str = "",
+    renumber: Callable[[], Sequence[int]] | None = None,
+    large: Leaf | None = None,
 ) -> bytes:
     """Bytes of `value`. `leaf(path, x)` is asked first about every x that is not plain; None means "not mine".
 
+    large: asked about every str and bytes of LARGE_BYTES or more that is neither a key nor in a set; what it gives is the
+    tensor of its bytes (of a text in UTF-8), or None to leave it out.
     renumber: called when all leaves were met; says for each number that `leaf` gave which one the bytes are to have.
     Raises UnsupportedValue, naming component, path and type, for what cannot be stored.
     """
-    encoder = _Encoder(leaf, component)
+    encoder = _Encoder(leaf, component, large)
     wire = encoder.wire(value, (), 0)
     return encoder.packed(wire, None if renumber is None else renumber())
 
@@ -126,14 +136,20 @@ _DECODE_ERRORS = (
 _INT64 = range(-(2**63), 2**64)
 _PLAIN = frozenset({type(None), bool, float, bytes, str})
 _PLAIN_OR_INT = _PLAIN | {int}
+_OF_ONE_SIZE = _PLAIN - {bytes, str}
 _TEXT = frozenset({str})
+_TEXT_OR_BYTES = frozenset({str, bytes})
 
 
 def _ready(items: Collection[Any]) -> bool:
-    """Whether msgpack packs all of `items` as they are. Without a step of Python for each: there may be millions."""
+    """Whether msgpack packs all of `items` as they are, and none is large. Without a step of Python for each: there may be millions."""
     kinds = set(map(type, items))
     if not kinds <= _PLAIN_OR_INT:
         return False
+    if not kinds.isdisjoint(_TEXT_OR_BYTES):
+        texts = items if kinds <= _TEXT_OR_BYTES else [item for item in items if type(item) in _TEXT_OR_BYTES]
+        if max(map(len, texts)) >= LARGE_BYTES:
+            return False
     if int not in kinds:
         return True
     numbers = items if len(kinds) == 1 else [item for item in items if type(item) is int]
@@ -157,9 +173,10 @@ class _Encoder:
     """Two steps: a walk that makes of a value what msgpack knows, and packing it at once. What msgpack packs as it is stays
     what it is; nobody else has a turn between the two steps."""
 
-    def __init__(self, leaf: Leaf | None, component: str) -> None:
+    def __init__(self, leaf: Leaf | None, component: str, large: Leaf | None = None) -> None:
         self.leaf = leaf
         self.component = component
+        self.large = large
         # For what is packed at once, having no tensors in it whose numbers are yet to be known.
         self.packer = msgpack.Packer(use_bin_type=True, unicode_errors="surrogatepass")
 
@@ -190,7 +207,10 @@ class _Encoder:
     def wire(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
         kind = type(value)
         if kind in _PLAIN:
-            return value
+            if kind not in _TEXT_OR_BYTES or len(value) < LARGE_BYTES or self.large is None:
+                return value
+            ref = self.large(path, value)
+            return None if ref is None else _Extension(REGISTERED, [kind.__name__, ref])
         if kind is int:
             if value in _INT64:
                 return value
@@ -220,6 +240,15 @@ class _Encoder:
             self.packer.reset()
             raise self.refuse(path, items, f"cannot be stored ({error})") from None
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What has to be hashed while tensors are not there yet is not left to them."""
+        large, self.large = self.large, None
+        try:
+            yield
+        finally:
+            self.large = large
+
     def wire_items(self, value: Sequence[Any], path: tuple[Any, ...], depth: int) -> Sequence[Any]:
         if _ready(value):
             return value
@@ -229,7 +258,8 @@ class _Encoder:
                 return value
             return [msgpack.ExtType(TUPLE, self.packed_now(item, path)) for item in value]
         return [
-            item if type(item) in _PLAIN else self.wire(item, (*path, i), depth + 1) for i, item in enumerate(value)
+            item if type(item) in _OF_ONE_SIZE else self.wire(item, (*path, i), depth + 1)
+            for i, item in enumerate(value)
         ]
 
     def wire_dict(self, value: dict[Any, Any], path: tuple[Any, ...], depth: int) -> Any:
@@ -237,7 +267,7 @@ class _Encoder:
             if _ready(value.values()):
                 return value
             return {
-                key: item if type(item) in _PLAIN else self.wire(item, (*path, key), depth + 1)
+                key: item if type(item) in _OF_ONE_SIZE else self.wire(item, (*path, key), depth + 1)
                 for key, item in value.items()
             }
         if _ready(value) and _ready(value.values()):
@@ -246,7 +276,9 @@ class _Encoder:
         pairs = []
         for key, item in value.items():
             step = Numbered(key) if texts and type(key) is not str and _key_text(key) in texts else key
-            pairs.append([self.wire(key, (*path, step), depth + 1), self.wire(item, (*path, step), depth + 1)])
+            with self.whole():
+                name = self.wire(key, (*path, step), depth + 1)
+            pairs.append([name, self.wire(item, (*path, step), depth + 1)])
         return _Extension(DICT, pairs)
 
     def wire_other(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
@@ -256,7 +288,8 @@ class _Encoder:
             packed = sorted(self.packed_now(item, path) for item in value)
             return msgpack.ExtType(SET if kind is set else FROZENSET, self.packed_now(packed, path))
         if kind in (set, frozenset):
-            items = [self.wire(item, path, depth + 1) for item in value]
+            with self.whole():
+                items = [self.wire(item, path, depth + 1) for item in value]
             return _Extension(SET if kind is set else FROZENSET, items, is_set=True)
         if kind is complex:
             return msgpack.ExtType(COMPLEX, struct.pack(">dd", value.real, value.imag))
@@ -294,6 +327,27 @@ class _Encoder:
             zone_payload = None if zone is None else self.time_payload(zone, path)
             return [type(value).__name__, value.replace(tzinfo=None).isoformat(), value.fold, zone_payload]
         return ["date", value.isoformat()]
+
+
+def largest_part(tree: bytes) -> tuple[str, int]:
+    """The name of the value that takes most of the bytes of a tree, and how many. It may be a container of many alike."""
+    value: Any = msgpack.unpackb(tree, strict_map_key=False, unicode_errors="surrogatepass")
+    path: tuple[Any, ...] = ()
+    size = len(tree)
+    while True:
+        while isinstance(value, msgpack.ExtType):
+            if value.code not in (TUPLE, DICT, REGISTERED):
+                return join_path(path), size
+            inner = msgpack.unpackb(value.data, strict_map_key=False, unicode_errors="surrogatepass")
+            if value.code == DICT:
+                inner = {key if isinstance(key, str) else repr(key): item for key, item in inner}
+            value = inner[1] if value.code == REGISTERED else inner
+        items = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+        sizes = [(len(msgpack.packb(item, unicode_errors="surrogatepass")), key, item) for key, item in items]
+        most, step, value = max(sizes, key=lambda found: found[0], default=(0, None, None))
+        if 2 * most < size:
+            return join_path(path), size
+        size, path = most, (*path, step)
 
 
 class _Decoder:

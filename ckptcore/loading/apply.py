@@ -158,7 +158,7 @@ class Loading:
         """The saved state with destinations in place of the tensors, none of them read yet."""
         component, stored, sharded = part.component, part.stored, part.sharded
         state = component.stateful.state_dict()
-        live = {t.name: t for t in capture(component.key, state, sharded=True).tensors}
+        live = {t.name: t for t in capture(component.key, state, sharded=True, live_only=True).tensors}
         found = _Component(self, component, stored, live, dict(held_names(state) if sharded else ()), skip=sharded)
         file = f"{self.view.url}: component {component.key!r}"
         compare = getattr(component.stateful, "differences", None)

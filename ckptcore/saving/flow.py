@@ -30,7 +30,7 @@ from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
 from ..root import CheckpointInfo, mark_attempt, remove_checkpoint_folder, scan
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
 from ..state.streams import settle
-from ..state.tree import Captured, capture
+from ..state.tree import Captured, capture, check_values_fit
 from ..storage.base import Storage
 from .apart import agree_place, check_seen, commit_apart, mark_apart
 from .commit import Receipt, Share, check_tree, files_and_components, write_share
@@ -105,10 +105,14 @@ class Saving:
                 self.truths = pass_on(comm, {k: self.captured[k] for k in one_truth} if comm.rank == 0 else {})
 
     def plan(self) -> None:
-        """Who writes what into which file. Pure. Raises InvalidState."""
+        """Who writes what into which file. Pure. Raises InvalidState, UnsupportedValue."""
         with self._phase("plan"):
             found = [self._share(c) for c in self.components]
             self.shares = [share for share in found if share is not None]
+            trees = {share.key: share.tree or b"" for share in self.shares}
+            largest = max(trees, key=lambda key: len(trees[key]), default=None)
+            if largest is not None:
+                check_values_fit(largest, trees[largest], sum(map(len, trees.values())))
             self.progress.total = sum(p.size for s in self.shares for p in s.files if p.writer == self.comm.rank)
 
     def stage(self, pool: HostPool) -> None:

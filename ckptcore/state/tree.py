@@ -11,14 +11,18 @@ import torch
 
 from ..errors import InvalidState, UnsupportedValue
 from ..format.codecs import keyed, register_codec
-from ..format.values import Numbered, TensorRef, encode, join_path
+from ..format.digest import content_hash
+from ..format.manifest import SIZE_LIMIT
+from ..format.values import Numbered, TensorRef, encode, join_path, largest_part
 from .layout import LocalPart, Shard, dtype_name, is_dtensor, local_part, same_view_key, why_not_storable
 
-__all__ = ["Captured", "CapturedTensor", "Differences", "capture", "differences", "key_names"]
+__all__ = ["Captured", "CapturedTensor", "Differences", "capture", "check_values_fit", "differences", "key_names"]
 
 _TENSORS = (torch.Tensor, Shard)
 # Larger arrays are stored like tensors: with chunk digests, and without a copy.
 INLINE_ARRAY_BYTES = 4096
+# Readers take no index of more than SIZE_LIMIT; a sixteenth of that is left to what it says of tensors.
+VALUES_LIMIT = SIZE_LIMIT - SIZE_LIMIT // 16
 
 register_codec(torch.Size, list, lambda payload: _size_of(payload), name="torch.Size")
 register_codec(torch.device, str, torch.device, name="torch.device")
@@ -77,11 +81,12 @@ class Captured:
     tensors: list[CapturedTensor]
 
 
-def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
-    """Take `state` apart. Tensors are referenced, not copied. sharded: slices (DTensor, Shard) are allowed.
+def capture(key: str, state: Any, *, sharded: bool = False, live_only: bool = False) -> Captured:
+    """Take `state` apart. Tensors are referenced, not copied; large texts and bytes become tensors. sharded: slices
+    (DTensor, Shard) are allowed. live_only: what matters is which tensors there are; large values are left out.
 
-    Raises UnsupportedValue, with component, key and type, for what cannot be stored, InvalidState for slices that are
-    not expected or not complete.
+    Raises UnsupportedValue, with component, key and type, for what cannot be stored and for plain values that are more
+    than an index holds, InvalidState for slices that are not expected or not complete.
     """
     tensors: list[CapturedTensor] = []
     paths: list[tuple[Any, ...]] = []
@@ -94,6 +99,21 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
         tensor = value if array is None else array
         if not isinstance(tensor, _TENSORS):
             return None
+        return add(path, value, tensor, array)
+
+    def large(path: tuple[Any, ...], value: str | bytes) -> TensorRef | None:
+        if live_only:
+            return None
+        if id(value) in same:
+            array = tensors[same[id(value)]].tensor
+            return add(path, value, array, array)
+        data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
+        array = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        ref = add(path, value, array, array)
+        tensors[-1].digest = content_hash(data)  # plain values are compared in full, whatever the level
+        return ref
+
+    def add(path: tuple[Any, ...], value: Any, tensor: Any, array: torch.Tensor | None) -> TensorRef:
         kept.append(value)
         name = join_path(path) if path else "value"
         part = _part_of(tensor, value, key, name, sharded)
@@ -120,7 +140,9 @@ def capture(key: str, state: Any, *, sharded: bool = False) -> Captured:
             captured.alias_of = None if captured.alias_of is None else place[captured.alias_of]
         return place
 
-    tree = encode(state, leaf, component=key, renumber=renumber)
+    tree = encode(state, leaf, component=key, renumber=renumber, large=large)
+    if not live_only:
+        check_values_fit(key, tree, len(tree))
     tensors, paths = [tensors[n] for n in order], [paths[n] for n in order]
     if all(len(path) == 1 and isinstance(path[0], str) for path in paths):
         # A flat state dict: files have the very names that stock readers look for.
@@ -170,6 +192,17 @@ def _array_as_tensor(value: Any) -> torch.Tensor | None:
         return torch.from_numpy(value)
     except (TypeError, ValueError):
         return None  # a dtype or byte order that torch lacks
+
+
+def check_values_fit(key: str, tree: bytes, nbytes: int) -> None:
+    """Raises UnsupportedValue when an index of `nbytes`, most of which are the plain values of component `key`, would be
+    larger than readers take."""
+    if nbytes > VALUES_LIMIT:
+        name, size = largest_part(tree)
+        raise UnsupportedValue(
+            f"component {key!r}, key {name!r}: plain values of {size:,} bytes are there, and the {nbytes:,} bytes of plain "
+            f"values that this rank would store are more than the {VALUES_LIMIT:,} that a checkpoint holds of them; keep "
+            "them as a tensor or as a numpy array", component=key, key=name)  # fmt: skip
 
 
 class Differences(NamedTuple):
