@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import facts
 from .failures import BAD, GOOD, STORAGE, Failure, not_found
-from .lookup import Root, child, newest, normal, resolve, split, subject_of
+from .lookup import Root, child, newest, normal, settled, split, subject_of
 from .render import Block, Line, Report, printable, size
 from .subject import Options, Subject
 
@@ -39,9 +39,26 @@ def cp(
     source: str, target: str, options: Options, target_options: Options, threads: int | None, overwrite: bool,
     pins: bool, quiet: bool) -> Report:  # fmt: skip
     """`source` is a checkpoint, or a root: then its newest committed one. quiet: no progress bar."""
+
+    def work(found: Subject | Root) -> Report:
+        return _copy(found, target, options, target_options, threads, overwrite, pins, quiet)
+
+    return settled(source, options, work)
+
+
+def _copy(
+    found: Subject | Root,
+    target: str,
+    options: Options,
+    target_options: Options,
+    threads: int | None,
+    overwrite: bool,
+    pins: bool,
+    quiet: bool,
+) -> Report:
     from ckptcore import CheckpointWarning, StorageError, copy_checkpoint
 
-    subject, newer = _source(source, options)
+    subject, newer = _source(found, options)
     url = _target(target, subject)
     counts = [0, 0]
     before = _digest(url, options if target_options is None else target_options)
@@ -76,9 +93,8 @@ def cp(
     return Report(document, describe(document), GOOD, f"warning: took {subject.name}: {passed}" if newer else None)
 
 
-def _source(url: str, options: Options) -> tuple[Subject, list[CheckpointInfo]]:
+def _source(found: Subject | Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]:
     """What to copy, and what is newer in its root and cannot be."""
-    found = resolve(url, options)
     newer: list[CheckpointInfo] = []
     if isinstance(found, Root):
         info, newer = newest(found.entries)

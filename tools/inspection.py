@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import facts, render
 from .copies import FIRST, StoredCopy, Which, check_fits, choose_copy
 from .failures import not_found
-from .lookup import Root, fallback, newest, normal, resolve, split, subject_of
+from .lookup import Root, fallback, newest, normal, settled, split, subject_of
 from .problems import problem_lines
 from .render import Block, Cell, Column, Facts, Line, Report, Table, count, size, status_cell
 from .subject import Options, Subject
@@ -39,7 +39,21 @@ def inspect(
     which: Which = FIRST,
 ) -> Report:
     """`tensors` is a pattern (see `matching`), `values` names components, `which` says whose copy of them."""
-    found, file = find(url, options)
+    subject, file = file_of(url, options)
+    if subject is not None:
+        return inspect_found(subject, file, options, tensors, values, verify, which)
+    return settled(url, options, lambda found: inspect_found(found, None, options, tensors, values, verify, which))
+
+
+def inspect_found(
+    found: Subject | Root,
+    file: str | None,
+    options: Options,
+    tensors: str | None,
+    values: tuple[str, ...],
+    verify: bool,
+    which: Which,
+) -> Report:
     newer: list[CheckpointInfo] = []
     if isinstance(found, Root):
         subject, newer = choose(found, options)
@@ -78,8 +92,8 @@ def inspect(
     return Report(document, describe(document, plain), subject.exit_code, complaint)
 
 
-def find(url: str, options: Options) -> tuple[Subject | Root, str | None]:
-    """What lies at `url`, and the file's name where it is the path of a tensor file of a checkpoint."""
+def file_of(url: str, options: Options) -> tuple[Subject, str] | tuple[None, None]:
+    """The checkpoint and the file's name where `url` is the path of one of its tensor files."""
     from ckptcore import CheckpointNotFound
 
     folder, name = split(normal(url)) if url else (None, "")
@@ -93,7 +107,7 @@ def find(url: str, options: Options) -> tuple[Subject | Root, str | None]:
                 return subject, name
             subject.view.__exit__(None, None, None)
             raise not_found(f"{name} is no file of the checkpoint {subject.url}", path=normal(url))
-    return resolve(url, options), None
+    return None, None
 
 
 def choose(root: Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]:

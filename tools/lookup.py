@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from .failures import Failure, not_found
+from .failures import GOOD, Failure, not_found
+from .render import Report
 from .subject import MANIFEST, Options, Subject
 
 if TYPE_CHECKING:
@@ -50,6 +53,38 @@ def resolve(url: str, options: Options) -> Subject | Root:
     if folder and (info := _beside(folder, name, options)):
         return subject_of(info, options, folder)  # it looks like a checkpoint and is none: no manifest
     raise _nothing(url, masked_url(url))
+
+
+# How often a root that changes while a command looks at it is looked at again.
+LOOKS = 20
+
+
+def settled(url: str, options: Options, work: Callable[[Subject | Root], Report]) -> Report:
+    """What `work` finds of what lies at `url`. What was bad in a root that has changed since is looked for again: a job
+    that saves and deletes there is no damage. Raises what `resolve` and `work` raise of a root that stays as it is."""
+    from ckptcore import CheckpointError
+
+    for _ in range(LOOKS - 1):
+        found = resolve(url, options)
+        try:
+            report = work(found)
+        except (Failure, CheckpointError):
+            if not _has_changed(found, options):
+                raise
+        else:
+            if report.exit_code == GOOD or not _has_changed(found, options):
+                return report
+    return work(resolve(url, options))
+
+
+def _has_changed(found: Subject | Root, options: Options) -> bool:
+    if not isinstance(found, Root):
+        return False
+
+    def state(entries: list[CheckpointInfo]) -> list[tuple[str, str, str | None]]:
+        return [(i.name, i.status, i.manifest.digest if i.manifest else None) for i in entries]
+
+    return state(scan(found.typed, options)) != state(found.entries)
 
 
 def normal(url: str) -> str:
@@ -115,6 +150,8 @@ def subject_of(info: CheckpointInfo, options: Options, root: str) -> Subject:
             subject = Subject.open(url, info.name, options)
         except CheckpointNotFound:
             subject = Subject(url, info.name, options)
+            gone = replace(info, status="uncommitted", reason=f"it was deleted while {info.url} was looked at")
+            subject.not_committed(gone)
         if info.status != "committed" and subject.good:
             subject.status, subject.reason = info.status, info.reason
     else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import facts
 from .failures import BAD, GOOD
-from .lookup import PUBLISHED, Root, fallback, resolve, subject_of
+from .lookup import PUBLISHED, Root, fallback, settled, subject_of
 from .problems import problem_lines
 from .render import Block, Line, Report, count, size
 from .subject import Options, Subject
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 def verify(url: str, options: Options, everything: bool = False) -> Report:
     """`url` is a checkpoint, or a root: then what `restore` would take and what it would pass over for that, or all
     checkpoints with `everything`."""
-    found = resolve(url, options)
+    return settled(url, options, lambda found: verify_found(found, options, everything))
+
+
+def verify_found(found: Subject | Root, options: Options, everything: bool) -> Report:
     skipped: list[CheckpointInfo] = []
     taken: Subject | None = None
     seconds: dict[str, float] = {}

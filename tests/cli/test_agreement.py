@@ -13,6 +13,7 @@ import pytest
 from ckpt_tools.cp import cp
 from ckpt_tools.inspection import inspect
 from ckpt_tools.ls import ls
+from ckpt_tools.subject import Subject
 from ckpt_tools.verification import verify
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,3 +144,46 @@ def test_verify_says_what_restore_would_take(ckpt: Ckpt, root: Path) -> None:
     assert document["restores"] == "checkpoint-20"
     assert [c["checkpoint"]["step"] for c in document["checkpoints"]] == [30, 20]
     assert document["checkpoints"][0]["fallback"]["verified"] is True
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "inspect --verify", "cp"])
+@pytest.mark.parametrize("when", ["before it is opened", "while it is read"])
+def test_a_job_that_saves_and_deletes_meanwhile_is_no_damage(
+    ckpt: Ckpt, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, when: str
+) -> None:
+    """The checkpoint that the command has chosen goes, and a newer one has come."""
+    name, open_subject = "checkpoint-30", Subject.open
+
+    def replaced(url: str, name_of: str, options: Any) -> Subject:
+        if name_of != name or not (root / name).exists():
+            return open_subject(url, name_of, options)
+        subject = open_subject(url, name_of, options) if when == "while it is read" else None
+        save_run(root, (40,), run_id="run-a")
+        with CheckpointManager(root) as manager:
+            manager.delete(30)
+        return subject or open_subject(url, name_of, options)
+
+    monkeypatch.setattr(Subject, "open", replaced)
+    target = [tmp_path / "copy"] if command == "cp" else []
+    done = ckpt(*command.split(), root, *target, "--json")
+    assert done.code == 0, done.out
+    found = done.document["checkpoints"][0] if command == "verify" else done.document
+    assert found["checkpoint"]["step"] == 40
+
+
+def test_a_root_that_changes_and_stays_damaged_is_damaged(
+    ckpt: Ckpt, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_subject, steps = Subject.open, iter(range(100, 1000))
+
+    def damaged(url: str, name: str, options: Any) -> Subject:
+        if name != root.name:
+            step = next(steps)
+            save_run(root, (step,), run_id="run-a")
+            for folder in (root / f"checkpoint-{step}", root / name):
+                (folder / "model.safetensors").write_bytes(b"damaged")
+        return open_subject(url, name, options)
+
+    monkeypatch.setattr(Subject, "open", damaged)
+    monkeypatch.setattr("ckpt_tools.lookup.LOOKS", 3)
+    assert ckpt("inspect", root, "--verify").code == 1
