@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ckptcore.saving.plan
-from ckptcore import CheckpointCoordinator, CheckpointManager, SharingPattern, StateComponent, open_storage
+from ckptcore import CheckpointCoordinator, CheckpointManager, RNGState, SharingPattern, StateComponent, open_storage
 from ckptcore.testing.faults import FaultStorage
 
 torch.set_num_threads(1)
@@ -312,3 +313,36 @@ def zero_train(model: Any, optimizer: Any, first: int, last: int) -> None:
         optimizer.zero_grad()
         model(data).square().sum().backward()
         optimizer.step()
+
+
+def part(job: Job, saves: bool) -> dict[str, Any]:
+    """FSDP2: train a step and save; or load one layer with its moments, then keys that differ between ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    job.join()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0 if saves else 0.0)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 if saves else 0.25)
+    state = {"model": model, "optimizer": optimizer, "rng": RNGState(on_resize="keep")}
+    with CheckpointManager(job.folder, load_broadcast=True) as ckpt:
+        if saves:
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            ckpt.save(1, state)
+            other: Any = None
+        else:
+            ckpt.load(state, "checkpoint-1", keys=["model/0.*", "optimizer/0.*"])
+            # Both mean a part that the other one does not.
+            other = attempt(lambda: ckpt.load(state, 1, keys=lambda name: name.startswith(f"model/{job.rank % 2}")))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ckpt.load(state, keys="rng")
+            other["warned"] = [str(warning.message) for warning in caught]
+    weights = [p.full_tensor().detach().tolist() for p in model.parameters()]
+    moments = [optimizer.state[p]["exp_avg"].full_tensor().tolist() if optimizer.state.get(p) else None
+               for p in model.parameters()]  # fmt: skip
+    return {"weights": weights, "moments": moments, "lr": optimizer.param_groups[0]["lr"], "other": other}

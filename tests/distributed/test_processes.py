@@ -189,3 +189,17 @@ def test_b35_only_rank_0_saves(tmp_path, processes):
         assert "rank 0 calls for a save of step 1, rank 1 for a save of step 2" in other["message"]
         assert results[rank]["last"]["error"] is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_one_layer_of_a_sharded_model(tmp_path, processes):
+    """Saved on 2 ranks, one layer loaded on 4 with its moments; keys that are not the same everywhere change nothing."""
+    saved = processes.run("part", 2, tmp_path, saves=True)[0]
+    results = processes.run("part", 4, tmp_path, saves=False)
+    for rank in range(4):
+        found = results[rank]
+        assert found["weights"][:2] == saved["weights"][:2]
+        assert all(not any(map(any, w if isinstance(w[0], list) else [w])) for w in found["weights"][2:])
+        assert found["moments"] == [*saved["moments"][:2], None, None]
+        assert found["lr"] == 0.25  # the group has a parameter that was not asked for
+        assert (found["other"]["error"], found["other"]["ranks"]) == ("RanksDisagree", [1])
+        assert len(found["other"]["warned"]) == (rank == 0)
