@@ -28,7 +28,7 @@ from .coordinator import CheckpointCoordinator, check_parts, default_io_threads,
 from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, NoUsableCheckpoint
 from .events import OnEvent, SaveEvent
 from .loading.apply import LoadReport
-from .loading.keys import Keys
+from .loading.keys import Keys, check_keys
 from .loading.view import Problem
 from .ranks.communicator import Communicator
 from .ranks.nodes import Agreed, StorageMode
@@ -258,6 +258,7 @@ class CheckpointManager:
         def call() -> str:  # checked where what is wrong on one rank is an error on all
             check_flags(**flags)
             check_hash(args_hash)
+            check_keys(how["keys"])
             return f"load of {checked_which(step)}"
 
         if elsewhere:
@@ -317,6 +318,7 @@ class CheckpointManager:
         def call() -> str:
             check_flags(strict=strict, cast=cast, transactional=transactional, fresh_ok=fresh_ok)
             check_hash(training_args_hash)
+            check_keys(keys)
             return "restore"
 
         def choose(infos: Checkpoints) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..arguments import shown
 from ..errors import InvalidState, StateMismatch
 from ..format.codecs import BY_TYPE, keyed
 from ..format.digest import content_digest
@@ -22,7 +23,7 @@ from ..state.tree import Differences
 from .place import Place, copy_for
 from .view import CheckpointView, StoredComponent
 
-__all__ = ["Keys", "Part", "Selection", "parts"]
+__all__ = ["Keys", "Part", "Selection", "check_keys", "parts"]
 
 Keys = str | Collection[str] | Callable[[str], "bool | str | None"]
 Path = tuple[Any, ...]
@@ -40,10 +41,10 @@ class Selection:
         self.function = keys if callable(keys) else None
         found = () if callable(keys) else (keys,) if isinstance(keys, str) else keys
         if self.function is None and (not isinstance(found, Collection) or isinstance(found, bytes)):
-            raise InvalidState(f"keys must be a name, a pattern, a list of them or a function, not {keys!r}")
+            raise InvalidState(f"keys must be a name, a pattern, a list of them or a function, not {shown(keys)}")
         self.patterns: list[str] = [*found]
         if self.function is None and not (self.patterns and all(p and isinstance(p, str) for p in self.patterns)):
-            raise InvalidState(f"keys must be one or more names or patterns such as 'model/*', not {keys!r}")
+            raise InvalidState(f"keys must be one or more names or patterns such as 'model/*', not {shown(keys)}")
         self.used: set[str] = set()
         self.chosen = 0
         self.digests: dict[str, list[str]] = {}
@@ -70,7 +71,7 @@ class Selection:
             return answer
         raise InvalidState(
             f"the function given as keys must give True, False or a saved name 'component/name'; for {name!r} it "
-            f"gives {answer!r}"
+            f"gives {shown(answer)}"
         )
 
     def asks_for(self, name: str) -> bool:
@@ -93,6 +94,12 @@ class Selection:
         """What the other ranks need to know: patterns that match nothing here, how much was chosen, and what."""
         unused = [pattern for pattern in self.patterns if pattern not in self.used]
         return {"unused": unused, "chosen": self.chosen, "digests": self.digests}
+
+
+def check_keys(keys: Any) -> None:
+    """Raises InvalidState for what is neither None nor a selection."""
+    if keys is not None:
+        Selection(keys)
 
 
 def _matches(pattern: str, name: str) -> bool:
