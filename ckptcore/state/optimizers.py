@@ -82,7 +82,7 @@ def inside(optimizer: Optimizer) -> list[Optimizer]:
         for item in several if isinstance(value, Mapping | list | tuple) else (value,):
             if isinstance(item, Optimizer) and item is not optimizer:
                 found[id(item)] = item
-    mine = _ids(_groups(optimizer))
+    mine = _ids(_groups(optimizer)) if found else set()
     # One that trains nothing of this one's is somebody else's.
     return [item for item in found.values() if not mine or mine & _ids(_groups(item))]
 
@@ -188,11 +188,20 @@ def _not_stored(optimizer: Optimizer) -> str | None:
             return found
     if not _has_own("state_dict", optimizer) or split_over_ranks(optimizer) or _is_zero(optimizer):
         return None
-    where = _beyond(optimizer.state_dict(), [part.packed() for part in _parts(optimizer)])
+    # Of those that hold no state of their own, too: a state_dict() may go through any of them.
+    packed = [part.packed() for part in [*_parts(optimizer), *_nested(optimizer)]]
+    where = _beyond(optimizer.state_dict(), packed)
     return where and (
         f"{type(optimizer).__qualname__} has a state_dict() of its own, or hooks on it, which hold more "
         f"than the state and param_groups of what makes the steps: {where!r}"
     )
+
+
+def _nested(optimizer: Optimizer) -> list[_Part]:
+    """All that an optimizer holds, at any depth, as far as they are complete."""
+    within = [part for item in inside(optimizer) for part in _nested(item)]
+    own = [_Part(optimizer, optimizer.param_groups)] if hasattr(optimizer, "state") and _groups(optimizer) else []
+    return own + within
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -239,67 +248,72 @@ class OptimizerState:
         """Of all the optimizers; their place is their number."""
         return [group for part in self._parts() for group in part.groups]
 
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        names: dict[torch.Tensor, str] = {}
+    def _parameter_names(self) -> dict[int, str]:
+        """Names of the parameters, by id."""
+        names: dict[int, str] = {}
         taken: dict[str, torch.Tensor] = {}
         groups = self._groups()
-        given = [pair for group in groups for pair in zip(group.get("param_names", ()), group["params"], strict=False)]
-        known = list(named_parameters(self._models))
-        in_models = {id(parameter) for _, parameter in known}
-        for name, parameter in [*known, *(pair for pair in given if id(pair[1]) not in in_models)]:
-            if taken.setdefault(name, parameter) is not parameter:
-                what = f"two parameters are named {name!r}; pass the models as a dict, whose keys become prefixes"
-                raise InvalidState(what, key=name)
-            names.setdefault(parameter, name)
-        seen: set[int] = set()
+        given = [
+            (name, parameter)
+            for group in groups
+            if "param_names" in group
+            for name, parameter in zip(group["param_names"], group["params"], strict=False)
+        ]
+        for named in (named_parameters(self._models), given):
+            for name, parameter in named:
+                if named is given and id(parameter) in names:
+                    continue  # the model's own name counts
+                if taken.setdefault(name, parameter) is not parameter:
+                    raise InvalidState(
+                        f"two parameters are named {name!r}; pass the models as a dict, whose keys become prefixes",
+                        key=name,
+                    )
+                names.setdefault(id(parameter), name)
+        number_of: dict[int, int] = {}
         for number, group in enumerate(groups):
             for parameter in group["params"]:
-                if parameter not in names:
+                if id(parameter) not in names:
                     raise InvalidState(
-                        f"the optimizer's group {number} has a parameter of shape {list(parameter.shape)} that is in none "
-                        "of the models; wrap it as OptimizerState(optimizer, models) with all models that it trains, or "
-                        "with a dict of its tensors by name"
+                        f"the optimizer's group {number} has a parameter of shape "
+                        f"{list(parameter.shape)} that is in none of the models; wrap it as "
+                        "OptimizerState(optimizer, models) with all models that it trains, or with a "
+                        "dict of its tensors by name"
                     )
-                if id(parameter) in seen:
-                    what = f"parameter {names[parameter]!r} is in several groups or optimizers"
-                    raise InvalidState(what, key=names[parameter])
-                seen.add(id(parameter))
+                if number_of.setdefault(id(parameter), number) != number:
+                    name = names[id(parameter)]
+                    what = f"parameter {name!r} is in several groups or optimizers"
+                    raise InvalidState(what, key=name)
         return names
 
     def state_dict(self) -> dict[str, Any]:
-        """{"state": {name: values}, "group_of": {name: group number}, "shapes": {name: shape of the parameter},
-        "groups": {group number: options}}, and "other": state that is of no parameter, where there is any (by the
-        number of the optimizer where there are several).
+        """{"state": {name: values}, "group_of": {name: group number},
+        "shapes": {name: shape of the parameter}, "groups": {group number: options}}, and "other": state
+        that is of no parameter, where there is any (by the number of the optimizer where there are several).
 
-        By name throughout, so that the states of pipeline stages put together are the state of the whole model.
+        By name throughout, so that the states of pipeline stages put together are the state of the whole
+        model.
         """
-        parts = self._parts()
         for optimizer in self._optimizers:
-            where = _not_stored(optimizer)
-            if where is not None:
+            if (where := _not_stored(optimizer)) is not None:
                 raise InvalidState(where + self._hint)
-        names = self._parameter_names()
-        groups = self._groups()
+        names, parts = self._parameter_names(), self._parts()
+        stored: dict[str, Any] = {"state": {}, "group_of": {}, "shapes": {}, "groups": {}}
+        state, group_of, shapes, groups = stored.values()
         other: dict[Any, Any] = {}
         for number, part in enumerate(parts):
-            mine = {k: v for k, v in part.optimizer.state.items() if not isinstance(k, torch.Tensor)}
+            held = part.optimizer.state
+            for group in part.groups:
+                at = len(groups)
+                groups[at] = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
+                for parameter in group["params"]:
+                    name = names[id(parameter)]
+                    group_of[name], shapes[name] = at, list(parameter.shape)
+                    if values := held.get(parameter):
+                        state[name] = dict(values)
+            mine = {k: v for k, v in held.items() if not isinstance(k, torch.Tensor)}
             if mine:
                 other |= mine if len(parts) == 1 else {number: mine}
-        return {
-            "state": {
-                names[p]: dict(values)
-                for part in parts
-                for group in part.groups
-                for p in group["params"]
-                if (values := part.optimizer.state.get(p))
-            },
-            "group_of": {names[p]: number for number, group in enumerate(groups) for p in group["params"]},
-            "shapes": {names[p]: list(p.shape) for group in groups for p in group["params"]},
-            "groups": {
-                number: {k: v for k, v in group.items() if k not in _NOT_OPTIONS} for number, group in enumerate(groups)
-            },
-            **({"other": other} if other else {}),
-        }
+        return {**stored, "other": other} if other else stored
 
     def differences(self, saved: Any) -> Differences:
         """By the names and shapes of parameters. Raises StateMismatch for a regrouping, and for another kind of
@@ -351,7 +365,7 @@ class OptimizerState:
         if self._by_name is None:
             names = self._parameter_names()
             self._by_name = {
-                names[p]: (p, group)
+                names[id(p)]: (p, group)
                 for part in self._parts()
                 for held in [part.held]
                 for group in part.groups
@@ -382,37 +396,35 @@ class OptimizerState:
             _fill(part, state)
         self._check_loaded(state_dict)
 
-    def _state_of(self, part: _Part, state_dict: Mapping[str, Any], names: dict[torch.Tensor, str]) -> dict[Any, Any]:
+    def _state_of(self, part: _Part, state_dict: Mapping[str, Any], names: dict[int, str]) -> dict[Any, Any]:
         """The state that one optimizer is to have, by parameter."""
         saved = state_dict.get("state", {})  # absent where no parameter here has state
         state: dict[Any, Any] = {}
         held = part.held
         for group in part.groups:
             for parameter in group["params"]:
-                if id(parameter) in held and names[parameter] in saved:
-                    state[parameter] = dict(saved[names[parameter]])
+                name = names[id(parameter)]
+                if id(parameter) in held and name in saved:
+                    state[parameter] = dict(saved[name])
         for parameter, values in part.optimizer.state.items():
-            if isinstance(parameter, torch.Tensor) and names.get(parameter) not in state_dict["group_of"]:
-                state[parameter] = values  # not in the checkpoint at all (not strict): stays as it is
+            name = names.get(id(parameter), "")
+            if isinstance(parameter, torch.Tensor) and name not in state_dict["group_of"]:
+                # Not in the checkpoint at all (not strict): stays as it is.
+                state[parameter] = values
         return state
 
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Raises StateMismatch unless the state is where the optimizer that makes the steps has it."""
         names, now = self._parameter_names(), OptimizerState.state_dict(self)
-        held = {names[p] for part in self._parts() for g in part.groups for p in g["params"] if id(p) in part.held}
-        lost = [
-            f"state/{name}/{key}"
-            for name, values in state_dict.get("state", {}).items()
-            if name in held
-            for key, value in values.items()
-            if not _came_back(value, now["state"].get(name, {}).get(key))
-        ]
-        lost += [
-            f"groups/{number}/{key}"
-            for number, group in now["groups"].items()
-            for key, value in state_dict["groups"][number].items()
-            if not _came_back(value, group.get(key))
-        ]
+        lost: list[str] = []
+        for part in self._parts():
+            held = {names[key] for key in part.held if key in names}
+            for name, values in state_dict.get("state", {}).items():
+                found = now["state"].get(name, {}) if name in held else values
+                lost += [f"state/{name}/{k}" for k, v in values.items() if not _came_back(v, found.get(k))]
+        for number, group in now["groups"].items():
+            saved = state_dict["groups"][number]
+            lost += [f"groups/{number}/{k}" for k, v in saved.items() if not _came_back(v, group.get(k))]
         if lost:
             kinds = ", ".join(sorted({type(optimizer).__qualname__ for optimizer in self._optimizers}))
             raise StateMismatch(
@@ -459,6 +471,8 @@ def _fill(part: _Part, state: dict[Any, Any]) -> None:
 def _came_back(value: Any, now: Any) -> bool:
     if isinstance(now, torch.Tensor) and not isinstance(value, torch.Tensor):
         return True  # counters of older torch, which __setstate__ makes tensors
+    if value is now:
+        return True
     if isinstance(value, torch.Tensor):
         return isinstance(now, torch.Tensor) and (value.shape, value.dtype) == (now.shape, now.dtype)
     return type(value) is type(now) or value == now

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from ckptcore import CheckpointManager, InvalidState, OptimizerState, StateMismatch, open_checkpoint
@@ -374,3 +377,79 @@ def test_fabric_stores_the_names_of_the_bare_model(tmp_path: Path, same) -> None
     train(again, second, 2, 4)
     same(dict(other.state_dict()), dict(bare.state_dict()))
     same(dict(again.state_dict()), dict(bare.state_dict()))
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights and a count of its own, which its own state_dict() gives."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
+        self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, p in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
+                p.data.copy_(slow.lerp_(p.detach(), 0.5))
+
+    def state_dict(self) -> Any:
+        return {"inner": self.inner.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.slow, self.count = [t.clone() for t in state["slow"]], state["count"]
+
+
+# What a nest of optimizers is made of: a kind, and the kinds inside.
+LEAVES = st.sampled_from(["SGD", "AdamW", "RMSprop", "Adafactor"])
+NESTS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.tuples(st.sampled_from([Handing, Hidden, Lookahead, Sharpness]), inner),
+        st.tuples(st.sampled_from([Container, Counted, Mute]), st.lists(inner, min_size=1, max_size=2)),
+    ),
+    max_leaves=4,
+)
+
+
+def told(nest: Any) -> bool:
+    """Whether all that is hidden is in the state_dict() of what is hidden; of the rest not even torch knows."""
+    kind, inner = (nest, []) if isinstance(nest, str) else nest
+    inner = inner if isinstance(inner, list) else [inner]
+    silent = kind is Hidden and any(name in str(inner) for name in ("Sharpness", "Mute"))
+    return not silent and all(map(told, inner))
+
+
+def nested(nest: Any, parameters: list[nn.Parameter]) -> Any:
+    """The optimizer that a nest describes; the parameters are dealt out over those in a container."""
+    if isinstance(nest, str):
+        options = {"momentum": 0.9} if nest in ("SGD", "RMSprop") else {}
+        return getattr(torch.optim, nest)(parameters, lr=0.01, **options)
+    kind, inner = nest
+    if not isinstance(inner, list):
+        return kind(nested(inner, parameters))
+    number = len(inner)
+    return kind([nested(one, parameters[n::number]) for n, one in enumerate(inner) if parameters[n::number]])
+
+
+@settings(max_examples=60)
+@given(nest=NESTS.filter(told), live_steps=st.sampled_from([0, 2]))
+def test_any_nest_of_optimizers_goes_on_exactly_or_is_refused(same, nest: Any, live_steps: int) -> None:
+    model, other = net(), net()
+    optimizer, second = (nested(nest, list(m.parameters())) for m in (model, other))
+    train(model, optimizer, 0, 3)
+    train(other, second, 7, 7 + live_steps)
+    with tempfile.TemporaryDirectory() as folder, CheckpointManager(folder) as ckpt:
+        try:
+            ckpt.save(3, {"model": model, "optimizer": optimizer})
+        except InvalidState:
+            # Where state is in no state_dict(), and something else is in one alone.
+            more = "Lookahead" in str(nest) or "Counted" in str(nest)
+            assert "Sharpness" in str(nest) or ("Mute" in str(nest) and more), "refused without need"
+            return
+        ckpt.restore({"model": other, "optimizer": second})
+    train(model, optimizer, 3, 6)
+    train(other, second, 3, 6)
+    same(dict(other.state_dict()), dict(model.state_dict()))
