@@ -214,8 +214,13 @@ class Loading:
         if self.regrouped:
             raise self.regrouped[0]
         matched_any = any(c.key in self.view.manifest.components for c in self.components)
+        renamed = {} if self.keys is None else self.keys.renamed
+        missing = [renamed.get(name, name) for name in report.missing]
         if self.keys is not None:
-            matched_any = not (self.keys.chosen and report.missing) or bool(self.prepared)
+            if report.missing and not self.prepared:
+                lacking = _some(missing)
+                raise StateMismatch(f"{where}: nothing that keys ask for is in the checkpoint, not {lacking}", **facts)
+            matched_any = True
         if not matched_any or self.unmatched:
             what = f"component {self.unmatched[0]!r}" if self.unmatched else "the state"
             raise StateMismatch(
@@ -231,7 +236,7 @@ class Loading:
             )
         if self.strict and (report.missing or unexpected):
             raise StateMismatch(
-                f"{where} and the live state have different keys: missing in the checkpoint: {_some(report.missing)}; "
+                f"{where} and the live state have different keys: missing in the checkpoint: {_some(missing)}; "
                 f"unexpected in the checkpoint: {_some(unexpected)}; strict=False loads the rest", **facts)  # fmt: skip
 
     def read(self) -> None:
@@ -380,7 +385,8 @@ class _Component:
         words = torch_words(part.tensor)
         self.loading.devices.add(part.tensor.device)
         for piece in self.stored.pieces(number, part.box):
-            self.loading.reads.append(read_of(self.component.key, piece, part.box, words))
+            key = self.stored.of[number] if self.stored.of else self.component.key
+            self.loading.reads.append(read_of(key, piece, part.box, words))
 
     def castable(self, name: str, tensor: LogicalTensor, live: CapturedTensor, dtype: torch.dtype) -> bool:
         same_kind = live.tensor.is_complex() == dtype.is_complex

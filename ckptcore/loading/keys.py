@@ -48,6 +48,7 @@ class Selection:
         self.used: set[str] = set()
         self.chosen = 0
         self.digests: dict[str, list[str]] = {}
+        self.renamed: dict[str, str] = {}
 
     @property
     def text(self) -> str:
@@ -85,8 +86,10 @@ class Selection:
         chosen = {name: source for name in asked if (source := self.source(name)) is not None}
         self.chosen += len(chosen)
         pairs = "\n".join(f"{name}\t{source}" for name, source in sorted(chosen.items()))
-        self.digests[key] = [content_digest("\n".join(sorted(asked)).encode("utf-8", "surrogatepass")),
-                             content_digest(pairs.encode("utf-8", "surrogatepass"))]  # fmt: skip
+        self.digests[key] = [
+            content_digest(text.encode("utf-8", "surrogatepass")) for text in ("\n".join(sorted(asked)), pairs)
+        ]
+        self.renamed |= {name: source for name, source in chosen.items() if name != source}
         return chosen
 
     @property
@@ -123,6 +126,7 @@ class Part:
 class _From:
     """A tensor of a stored component, wherever it is put."""
 
+    key: str
     stored: StoredComponent
     ref: TensorRef
 
@@ -136,6 +140,39 @@ class _Source:
     sharded: bool
 
 
+@dataclass(slots=True)
+class _Wanted:
+    """What is asked for of one live component.
+
+    names: all that it has, and where in its state. chosen: live name -> saved name, both with their components.
+    sources: the stored components that are read from; None where the live state is to stay (on_resize="keep").
+    missing: chosen names that the checkpoint lacks.
+    """
+
+    selection: Selection
+    component: StateComponent
+    names: dict[str, Path]
+    chosen: dict[str, str]
+    sources: dict[str, _Source | None] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def held(self) -> dict[str, _Source]:
+        return {key: source for key, source in self.sources.items() if source is not None}
+
+    @property
+    def sharded(self) -> bool:
+        return any(source.sharded for source in self.held.values())
+
+    def stays(self, saved_name: str) -> bool:
+        """Whether it is in a component that stays as it is, which is no lack."""
+        key = saved_name.partition("/")[0]
+        return key in self.sources and self.sources[key] is None
+
+    def part(self, owner: Any, tree: Any, unexpected: list[str]) -> Part:
+        return Part(replace(self.component, stateful=owner), _stored(tree), self.sharded, unexpected)
+
+
 def parts(
     selection: Selection, view: CheckpointView, components: Sequence[StateComponent], place: Place, missing: list[str]
 ) -> Iterator[Part]:
@@ -144,56 +181,60 @@ def parts(
     Raises InvalidState, StateMismatch, CheckpointCorrupt, StorageError.
     """
     for component in components:
-        key, owner = component.key, component.stateful
-        state = owner.state_dict()
-        names = _live_names(owner, state)
-        chosen = selection.choose(key, names)
-        sources: dict[str, _Source | None] = {}
-        for saved_key in dict.fromkeys(source.partition("/")[0] for source in chosen.values()):
-            if saved_key in view.manifest.components:
-                sources[saved_key] = _source(view, component, saved_key, place)
-            elif saved_key == key:
-                # Not one of its names is there. It may be lacking where that was said.
-                missing += [key] if component.required else []
-                chosen = {n: s for n, s in chosen.items() if s.partition("/")[0] != key}
-        if not chosen or (sources and all(source is None for source in sources.values())):
-            continue  # nothing is asked for, or the live state is to stay (on_resize="keep")
-        whole = _whole(selection, key, owner, names, chosen, sources)
-        if whole is not None:
-            yield Part(component, whole.stored, whole.sharded)
-            continue
-        make = _part_of_optimizer if isinstance(owner, OptimizerState) else _part_of_tree
-        found = make(selection, component, names, chosen, sources, missing)
-        if found is not None:
-            yield found
+        names = _live_names(component.stateful, component.stateful.state_dict())
+        wanted = _Wanted(selection, component, names, selection.choose(component.key, names))
+        _open_sources(wanted, view, place)
+        part = _part(wanted)
+        missing += wanted.missing
+        if part is not None:
+            yield part
 
 
-def _source(view: CheckpointView, component: StateComponent, key: str, place: Place) -> _Source | None:
-    copy = copy_for(view.manifest, replace(component, key=key), place)
-    if copy is None:
-        return None
+def _part(wanted: _Wanted) -> Part | None:
+    if not wanted.chosen or (wanted.sources and not wanted.held):
+        return None  # nothing is asked for, or the live state is to stay
+    if (whole := _whole(wanted)) is not None:
+        return Part(wanted.component, whole.stored, whole.sharded)
+    if isinstance(wanted.component.stateful, OptimizerState):
+        return _part_of_optimizer(wanted)
+    return _part_of_tree(wanted)
+
+
+def _open_sources(wanted: _Wanted, view: CheckpointView, place: Place) -> None:
+    component, saved = wanted.component, view.manifest.components
+    for key in dict.fromkeys(source.partition("/")[0] for source in wanted.chosen.values()):
+        if key in saved:
+            copy = copy_for(view.manifest, replace(component, key=key), place)
+            sharded = component.sharded or saved[key].pattern == "SHARDED"
+            wanted.sources[key] = None if copy is None else _opened(view, key, copy, sharded)
+        elif key == component.key:
+            # Not one of its names is there. It may be lacking where that was said.
+            wanted.missing += [key] if component.required else []
+            wanted.chosen = {n: s for n, s in wanted.chosen.items() if s.partition("/")[0] != key}
+
+
+def _opened(view: CheckpointView, key: str, copy: int, sharded: bool) -> _Source:
     stored = view.component(key, copy)
     file = f"{view.url}: component {key!r}"
-    state = decode(stored.tree, lambda ref: _From(stored, ref), opaque=True, file=file)
-    return _Source(stored, state, component.sharded or view.manifest.components[key].pattern == "SHARDED")
+    state = decode(stored.tree, lambda ref: _From(key, stored, ref), opaque=True, file=file)
+    return _Source(stored, state, sharded)
 
 
-def _whole(
-    selection: Selection, key: str, owner: Any, names: Collection[str], chosen: Mapping[str, str],
-    sources: Mapping[str, _Source | None],
-) -> _Source | None:  # fmt: skip
+def _whole(wanted: _Wanted) -> _Source | None:
     """The stored component, where all of the live one is read from all of it, under the same names.
 
     It is handed over in its saved shape then, as without `keys`: a loader's state may have grown.
     """
-    if len(sources) != 1 or len(chosen) < len(names):
+    key, owner, chosen = wanted.component.key, wanted.component.stateful, wanted.chosen
+    if len(wanted.sources) != 1 or len(chosen) < len(wanted.names):
         return None
-    ((saved_key, source),) = sources.items()
+    ((saved_key, source),) = wanted.sources.items()
     if source is None or any(s != saved_key + n[len(key) :] for n, s in chosen.items()):
         return None
-    if selection.function is not None:
-        return None if names and hasattr(owner, "differences") else source
-    return source if all(selection.asks_for(f"{key}/{name}") for name in _saved_names(owner, source.state)) else None
+    if wanted.selection.function is not None:
+        return None if wanted.names and hasattr(owner, "differences") else source
+    saved = _saved_names(owner, source.state)
+    return source if all(wanted.selection.asks_for(f"{key}/{name}") for name in saved) else None
 
 
 def _live_names(owner: Any, state: Any) -> dict[str, Path]:
@@ -245,35 +286,26 @@ def _put(tree: dict[Any, Any], path: Path, value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _part_of_tree(
-    selection: Selection, component: StateComponent, names: dict[str, Path], chosen: Mapping[str, str],
-    sources: Mapping[str, _Source | None], missing: list[str],
-) -> Part | None:  # fmt: skip
+def _part_of_tree(wanted: _Wanted) -> Part | None:
     """A part of nested dicts, leaf by leaf."""
-    key = component.key
-    held = {k: (s, dict([*_inner(s.state), *_leaves(s.state)])) for k, s in sources.items() if s is not None}
+    key, held = wanted.component.key, wanted.held
+    paths = {k: dict([*_inner(s.state), *_leaves(s.state)]) for k, s in held.items()}
     taken: dict[Path, Any] = {}
-    for name, saved_name in chosen.items():
+    for name, saved_name in wanted.chosen.items():
         saved_key, _, rest = saved_name.partition("/")
         if name == key:
             continue  # it has no names here
-        source, paths = held.get(saved_key, (None, {}))
-        if source is not None and rest in paths:
-            taken[names[name.partition("/")[2]]] = _at(source.state, paths[rest])
-        elif saved_key not in sources or source is not None:
-            missing.append(name)
-    unexpected: list[str] = []
-    if (own := sources.get(key)) is not None and selection.patterns:
-        here = set(names.values())
-        above = {path[:n] for path in here for n in range(len(path))}
-        for name, path in _leaves(own.state):
-            known = path in above or any(path[:n] in here for n in range(len(path) + 1))
-            if known or not selection.asks_for(f"{key}/{name}"):
-                continue
-            if hasattr(component.stateful, "differences"):
-                unexpected.append(name)
-            else:
-                taken[path] = _at(own.state, path)
+        if rest in paths.get(saved_key, ()):
+            path = wanted.names[name.partition("/")[2]]
+            taken[path] = _at(held[saved_key].state, paths[saved_key][rest])
+        elif not wanted.stays(saved_name):
+            wanted.missing.append(name)
+    unexpected = []
+    for name, path in _only_saved(wanted):
+        if hasattr(wanted.component.stateful, "differences"):
+            unexpected.append(name)
+        else:
+            taken[path] = _at(held[key].state, path)
     if not taken:
         return None
     tree: Any = {}
@@ -282,52 +314,50 @@ def _part_of_tree(
             _put(tree, path, value)
         else:
             tree = value
-    sharded = any(source.sharded for source, _ in held.values())
-    owner = _owner(component.stateful, list(taken))
-    return Part(replace(component, stateful=owner), _stored(tree), sharded, unexpected)
+    return wanted.part(_owner(wanted.component.stateful, list(taken)), tree, unexpected)
 
 
-def _part_of_optimizer(
-    selection: Selection, component: StateComponent, names: dict[str, Path], chosen: Mapping[str, str],
-    sources: Mapping[str, _Source | None], missing: list[str],
-) -> Part | None:  # fmt: skip
+def _only_saved(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
+    """Leaves that are asked for, and that the live state has not, nor anything in their place."""
+    key = wanted.component.key
+    if key not in wanted.held or not wanted.selection.patterns:
+        return
+    here = set(wanted.names.values())
+    above = {path[:n] for path in here for n in range(len(path))}
+    for name, path in _leaves(wanted.held[key].state):
+        known = path in above or any(path[:n] in here for n in range(len(path) + 1))
+        if not known and wanted.selection.asks_for(f"{key}/{name}"):
+            yield name, path
+
+
+def _part_of_optimizer(wanted: _Wanted) -> Part | None:
     """The state of some parameters. The options of a group come along where all its parameters do, from one group."""
-    key, owner = component.key, component.stateful
-    held = {k: s for k, s in sources.items() if s is not None}
-    saved = {f"{k}/{name}": s.state for k, s in held.items() for name in _saved_names(owner, s.state)}
+    key, owner, held = wanted.component.key, wanted.component.stateful, wanted.held
+    named = {k: _saved_names(owner, source.state) for k, source in held.items()}
     live = owner.state_dict()
     tree: dict[str, Any] = {"state": {}, "group_of": {}, "shapes": {}, "groups": {}}
-    origins: dict[int, list[Any]] = {number: [] for number in live["groups"]}
+    origins: dict[int, set[Any]] = {number: set() for number in live["groups"]}
     for name, number in live["group_of"].items():
-        saved_name = chosen.get(f"{key}/{name}")
-        state = saved.get(saved_name or "")
-        if (
-            saved_name is not None
-            and state is None
-            and saved_name.partition("/")[0] not in sources.keys() - held.keys()
-        ):
-            missing.append(f"{key}/{name}")
-        if saved_name is None or state is None:
-            origins[number].append(None)
+        saved_name = wanted.chosen.get(f"{key}/{name}")
+        saved_key, _, rest = (saved_name or "").partition("/")
+        if rest not in named.get(saved_key, ()):
+            if saved_name is not None and not wanted.stays(saved_name):
+                wanted.missing.append(f"{key}/{name}")
+            origins[number].add(None)
             continue
-        rest = saved_name.partition("/")[2]
+        state = held[saved_key].state
         tree["group_of"][name], tree["shapes"][name] = number, state["shapes"].get(rest)
         if rest in state["state"]:
             tree["state"][name] = state["state"][rest]
-        origins[number].append((saved_name.partition("/")[0], state["group_of"][rest]))
+        origins[number].add((saved_key, state["group_of"][rest]))
     if not tree["group_of"]:
         return None
     for number, found in origins.items():
-        origin = found[0] if found and all(o == found[0] for o in found) else None
-        tree["groups"][number] = {} if origin is None else held[origin[0]].state["groups"].get(origin[1], {})
-    own = held.get(key)
-    extra = (
-        [n for n in _saved_names(owner, own.state) if n not in names and selection.asks_for(f"{key}/{n}")]
-        if own
-        else []
-    )
-    part = _OptimizerPart(owner, set(tree["group_of"]))
-    return Part(replace(component, stateful=part), _stored(tree), any(s.sharded for s in held.values()), extra)
+        origin = next(iter(found)) if len(found) == 1 else None
+        options = {} if origin is None else held[origin[0]].state["groups"].get(origin[1], {})
+        tree["groups"][number] = options
+    extra = [n for n in named.get(key, ()) if n not in wanted.names and wanted.selection.asks_for(f"{key}/{n}")]
+    return wanted.part(_OptimizerPart(owner, set(tree["group_of"])), tree, extra)
 
 
 def _stored(tree: Any) -> StoredComponent:
@@ -355,7 +385,8 @@ def _stored(tree: Any) -> StoredComponent:
     def find(number: int, box: Box) -> Iterator[Any]:
         return origins[number].stored.pieces(origins[number].ref.index, box)
 
-    return StoredComponent(encode(tree, leaf), tensors, find)
+    encoded = encode(tree, leaf)
+    return StoredComponent(encoded, tensors, find, [origin.key for origin in origins])
 
 
 class _PartOwner:

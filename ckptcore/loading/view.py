@@ -51,11 +51,15 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoredComponent:
-    """One copy of a component: encoded values, the tensors that its TensorRefs number, and where their bytes are."""
+    """One copy of a component: encoded values, the tensors that its TensorRefs number, and where their bytes are.
+
+    of: the component of each tensor, where it is made of parts of others.
+    """
 
     tree: bytes
     tensors: list[LogicalTensor]
     find: Callable[[int, Box], Iterator[TensorEntry]]
+    of: Sequence[str] = ()
 
     def pieces(self, number: int, box: Box) -> Iterator[TensorEntry]:
         """What is stored of a tensor (of the one that it is an alias of) and meets `box`."""

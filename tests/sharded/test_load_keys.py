@@ -76,9 +76,10 @@ def test_strictness_is_over_all_ranks(root) -> None:
 def test_moments_of_one_stage(tmp_path) -> None:
     """A pipeline's stages have their own names: layer 0 of two ranks comes to one, with its moments, and no other."""
 
-    def made(names, seed):
-        torch.manual_seed(seed)
+    def made(names, number):
         model = nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, number)  # ranks are threads, and share the random stream
         optimizer = torch.optim.AdamW(model.parameters())
         for module in model.values():
             module(torch.ones(2, 3)).sum().backward()
@@ -91,14 +92,14 @@ def test_moments_of_one_stage(tmp_path) -> None:
 
     def save(comm):
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
-            ckpt.save(1, parts(*made([f"layer{comm.rank}"], comm.rank)))
+            ckpt.save(1, parts(*made([f"layer{comm.rank}"], float(comm.rank + 1))))
 
     run_ranks(2, save)
-    model, optimizer = made(["layer0", "layer1"], 7)
+    model, optimizer = made(["layer0", "layer1"], 7.0)
     before = model["layer1"].weight.clone()
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.load(parts(model, optimizer), keys="*/layer0.*")
-    saved, moments = made(["layer0"], 0)
+    saved, moments = made(["layer0"], 1.0)
     assert torch.equal(model["layer0"].weight, saved["layer0"].weight)
     assert torch.equal(model["layer1"].weight, before)
     exp_avg = moments.state[saved["layer0"].weight]["exp_avg"]

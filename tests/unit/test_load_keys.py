@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckptcore import CheckpointCoordinator, CheckpointManager, InvalidState, RanksDisagree, StateMismatch
+from ckptcore import (
+    CheckpointCoordinator,
+    CheckpointCorrupt,
+    CheckpointManager,
+    InvalidState,
+    RanksDisagree,
+    StateMismatch,
+    open_checkpoint,
+)
 from ckptcore.testing.ranks import run_ranks
 
 
@@ -213,6 +221,32 @@ def test_components_that_were_not_given(ckpt) -> None:
         assert caught.value.unexpected == ["counters", "optimizer", "scheduler"]
         with pytest.raises(StateMismatch, match=r"'optim[*]' asks for nothing that the live state has"):
             ckpt.restore({"model": net(2)}, which, keys=["model", "optim*"])
+
+
+def test_errors_name_what_was_saved(ckpt) -> None:
+    """Of what is read under another name: the name that the checkpoint lacks, and the tensor that is damaged there."""
+    with pytest.raises(StateMismatch, match=r"nothing that keys ask for .* not 'model/9\.weight'") as caught:
+        ckpt.load({"teacher": {"w": torch.zeros(4, 3)}}, keys=lambda name: "model/9.weight")
+    assert caught.value.missing == ["teacher/w"]
+    with pytest.raises(StateMismatch, match=r"missing in the checkpoint: 'model/9\.weight';") as caught:
+        names = {"teacher/w": "model/9.weight", "teacher/b": "model/0.bias"}
+        ckpt.load({"teacher": {"w": torch.zeros(4, 3), "b": torch.zeros(4)}}, keys=names.get)
+    assert caught.value.missing == ["teacher/w"]
+    file = Path(ckpt.root, "checkpoint-5", "model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    last = open_checkpoint(f"{ckpt.root}/checkpoint-5").tensors()
+    names = [info.full_name for info in last if info.component == "model" and info.dtype == "F32"]
+    damaged = []
+    for name in names:
+        shape = next(info.shape for info in last if info.full_name == name)
+        try:
+            ckpt.load({"teacher": {"w": torch.zeros(shape)}}, keys=lambda _, name=name: name)
+        except CheckpointCorrupt as error:
+            damaged.append((error.tensor, error.file))
+            assert error.tensor == name
+    assert len(damaged) == 1 and damaged[0][1] == "model.safetensors"
 
 
 def test_tied_weights(tmp_path, bits) -> None:
