@@ -117,7 +117,7 @@ class BestModel:
         loaded = None
         for step in trainer.env.broadcast_object(present):
             try:
-                checkpoints.load(trainer.saves.weights(), step, strict=False, transactional=True)
+                checkpoints.load(trainer.saves.weights(), step, transactional=True)
             except (CheckpointCorrupt, CheckpointNotFound) as error:
                 failed[f"checkpoint-{step}"] = str(error)
             else:

@@ -180,7 +180,7 @@ class TrainerParts(Models):
                 wanted = self.args.resume_from_checkpoint
                 step = "latest" if wanted is True else wanted
                 step = self.saves.which_is_best(checkpoints) if wanted == "best" else step
-                checkpoints.load(self.saves.weights(), step, strict=False)
+                checkpoints.load(self.saves.weights(), step)
             self.filled = True
 
     def fire(self, event: str, **extra: Any) -> None:
