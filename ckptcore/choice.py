@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
-from .errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError, UnsupportedVersion
+from .errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, RanksDisagree, StorageError, UnsupportedVersion
 from .loading.report import PARTLY_OVERWRITTEN, LoadReport
 from .loading.view import CheckpointView, Problem
 from .ranks.communicator import Communicator
@@ -44,6 +44,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Wanted = Callable[[], int | str]
+Choose = Callable[[list[CheckpointInfo], int | str], CheckpointInfo]
 
 # What the storage says of bytes that are lost, and of a file that went, or became something else, meanwhile: another
 # checkpoint may still be whole. Anything else (no permission, no connection) is no verdict on this one.
@@ -79,12 +81,12 @@ class Root:
         """The highest commit sequence that is known of elsewhere."""
         return 0
 
-    def look(self, choose: Callable[[list[CheckpointInfo]], Any] = lambda _: None) -> Agreed:
-        """What lies there, and what is chosen from it: by this rank alone, or by rank 0 for all nodes."""
+    def look(self) -> Agreed:
+        """What lies there: by this rank alone, or for all nodes."""
         if self.mode == "node":
-            return look(self.comm, self.storage, choose, sure=True)
-        infos = self.scan()
-        return Agreed(infos, newest_run(infos), 0, choose(infos))
+            return look(self.comm, self.storage, sure=True, joining=True)
+        infos = self.entries()
+        return Agreed(infos, newest_run(infos), 0, None)
 
     def meet_and_look(
         self, meet: Callable[[Callable[[Any], Any]], tuple[T, Any]], choose: Callable[[list[CheckpointInfo]], Any]
@@ -103,48 +105,72 @@ class Root:
         chosen = self.comm.together("look", lambda: None, lambda _: choose(self.scan()))
         return Agreed([], None, 0, chosen)
 
-    def act(self, topic: str, work: Callable[[], None]) -> None:
-        """Do `work`, on this rank or on one of each node; then all raise what one does."""
+    def act(self, what: str, wanted: Wanted, choose: Choose, work: Callable[[CheckpointInfo], Any]) -> list[Any]:
+        """Do `work` with the checkpoint that is `wanted`: on rank 0, or on one rank of each node. On every rank.
+
+        What it returns there, which must be plain values, is for all; and what one raises, all raise. Raises
+        RanksDisagree for different steps.
+        """
+
+        def same(told: list[int | str]) -> int | str:
+            if wrong := [rank for rank, which in enumerate(told) if which != told[0]]:
+                calls = f"rank 0 calls for a {what} of step {told[0]}, rank {wrong[0]} for one of step {told[wrong[0]]}"
+                raise RanksDisagree(calls, ranks=wrong)
+            return told[0]
+
         if self.mode == "shared":
-            work()
-            return
+            done = self.comm.together(what, wanted, lambda told: work(choose(self.entries(), same(told))), joining=True)
+            return [done]
+        which = self.comm.together(what, wanted, same, joining=True)
+        seen = look(self.comm, self.storage, lambda infos: choose(infos, which).name, sure=True)
+        info = next(info for info in seen.infos if info.name == seen.here(seen.chosen))
+        results: list[Any] = self.comm.together(
+            what, lambda: work(info) if leads(self.comm, self.mode) else None, lambda found: found
+        )
+        return results
 
-        def local() -> None:
-            if leads(self.comm, self.mode):
-                work()
+    def entries(self) -> list[CheckpointInfo]:
+        """Those of `scan`, of each commit one."""
+        return self.scan()
 
-        self.comm.together(topic, local, lambda _: None)
+    def pin(self, wanted: Wanted, choose: Choose) -> None:
+        self.act("pin", wanted, choose, lambda info: self._each(info, pin_checkpoint))
 
-    def pin(self, info: CheckpointInfo) -> None:
-        self.act("pin", lambda: pin_checkpoint(self.storage, info.name))
+    def unpin(self, wanted: Wanted, choose: Choose) -> None:
+        self.act("unpin", wanted, choose, lambda info: self._each(info, unpin_checkpoint))
 
-    def unpin(self, info: CheckpointInfo) -> None:
-        self.act("unpin", lambda: unpin_checkpoint(self.storage, info.name))
-
-    def delete(self, info: CheckpointInfo) -> None:
+    def delete(self, wanted: Wanted, choose: Choose) -> None:
         """Raises InvalidState for a checkpoint that is pinned, StorageError."""
-        if info.pinned:
-            raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
-        self.act("delete", lambda: delete_checkpoint(self.storage, info.name))
 
-    def verify(self, info: CheckpointInfo, io_threads: int) -> list[Problem]:
+        def work(info: CheckpointInfo) -> None:
+            if info.pinned:
+                raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
+            self._delete(info)
+
+        self.act("deletion", wanted, choose, work)
+
+    def _delete(self, info: CheckpointInfo) -> None:
+        self._each(info, delete_checkpoint)
+
+    def _each(self, info: CheckpointInfo, work: Callable[[Storage, str], None]) -> None:
+        """Do `work` with each copy of a checkpoint."""
+        work(self.storage, info.name)
+
+    def verify(self, wanted: Wanted, choose: Choose, io_threads: int) -> list[Problem]:
         """Read and check every byte of a checkpoint, here or on all nodes."""
-        if self.mode == "shared":
+
+        def work(info: CheckpointInfo) -> list[list[Any]]:
             view = CheckpointView(*self.place(info.name))
-            problems = view.verify(io_threads)
-            if problems and not still_there(view.storage, view.folder, view.manifest):
+            found = view.verify(io_threads)
+            if found and self.mode == "shared" and not still_there(view.storage, view.folder, view.manifest):
                 raise CheckpointNotFound(f"{info.url} was deleted or replaced while it was verified", path=info.url)
-            return problems
+            if self.mode == "node":
+                where = node_name(self.comm.nodes, own_node(self.comm))
+                found = [replace(problem, message=f"{where}: {problem.message}") for problem in found]
+            return [list(astuple(problem)) for problem in found]
 
-        def local() -> list[list[Any]]:
-            if not leads(self.comm, self.mode):
-                return []
-            where = node_name(self.comm.nodes, own_node(self.comm))
-            found = CheckpointView(self.storage, info.name).verify(io_threads)
-            return [list(astuple(replace(problem, message=f"{where}: {problem.message}"))) for problem in found]
-
-        rows = self.comm.together("verify", local, lambda found: [row for rows in found for row in rows])
-        return [Problem(*row) for row in rows]
+        found = self.act("verification", wanted, choose, work)
+        return [Problem(*row) for rows in found for row in rows or ()]
 
     def clean_up(
         self,
@@ -159,8 +185,8 @@ class Root:
         is told, and no error. What is of this run and not on all nodes goes, too."""
         if self.mode == "shared":
             if comm.rank == 0:
-                self.comm.stay()
-                clean_up(self.storage, policy, run_id, saved, tell, deleted)
+                with self.comm.keep_alive():
+                    clean_up(self.storage, policy, run_id, saved, tell, deleted)
             return
 
         def choose(infos: list[CheckpointInfo]) -> list[str]:
@@ -169,16 +195,20 @@ class Root:
         try:
             seen = look(comm, self.storage, choose, everyone=False)
             if leads(comm, self.mode):
-                self.comm.stay()
                 names = {seen.here(name) for name in seen.chosen}
                 told = deleted if comm.rank == 0 else lambda _: None
                 stray = [info for info in seen.infos if info.status == "elsewhere"]
                 mine = [i for i in stray if i.run_id == run_id and i.name != saved.name and not i.pinned]
-                delete_all(self.storage, [info for info in seen.infos if info.name in names], tell, told)
-                delete_all(self.storage, mine, tell, lambda _: None)
-                sweep(self.storage, [info for info in seen.infos if info not in stray], run_id, tell)
+                with self.comm.keep_alive():
+                    delete_all(self.storage, [info for info in seen.infos if info.name in names], tell, told)
+                    delete_all(self.storage, mine, tell, lambda _: None)
+                    sweep(self.storage, [info for info in seen.infos if info not in stray], run_id, tell)
         except Exception as error:  # a policy of the user's own may raise anything
             tell(f"{self.storage.url}: cleaning up after step {saved.step} failed: {error!r}")
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def restore_candidates(infos: Sequence[CheckpointInfo], run_id: str | None = None) -> list[CheckpointInfo]:

@@ -8,8 +8,8 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
-from typing import Any, Literal
+from functools import partial, wraps
+from typing import Any, Literal, TypeVar, cast
 
 from .arguments import (
     check_callable,
@@ -22,6 +22,7 @@ from .arguments import (
     checked_options,
     checked_timeout,
     checked_which,
+    shown,
 )
 from .choice import best_of, candidates, choice, entry, find, load_chosen, newest_that_loads
 from .coordinator import CheckpointCoordinator, check_parts, default_io_threads, meet
@@ -41,6 +42,7 @@ from .saving.flow import Saving
 from .saving.join import SaveRequest
 from .saving.staging import Staging
 from .storage.base import Storage, open_storage
+from .storage.urls import masked_url
 from .tiered import checked_tiers, open_root
 from .tiers import Tier
 
@@ -49,6 +51,29 @@ __all__ = ["CheckpointManager"]
 log = logging.getLogger("ckptcore")
 
 Checkpoints = list[CheckpointInfo]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F], F]:
+    """For a method that is one call of all ranks, whose threads take turns: `what`, in words.
+
+    at: which positional argument is the step that belongs to the words; `default` where it is not given.
+    """
+
+    def of(method: F) -> F:
+        @wraps(method)
+        def call(self: CheckpointManager, *args: Any, **named: Any) -> Any:
+            self._saves.check_caller()
+            step = default
+            if at is not None:
+                step = args[at] if len(args) > at else named.get("step", default)
+            words = f"{what}{masked_url(step) if isinstance(step, str) else shown(step) if at is not None else step}"
+            return self.comm.exclusively(words, partial(method, self, *args, **named))
+
+        return cast(F, call)
+
+    return of
 
 
 class CheckpointManager:
@@ -65,8 +90,11 @@ class CheckpointManager:
     staging: how state leaves an accelerator (see docs/guide.md). drain_timeout: seconds that closing, or the end of the
     program, waits for it. on_event: called with a SaveEvent whenever something happens to a save.
 
-    join_timeout: seconds that a rank may come later than the others; liveness_timeout: seconds of silence after which
-    it counts as lost. On several ranks make it at the same point of the program, and save and load on every rank.
+    join_timeout: seconds that a rank may come later than the others; error_join_timeout: the same, where it is less, for a
+    call that is made while an exception is being handled (an `except` or `finally`, a `with` that it leaves), so that a
+    save of one rank alone does not hide the error for long. liveness_timeout: seconds of silence after which a rank
+    counts as lost. On several ranks make it at the same point of the program, and call it on every rank; only `list`,
+    `latest`, `best`, `wait` and `close` are one rank's own.
     """
 
     def __init__(
@@ -90,6 +118,7 @@ class CheckpointManager:
         on_event: OnEvent | None = None,
         join_timeout: float = 600.0,
         liveness_timeout: float = 60.0,
+        error_join_timeout: float = 30.0,
     ) -> None:
         # All of them before anything is opened, or begun that would have to be ended.
         check_policy("keep", keep)
@@ -102,13 +131,16 @@ class CheckpointManager:
         drain_timeout = check_seconds("drain_timeout", drain_timeout, zero=True)
         join_timeout = check_seconds("join_timeout", join_timeout)
         liveness_timeout = check_seconds("liveness_timeout", liveness_timeout)
+        error_join_timeout = check_seconds("error_join_timeout", error_join_timeout)
         run_id = None if run_id is None else check_name("run_id", run_id)
         self.storage_options = checked_options("storage_options", storage_options)
         self.storage = open_storage(root, self.storage_options)
         tiers = checked_tiers(self.storage, tiers, storage_mode)
         self.keep = keep
         self._own_comm = comm is None
-        self.comm = default_communicator(join_timeout, liveness_timeout) if comm is None else comm
+        if comm is None:
+            comm = default_communicator(join_timeout, liveness_timeout, error_join_timeout)
+        self.comm = comm
         self.process_groups, self.writers, self.load_broadcast = process_groups, writers, load_broadcast
         self.io_threads, self.when_busy = io_threads or default_io_threads(), when_busy
         self.storage_mode: StorageMode = storage_mode
@@ -154,6 +186,7 @@ class CheckpointManager:
             if self._own_comm:
                 self.comm.close()
 
+    @one_call("save of step ", 0)
     def save(
         self,
         step: int,
@@ -173,6 +206,7 @@ class CheckpointManager:
         saving, _ = self._saving(step, state, metrics, metadata, overwrite, training_args_hash, when_busy="wait")
         return self._saves.now(saving)
 
+    @one_call("save of step ", 0)
     def save_async(
         self,
         step: int,
@@ -201,6 +235,7 @@ class CheckpointManager:
             return SaveHandle(saving.request.step, skipped=True)
         return self._saves.later(saving)
 
+    @one_call("prewarm")
     def prewarm(self, state: Any) -> None:
         """Allocate and touch what the first `save_async` of such a state needs, and start its threads. On every rank."""
         self._saves.settle()
@@ -215,6 +250,7 @@ class CheckpointManager:
         """Steps whose save in the background failed."""
         return tuple(self._saves.failed_steps)
 
+    @one_call("load of ", 1, "latest")
     def load(
         self,
         state: Any,
@@ -262,9 +298,15 @@ class CheckpointManager:
             return f"load of {checked_which(step)}"
 
         if elsewhere:
-            coordinator, _ = self._call(state, call, lambda _: None)
-            where = self._root.named(os.fspath(step)) or (open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
-            return coordinator.load(*where, **how)
+            opened: list[tuple[Storage, str]] = []
+
+            def there() -> str:  # a login that fails on one rank fails the call on all
+                words = call()
+                opened.append(self._root.named(os.fspath(step)) or (open_storage(step, self.storage_options), ""))  # type: ignore[arg-type]
+                return words
+
+            coordinator, _ = self._call(state, there, lambda _: None)
+            return coordinator.load(*opened[0], **how)
 
         def choose(infos: Checkpoints) -> list[Any]:
             which = checked_which(step)
@@ -283,6 +325,7 @@ class CheckpointManager:
         self._adopt(report)
         return report
 
+    @one_call("restore")
     def restore(
         self,
         state: Any,
@@ -344,38 +387,55 @@ class CheckpointManager:
         return LoadReport(fresh=True, skipped=skipped)
 
     def list(self) -> Checkpoints:
-        """The committed checkpoints of this run, oldest first; of the run that committed last if none is known yet."""
+        """The committed checkpoints of this run, oldest first; of the run that committed last if none is known yet.
+
+        One rank may ask alone, unless storage_mode is "node"; what it sees may be newer than what another one saw.
+        """
         seen = self._root.look()
         return committed(seen.infos, self._run_id or seen.run)
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest committed checkpoint of this run, by (step, commit sequence)."""
+        """The newest committed checkpoint of this run, by (step, commit sequence). Who may ask: see `list`."""
         return next(reversed(self.list()), None)
 
     def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> CheckpointInfo | None:
         """The committed checkpoint with the best value of `metric`, by default that of the first KeepBest in `keep`.
 
-        None when no checkpoint has the metric. Raises InvalidState when it is not known what to go by.
+        None when no checkpoint has the metric. Who may ask: see `list`. Raises InvalidState when it is not known what
+        to go by.
         """
         seen = self._root.look()
         rule = best_rule(self.keep, metric, mode, seen.infos)
         return best_of(seen.infos, self._run_id or seen.run, rule)
 
+    @one_call("pin of step ", 0)
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of `step`, whatever the policy says, until `unpin`. Raises CheckpointNotFound."""
-        self._root.pin(self._find(step))
+        """Keep the checkpoint of `step`, whatever the policy says, until `unpin`. On every rank.
 
+        Raises CheckpointNotFound, StorageError.
+        """
+        self._root.pin(partial(checked_which, step, paths=False), self._chosen)
+
+    @one_call("unpin of step ", 0)
     def unpin(self, step: int) -> None:
-        """Let retention have the checkpoint of `step` again. Raises CheckpointNotFound."""
-        self._root.unpin(self._find(step))
+        """Let retention have the checkpoint of `step` again. On every rank. Raises CheckpointNotFound, StorageError."""
+        self._root.unpin(partial(checked_which, step, paths=False), self._chosen)
 
+    @one_call("verification of step ", 0, "latest")
     def verify(self, step: int | str = "latest") -> Sequence[Problem]:
-        """Read and check every byte of a checkpoint. Empty when all is well. Raises CheckpointNotFound."""
-        return self._root.verify(self._find(step), self.io_threads)
+        """Read and check every byte of a checkpoint: on one rank, or one of each node, for all. Call it on every rank.
 
+        Empty when all is well. Raises CheckpointNotFound.
+        """
+        return self._root.verify(partial(checked_which, step, paths=False), self._chosen, self.io_threads)
+
+    @one_call("deletion of step ", 0)
     def delete(self, step: int) -> None:
-        """Remove the checkpoint of `step`. Raises CheckpointNotFound, InvalidState for a pinned one, StorageError."""
-        self._root.delete(self._find(step))
+        """Remove the checkpoint of `step`. On every rank.
+
+        Raises CheckpointNotFound, InvalidState for a pinned one, StorageError.
+        """
+        self._root.delete(partial(checked_which, step, paths=False), self._chosen)
 
     def _saving(
         self,
@@ -445,11 +505,6 @@ class CheckpointManager:
         self, coordinator: CheckpointCoordinator, how: dict[str, Any], seen: Agreed, name: str, step: int | None = None
     ) -> LoadReport:
         return coordinator.load(*self._root.place(seen.here(name)), step=step, **how)
-
-    def _find(self, step: int | str) -> CheckpointInfo:
-        number = checked_which(step, paths=False)
-        seen = self._root.look(lambda infos: self._chosen(infos, number).name)
-        return next(info for info in seen.infos if info.name == seen.here(seen.chosen))
 
     def _chosen(self, infos: Checkpoints, step: int | str) -> CheckpointInfo:
         if step != "best":

@@ -10,6 +10,7 @@ with PreemptionGuard(ckpt) as guard:
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -57,6 +58,8 @@ class PreemptionGuard:
         signals, repeat_after = _checked_signals(signals), check_number("repeat_after", repeat_after)
         comm = of.comm if isinstance(of, CheckpointManager) else shared_communicator() if of is None else of
         self.comm = comm.branch("preemption") if comm.world_size > 1 else comm
+        self._own_comm = self.comm is not comm
+        self._pid = os.getpid()
         self.signals, self.repeat_after = signals, repeat_after
         self.signaled = False
         self._told = False
@@ -67,22 +70,30 @@ class PreemptionGuard:
     def __enter__(self) -> PreemptionGuard:
         for number in self.signals:
             self._before[number] = signal.signal(number, self._caught)
+        _active.add(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
-        if self.comm.world_size > 1:
+        self.restore_handlers()
+        if self._own_comm:
             self.comm.close()
+
+    def restore_handlers(self) -> None:
+        """Have the signals do what they did before."""
+        _active.discard(self)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
 
     def should_stop(self, step: int) -> bool:
         """Whether this step is the last one: save it, and leave. The same answer at the same step on every rank.
 
-        Call it after every step, with steps that grow by one. Raises RankLost, CoordinationError.
+        Call it after every step, on every rank, with steps that grow by one. Raises RankLost, CoordinationError.
         """
-        if not isinstance(self.comm, BoardCommunicator):
+        if self.comm.world_size == 1:
             return self.signaled
+        if not isinstance(self.comm, BoardCommunicator):
+            return bool(self.comm.together("stop", lambda: [step, self.signaled], _stop))
         try:
             return self._agreed(self.comm, self.comm.board, step)
         except BoardLost as error:
@@ -121,6 +132,10 @@ class PreemptionGuard:
         return found
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
+        if self._pid != os.getpid():  # a forked child that was sent it before it could forget about the guard
+            self.restore_handlers()
+            signal.raise_signal(signal.Signals(number))
+            return
         now = time.monotonic()
         if now - self._seen.setdefault(number, now) > self.repeat_after:  # asked again: as if nobody had been here
             before = self._before.get(number, signal.SIG_DFL)
@@ -139,3 +154,24 @@ def _checked_signals(signals: Any) -> tuple[signal.Signals, ...]:
     if never := [number.name for number in found if number.name in NEVER_CAUGHT]:
         raise InvalidState(f"signals: no program can catch {never[0]}")
     return found
+
+
+def _stop(told: list[list[Any]]) -> bool:
+    """Whether a signal came to any rank, by [step, whether one came here] of all ranks."""
+    steps = [step for step, _ in told]
+    if len(set(steps)) > 1:
+        raise CoordinationError(f"should_stop must be called after every step, on every rank; they are at {steps}")
+    return any(signaled for _, signaled in told)
+
+
+# Guards that have handlers installed in this process.
+_active: set[PreemptionGuard] = set()
+
+
+def _forget_guards() -> None:
+    """In a forked child: a pool, or a loader's worker, ends by SIGTERM as it would without a guard in its parent."""
+    for guard in list(_active):
+        guard.restore_handlers()
+
+
+os.register_at_fork(after_in_child=_forget_guards)

@@ -8,8 +8,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Literal, NamedTuple
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Literal, NamedTuple, TypeVar
 
 from .coordinator import JOIN_SECONDS, warn_all
 from .errors import AsyncSaveError, CheckpointWarning, InvalidState, RankFailed
@@ -25,6 +25,8 @@ from .tiers import Uploads
 __all__ = ["Saves"]
 
 log = logging.getLogger("ckptcore")
+
+T = TypeVar("T")
 
 
 class Saves:
@@ -73,13 +75,21 @@ class Saves:
         if self._pid != os.getpid():
             raise InvalidState("this CheckpointManager was made in the parent process; make one here, or save there")
 
+    def check_caller(self) -> None:
+        """Raises InvalidState for a call that the save in the background makes itself, and in a forked child.
+
+        On several ranks every call waits for its turn, and whoever has it may be waiting for that save.
+        """
+        self.check_process()
+        if self.comm.world_size > 1 and self._pending is not None:
+            self._pending.wait(0.0)
+
     def settle(self) -> None:
         """Wait for the save in the background; its failure is for `raise_failure`. Raises InvalidState in a fork."""
         self.check_process()
         if self._pending is not None:
-            if self.busy:
-                self.comm.stay()
-            self._pending.wait(None)
+            with self.comm.keep_alive() if self.busy else nullcontext():
+                self._pending.wait(None)
 
     def raise_failure(self) -> None:
         """Raise, or warn of, the failure of a save in the background or an upload that nobody was told of."""
@@ -139,9 +149,15 @@ class Saves:
     def _later(self, saving: Saving) -> SaveHandle:
         started = _Start.of(saving)
         branch = self._prepared()
+        handle = SaveHandle(saving.request.step, saving, self.on_error, self.drain_timeout)
         with _no_garbage_collection():
-            saving.begin()
-            handle = SaveHandle(saving.request.step, saving, self.on_error, self.drain_timeout)
+            try:
+                saving.begin()
+            except BaseException as error:
+                handle.give_up()
+                if branch is not self.comm and getattr(error, "of_round", None) is None:
+                    branch.leave(self.comm.number, error)  # Ctrl-C, say: the others may have got beyond this
+                raise
             try:
                 self.emit("queued", saving, started)
                 saving.stage(self._pool)
@@ -228,22 +244,31 @@ class Saves:
         info: CheckpointInfo | None = None
         failed: BaseException | None = None
         try:
-            saving.workers = self._modest
-            if saving.staged is not None:
-                saving.staged.wait()
-                self.emit("staged", saving, started, saving.staged.nbytes)
-            info = saving.finish(branch)
+            info = self._numbered(branch, saving, lambda: self._rest(saving, started, branch))
         except BaseException as error:
             failed = error
             self.failed_steps.append(saving.request.step)
         try:
             self._ended(saving, started, info, failed)
             if info is not None:
-                self.after(saving, info)
+                self._numbered(branch, saving, lambda: self.after(saving, info))
         except BaseException as error:  # the outcome is what it is all the same
             outcome = "failed" if info is None else "is committed"
             saving.told.append(f"{saving.name} {outcome}, and what comes after that went wrong: {error!r}")
         return info, failed
+
+    def _rest(self, saving: Saving, started: _Start, branch: Communicator) -> CheckpointInfo:
+        saving.workers = self._modest
+        if saving.staged is not None:
+            saving.staged.wait()
+            self.emit("staged", saving, started, saving.staged.nbytes)
+        return saving.finish(branch)
+
+    def _numbered(self, branch: Communicator, saving: Saving, work: Callable[[], T]) -> T:
+        """Rounds in the background have the number of the call that they belong to, whatever became of others."""
+        if branch is self.comm:
+            return work()
+        return branch.exclusively(f"save of step {saving.request.step}", work, number=saving.number)
 
     def _ended(self, saving: Saving, started: _Start, info: CheckpointInfo | None, error: BaseException | None) -> None:
         nbytes = 0 if info is None else info.size_bytes or 0

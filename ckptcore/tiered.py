@@ -14,9 +14,9 @@ from .choice import Root, copies
 from .errors import InvalidState, StorageError
 from .events import SaveEvent
 from .ranks.communicator import Communicator
-from .ranks.nodes import Agreed, StorageMode
+from .ranks.nodes import StorageMode
 from .retention import RetentionPolicy, clean_up
-from .root import CheckpointInfo, delete_checkpoint, newest_run, pin_checkpoint, scan, unpin_checkpoint
+from .root import CheckpointInfo, scan
 from .storage.base import Storage
 from .storage.local import LocalStorage
 from .storage.urls import split_url
@@ -94,11 +94,9 @@ class TieredRoot(Root):
         found.sort(key=lambda pair: (*pair[0].order, pair[0].status == "committed", -pair[1]))
         return [info for info, _ in found]
 
-    def look(self, choose: Callable[[list[CheckpointInfo]], Any] = lambda _: None) -> Agreed:
+    def entries(self) -> list[CheckpointInfo]:
         infos = self.scan()
-        # One of each commit.
-        infos = [i for i in infos if i.status != "committed" or copies(infos, i)[0] == i.name]
-        return Agreed(infos, newest_run(infos), 0, choose(infos))
+        return [i for i in infos if i.status != "committed" or copies(infos, i)[0] == i.name]
 
     @property
     def storages(self) -> list[Storage]:
@@ -120,23 +118,13 @@ class TieredRoot(Root):
                 log.warning("which commits a tier of %s holds is not known: %s", self.storage.url, error)
         return self._last or 0
 
-    def pin(self, info: CheckpointInfo) -> None:
-        for place in self._places(info):
-            pin_checkpoint(*place)
-
-    def unpin(self, info: CheckpointInfo) -> None:
-        for place in self._places(info):
-            unpin_checkpoint(*place)
-
-    def delete(self, info: CheckpointInfo) -> None:
-        if info.pinned:
-            raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
+    def _delete(self, info: CheckpointInfo) -> None:
         self.uploads.forget(split_url(info.url)[1])
-        for place in self._places(info):
-            delete_checkpoint(*place)
+        super()._delete(info)
 
-    def _places(self, info: CheckpointInfo) -> list[tuple[Storage, str]]:
-        return [self.place(name) for name in copies(self.scan(), info)]
+    def _each(self, info: CheckpointInfo, work: Callable[[Storage, str], None]) -> None:
+        for name in copies(self.scan(), info):
+            work(*self.place(name))
 
     def clean_up(
         self,
@@ -156,6 +144,6 @@ class TieredRoot(Root):
                 holding = None if policy is None else _Holding(policy, self.uploads.held)
                 clean_up(self.storage, holding, run_id, saved, tell, deleted)
 
-        self.comm.stay()
         self._again = clean  # when one that was held goes, too
-        clean(tell)
+        with self.comm.keep_alive():
+            clean(tell)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
+from ..errors import CheckpointError
 from ..format.digest import CHUNK_BYTES, combined_digest, content_hash
 from ..ranks.communicator import Communicator
 from ..storage.base import Storage
@@ -54,14 +57,37 @@ def read_shared(
     for turn in range(0, len(windows), comm.world_size):
         mine = windows[turn + comm.rank] if turn + comm.rank < len(windows) else []
         staged = [replace(read, target=_host(read)) for read in mine]
-        comm.together("read", lambda staged=staged: read_tensors(storage, folder, staged, io_threads), lambda _: None)  # type: ignore[misc]
-        for owner, window in enumerate(windows[turn : turn + comm.world_size]):
-            for number, read in enumerate(window):
-                for chunk, buffer in (_host(read) if owner != comm.rank else staged[number].target).chunks.items():  # type: ignore[union-attr]
-                    comm.share(buffer, owner)
-                    _deliver(read, chunk, buffer)
+        comm.together("read", partial(read_tensors, storage, folder, staged, io_threads), _nothing)
+        failed: list[Exception] = []
+        try:
+            _pass_on(comm, windows[turn : turn + comm.world_size], staged)
+        except CheckpointError:
+            raise  # everybody's
+        except Exception as error:  # of the transport: a bare error of its own, and on this rank alone
+            failed.append(error)
+        comm.together("pass on", partial(_raise_first, failed), _nothing)
     taken = set(shared)
     return [read for name, same in wanted.items() for read in same[name in taken :]]
+
+
+def _pass_on(comm: Communicator, windows: Sequence[list[TensorRead]], staged: Sequence[TensorRead]) -> None:
+    """Hand what each rank has read of its window to all of them."""
+    for owner, window in enumerate(windows):
+        for number, read in enumerate(window):
+            held = staged[number].target if owner == comm.rank else _host(read)
+            assert isinstance(held, _Host)
+            for chunk, buffer in held.chunks.items():
+                comm.share(buffer, owner)
+                _deliver(read, chunk, buffer)
+
+
+def _raise_first(failed: Sequence[Exception]) -> None:
+    if failed:
+        raise failed[0]
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def _identity(read: TensorRead) -> bytes:

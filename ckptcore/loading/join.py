@@ -9,7 +9,7 @@ from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, RanksD
 from ..ranks.communicator import Communicator
 from ..ranks.groups import own_view, partitions
 from ..ranks.nodes import StorageMode, know_nodes, node_name, own_node
-from ..state.component import StateComponent
+from ..state.component import StateComponent, differing_components
 from ..storage.base import Storage
 from .keys import Keys, Selection
 from .view import CheckpointView
@@ -56,9 +56,11 @@ def join_load(
                 raise CheckpointCorrupt(f"{storage.at(name)}: ranks {wrong} read another manifest than rank 0: do they "
                                         "see the same storage?", path=storage.at(name), kind="digest")  # fmt: skip
             if wrong:
-                raise RanksDisagree(
-                    f"the ranks make different loads: {what} is {calls[0][what]!r} on rank 0 and "
-                    f"{calls[wrong[0]][what]!r} on rank {wrong[0]}", ranks=wrong)  # fmt: skip
+                first, other = calls[0][what], calls[wrong[0]][what]
+                differs = f"{what} is {first!r} on rank 0 and {other!r} on rank {wrong[0]}"
+                if what == "components":
+                    differs = differing_components(first, other, wrong[0])
+                raise RanksDisagree(f"the ranks make different loads: {differs}", ranks=wrong)
         return partitions([call["groups"] for call in calls])
 
     found = comm.together("load", local, decide, joining=True)

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from contextlib import suppress
 
 __all__ = ["Board", "BoardLost", "MemoryBoard", "PartOfBoard"]
 
 
 class Board(ABC):
-    """A key-value blackboard that all ranks see. Failures of the board itself are BoardLost."""
+    """A key-value blackboard that all ranks see. Failures of the board itself are BoardLost.
+
+    Any thread, and a signal handler, may use it at any time: each gets the answer to its own call.
+    """
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> None: ...
+
+    def post(self, key: str, value: bytes) -> None:
+        """`put`, that nobody waits for and that raises nothing: a rank that is on its way out says so."""
+        with suppress(BoardLost):
+            self.put(key, value)
+
+    def offer(self, key: str, value: bytes) -> None:
+        """`post`, unless there is a value already."""
+        with suppress(BoardLost):
+            if self.get(key) is None:
+                self.put(key, value)
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
@@ -74,6 +89,12 @@ class PartOfBoard(Board):
 
     def put(self, key: str, value: bytes) -> None:
         self.board.put(f"{self.prefix}/{key}", value)
+
+    def post(self, key: str, value: bytes) -> None:
+        self.board.post(f"{self.prefix}/{key}", value)
+
+    def offer(self, key: str, value: bytes) -> None:
+        self.board.offer(f"{self.prefix}/{key}", value)
 
     def get(self, key: str) -> bytes | None:
         return self.board.get(f"{self.prefix}/{key}")

@@ -94,17 +94,21 @@ def look(
     everyone: bool = True,
     check: Callable[[], None] = lambda: None,
     sure: bool = False,
+    joining: bool = False,
 ) -> Agreed:
     """What the storages of all nodes hold together; rank 0 chooses from it. On every rank.
 
     everyone: every rank gets the `infos` of its storage; else only the lowest of each node. check: what may raise there
-    first. sure: where a checkpoint is not on all nodes, or none is, look until two looks agree, because nodes look at
+    first. joining: ranks may not be here yet. sure: where a checkpoint is not on all nodes, or none is, look until two looks agree, because nodes look at
     different times. What one rank raises, all raise.
     """
-    know_nodes(comm)
+    if not comm.nodes:
+        know_nodes(comm)
+        joining = False
     previous: Any = None
     for _ in range(LOOKS if sure else 1):
-        seen, doubtful = _look_once(comm, storage, choose, everyone, check, sure)
+        seen, doubtful = _look_once(comm, storage, choose, everyone, check, sure, joining)
+        joining = False
         if doubtful is None or doubtful == previous:
             break
         previous = doubtful
@@ -118,6 +122,7 @@ def _look_once(
     everyone: bool,
     check: Callable[[], None],
     sure: bool,
+    joining: bool,
 ) -> tuple[Agreed, Any]:
     """One look, and what leaves doubts in it, if anything does."""
     own: list[CheckpointInfo] = []
@@ -136,7 +141,7 @@ def _look_once(
         newest = max((fact.sequence for facts in by_node for fact in facts), default=0)
         return {**verdict, "run": newest_run(infos), "sequence": newest, "chosen": choose(infos)}
 
-    verdict = comm.together("look", local, decide)
+    verdict = comm.together("look", local, decide, joining=joining)
     if everyone:  # not before the lowest rank has: it may still have been cleaning up
         comm.together("look again", lambda: None if lowest else own.extend(scan(storage)), _nothing)
     node = own_node(comm)

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,62 +26,123 @@ T = TypeVar("T")
 _created = itertools.count()
 
 
-def _answer(calls: queue.SimpleQueue[Any], answers: queue.SimpleQueue[Any]) -> None:
-    while (call := calls.get()) is not None:
-        try:
-            answers.put((call(), None))
-        except RuntimeError as error:  # DistStoreError, DistNetworkError and their kin
-            answers.put((None, error))
+# How long a call waits for a connection that is being made anew. Longer waits are for `patience`.
+RECONNECT_SECONDS = 2.0
+
+
+class _Call:
+    """One call and its answer, which nobody else can get."""
+
+    __slots__ = ("answer", "dropped", "work")
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.work, self.dropped = work, False
+        self.answer: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+
+class _Connection:
+    """A connection to the store, and the one thread that uses it: nobody else gets hold of it.
+
+    connect: makes it, in that thread. tried: whether it has answered before.
+    """
+
+    def __init__(self, connect: Callable[[], Any], *, tried: bool) -> None:
+        self.connect, self.tried, self.lost = connect, tried, False
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="ckptcore-store", daemon=True).start()
+
+    def _serve(self) -> None:
+        store: Any = None
+        while (call := self.calls.get()) is not None:
+            if call.dropped:
+                continue
+            try:
+                if self.lost:
+                    raise ConnectionError("the connection is lost")
+                store = self.connect() if store is None else store
+                call.answer.put((call.work(store), None))
+                self.tried = True
+            except Exception as error:  # DistStoreError, DistNetworkError and their kin
+                self.lost = True
+                call.answer.put((None, error))
+
+    def close(self) -> None:
+        self.calls.put(None)
 
 
 class StoreBoard(Board):
-    """Keys under `prefix` in a store; `store` is a connection of our own, so waiting blocks nobody else."""
+    """Keys under `prefix` in a store; `store` is a connection of our own, so waiting blocks nobody else.
+
+    patience: seconds that a call may take. A store that has not answered for that long is connected to anew, so that it
+    is found again when it answers again.
+    """
 
     def __init__(self, store: Any, prefix: str, world_size: int, patience: float) -> None:
         self.store, self.prefix, self.patience = store, prefix, patience
-        self.lost = False
-        self.calls: queue.SimpleQueue[Any] | None = None
-        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._connection: _Connection | None = None
         # All ranks together ask at most some 20,000 times a second, which a store answers easily.
         self.poll = max(0.02, world_size / 20_000)
 
-    def _do(self, call: Callable[[], T]) -> T:
-        """Make a call that may never come back (a host that is stopped, not dead) and wait for it no longer than
-        `patience`. The thread that is stuck then is a daemon, and this board is not used again."""
-        if self.lost:
-            raise BoardLost("it did not answer before")
-        if self.calls is None:
-            self.calls, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
-            threading.Thread(
-                target=_answer, args=(self.calls, self.answers), name="ckptcore-store", daemon=True
-            ).start()
-        self.calls.put(call)
+    def _connected(self) -> _Connection:
+        with self._lock:
+            found = self._connection
+            if found is None or found.lost:
+                connect = self.store.clone if found is not None else lambda: self.store
+                if found is not None:
+                    found.close()
+                try:
+                    found = self._connection = _Connection(connect, tried=found is None)
+                except RuntimeError as error:  # no thread can be started at the end of a program
+                    raise BoardLost(str(error)) from None
+            return found
+
+    def _do(self, work: Callable[[Any], T]) -> T:
+        """Make a call that may never come back (a host that is stopped, not dead), and wait for it no longer than
+        `patience`. The connection is not used again then, and its thread, a daemon, may be stuck."""
+        connection = self._connected()
+        seconds = self.patience if connection.tried else min(self.patience, RECONNECT_SECONDS)
+        call = _Call(work)
+        connection.calls.put(call)
         try:
-            value, error = self.answers.get(timeout=self.patience)
+            value, error = call.answer.get(timeout=seconds)
         except queue.Empty:
-            self.lost = True
-            raise BoardLost(f"no answer for {self.patience:g} s") from None
+            call.dropped = True
+            connection.lost = connection.tried  # else it is still being made
+            raise BoardLost(f"no answer for {seconds:g} s") from None
         if error is not None:
-            self.lost = True
             raise BoardLost(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
         return value  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        if self.calls is not None:
-            self.calls.put(None)
-            self.calls = None
+        with self._lock:
+            found, self._connection = self._connection, None
+        if found is not None:
+            found.close()
 
     def put(self, key: str, value: bytes) -> None:
-        self._do(lambda: self.store.set(f"{self.prefix}/{key}", value))
+        full = f"{self.prefix}/{key}"
+        self._do(lambda store: store.set(full, value))
+
+    def post(self, key: str, value: bytes) -> None:
+        full = f"{self.prefix}/{key}"
+        self._send(lambda store: store.set(full, value))
+
+    def offer(self, key: str, value: bytes) -> None:
+        full = f"{self.prefix}/{key}"
+        self._send(lambda store: store.compare_set(full, "", value))
+
+    def _send(self, work: Callable[[Any], Any]) -> None:
+        with suppress(BoardLost):
+            self._connected().calls.put(_Call(work))
 
     def get(self, key: str) -> bytes | None:
         full = f"{self.prefix}/{key}"
-        if not self._do(lambda: self.store.check([full])):
-            return None
-        return bytes(self._do(lambda: self.store.get(full)))
+        return self._do(lambda store: bytes(store.get(full)) if store.check([full]) else None)
 
     def delete(self, key: str) -> None:
-        self._do(lambda: self.store.delete_key(f"{self.prefix}/{key}"))
+        full = f"{self.prefix}/{key}"
+        self._do(lambda store: store.delete_key(full))
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         # Asked for again and again rather than waited for: a store's own wait logs a warning whenever it times out.
@@ -113,6 +175,7 @@ class StoreCommunicator(BoardCommunicator):
         name: str | None = None,
         node: str | None = None,
         join_timeout: float = 600.0,
+        error_join_timeout: float = 30.0,
         liveness_timeout: float = 60.0,
         work_timeout: float = 6 * 3600.0,
     ) -> None:
@@ -135,6 +198,7 @@ class StoreCommunicator(BoardCommunicator):
             world_size,
             node=node,
             join_timeout=join_timeout,
+            error_join_timeout=error_join_timeout,
             liveness_timeout=liveness_timeout,
             work_timeout=work_timeout,
         )
@@ -149,7 +213,9 @@ class StoreCommunicator(BoardCommunicator):
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=source, group=self._group)
 
 
-def default_communicator(join_timeout: float = 600.0, liveness_timeout: float = 60.0) -> Communicator:
+def default_communicator(
+    join_timeout: float = 600.0, liveness_timeout: float = 60.0, error_join_timeout: float = 30.0
+) -> Communicator:
     """A new one for the running torch.distributed job; a single process without one.
 
     Raises CoordinationError when a launcher started several processes and no process group was made.
@@ -157,7 +223,9 @@ def default_communicator(join_timeout: float = 600.0, liveness_timeout: float = 
     if dist.is_available() and dist.is_initialized():
         if dist.get_world_size() == 1:
             return SingleProcess()
-        return StoreCommunicator(join_timeout=join_timeout, liveness_timeout=liveness_timeout)
+        return StoreCommunicator(
+            join_timeout=join_timeout, error_join_timeout=error_join_timeout, liveness_timeout=liveness_timeout
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise CoordinationError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group: call "

@@ -73,6 +73,7 @@ class Saving:
     told: list[str] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
     seconds: dict[str, float] = field(default_factory=dict)
+    number: int = 0  # of the call that it is, among those of the communicator that it began on
     joined: JoinedSave = field(init=False)
     captured: dict[str, Captured] = field(default_factory=dict)
     sharded: dict[str, ShardedState] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class Saving:
     def begin(self, *, rehearsal: bool = False) -> None:
         """Join, capture, agree on layouts. rehearsal: nothing is going to be saved, so the place does not matter."""
         comm = self.comm
+        self.number = comm.number
         self.joined = join_save(
             comm, self.name, self.request, self.components, self.process_groups,
             (lambda: "") if rehearsal else self._attempt, self.mode)  # fmt: skip

@@ -12,7 +12,7 @@ from ..errors import InvalidState, RanksDisagree
 from ..format.manifest import CheckpointManifest, ComponentManifest, Copy, check_readable, copies, private_json
 from ..ranks.communicator import Communicator
 from ..ranks.groups import group_index, own_view, partitions
-from ..state.component import StateComponent
+from ..state.component import StateComponent, differing_components
 
 __all__ = ["JoinedSave", "SaveRequest", "join_save"]
 
@@ -125,9 +125,13 @@ def _check_equal(request: SaveRequest, calls: list[dict[str, Any]]) -> None:
     wrong = [rank for rank, call in enumerate(calls) if call != first]
     if wrong:
         rank = wrong[0]
-        what = [key for key in {**first, **calls[rank]} if first.get(key) != calls[rank].get(key)]
+        both = first.keys() & calls[rank].keys()  # what only one has is a component, and named as such
+        what = [key for key in first if key in both and first[key] != calls[rank][key]]
         said = "; ".join(
-            f"{key} is {first.get(key)!r} on rank 0 and {calls[rank].get(key)!r} on rank {rank}" for key in what[:3]
+            f"{key} is {first.get(key)!r} on rank 0 and {calls[rank].get(key)!r} on rank {rank}"
+            if key != "components"
+            else differing_components(first[key], calls[rank][key], rank)
+            for key in what[:3]
         )
         raise RanksDisagree(f"the ranks make different saves: {said}; ranks that differ from rank 0: {wrong}",
                             ranks=wrong, step=request.step)  # fmt: skip

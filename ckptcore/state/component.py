@@ -156,3 +156,14 @@ class StatefulProvider(Protocol):
     """
 
     def get_state_components(self) -> Sequence[StateComponent]: ...
+
+
+def differing_components(first: Sequence[str], other: Sequence[str], rank: int) -> str:
+    """How the components of `rank` differ from those of rank 0, in words."""
+    only_first = [f"component {key!r} is on rank 0 and not on rank {rank}" for key in first if key not in other]
+    only_other = [f"component {key!r} is on rank {rank} and not on rank 0" for key in other if key not in first]
+    found = only_first + only_other
+    if not found:
+        return f"components are {list(first)} on rank 0 and {list(other)} on rank {rank}: the order counts"
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"components differ: {', '.join(found[:3])}{more}"

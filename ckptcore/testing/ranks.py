@@ -26,6 +26,11 @@ class _Board(MemoryBoard):
         if not isinstance(sys.exc_info()[1], Killed):
             super().put(key, value)
 
+    def offer(self, key: str, value: bytes) -> None:
+        with self.changed:
+            if key not in self.values:
+                self.put(key, value)
+
     def gone(self, rank: int) -> None:
         with self.changed:
             self.values[f"alive/{rank}"] = GONE

@@ -112,7 +112,7 @@ def prepare(ground: Ground, scenario: Scenario) -> None:
     for step, mark in scenario.prepare:
         job(lambda _: ground.storage(), lambda manager, s=step, m=mark: save(manager, s, m))
     if scenario.leftovers:
-        die(ground, "rank-local", {0: ("remove", 2)}, lambda m: m.delete(5) if m.comm.rank == 0 else None)
+        die(ground, "rank-local", {0: ("remove", 2)}, lambda m: m.delete(5))
         die(ground, "rank-local", dict.fromkeys(range(RANKS), ("write_at", 3)), lambda m: save(m, 12, 12))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ckptcore import CoordinationError, InvalidState, PreemptionGuard, RankLost
 from ckptcore.ranks.board import Board, BoardLost, MemoryBoard
-from ckptcore.ranks.communicator import BoardCommunicator
+from ckptcore.ranks.communicator import BoardCommunicator, Communicator
 from ckptcore.testing.ranks import run_ranks
 
 Scheduled = Callable[..., Any]
@@ -197,3 +197,39 @@ def test_guards_are_made_in_the_main_thread_only() -> None:
             PreemptionGuard(comm)
 
     run_ranks(1, program)
+
+
+class Own(Communicator):
+    """A user's own, with rounds and nothing else."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.rank, self.world_size, self.nodes = comm, comm.rank, comm.world_size, []
+        self.closed = False
+
+    def together(self, topic: str, local: Any, decide: Any, *, joining: bool = False) -> Any:
+        return self.comm.together(topic, local, decide, joining=joining)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("signaled", [[], [0], [1], [0, 2]])
+def test_the_ranks_of_a_users_own_communicator_agree(main_threads: None, signaled: list[int]) -> None:
+    def program(comm: Any) -> tuple[list[bool], bool]:
+        own = Own(comm)
+        guard = PreemptionGuard(own)
+        first = guard.should_stop(1)
+        guard.signaled = comm.rank in signaled
+        second = guard.should_stop(2)
+        guard.__exit__()
+        return [first, second], own.closed  # it is not the guard's to close
+
+    assert run_ranks(3, program) == [([False, bool(signaled)], False)] * 3
+
+
+def test_a_rank_of_a_users_own_communicator_that_skipped_calls_is_told(main_threads: None) -> None:
+    def program(comm: Any) -> Any:
+        with pytest.raises(CoordinationError, match=r"after every step, on every rank; they are at \[3, 4\]"):
+            PreemptionGuard(Own(comm)).should_stop(3 + comm.rank)
+
+    run_ranks(2, program)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,3 +205,38 @@ def test_a_process_is_saved_at_the_first_sigterm_and_killed_by_the_second(
     holds.send_signal(signal.SIGTERM)
     holds.communicate(timeout=60)
     assert holds.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("forked", ["child", "before it could forget"])
+def test_forked_children_die_of_the_signal_and_the_parents_request_still_counts(
+    forked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the workers of a loader and of a pool do without a guard."""
+    if forked != "child":
+        monkeypatch.setattr(ckptcore.preemption, "_active", set())
+    with PreemptionGuard() as guard:
+        if forked != "child":
+            ckptcore.preemption._active.clear()
+        pid = os.fork()
+        if pid == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        assert guard.should_stop(0) is False
+        signal.raise_signal(signal.SIGTERM)
+        assert guard.should_stop(1) is True
+
+
+def test_a_pool_ends() -> None:
+    with PreemptionGuard() as guard:
+        pool = multiprocessing.get_context("fork").Pool(2)
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+        workers = list(pool._pool)  # type: ignore[attr-defined]
+        pool.map_async(time.sleep, [600, 600])
+        ending = threading.Thread(target=pool.terminate, daemon=True)
+        ending.start()
+        for worker in workers:
+            worker.join(20)
+        assert not any(worker.is_alive() for worker in workers)
+        ending.join(20)
+        assert guard.should_stop(1) is False
