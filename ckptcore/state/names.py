@@ -34,7 +34,7 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def _prefixes(module: nn.Module, raw: str = "", canonical: str = "") -> Iterator[tuple[str, str]]:
-    """(prefix of keys as they are, the same without wrappers) for a module and all modules inside."""
+    """(prefix of keys as they are, the same without wrappers) of a module and all modules inside."""
     yield raw, canonical
     inner = _inner_name(module)
     for name, child in module._modules.items():
@@ -68,7 +68,7 @@ def prefixed(models: Models) -> list[tuple[str, nn.Module]]:
 
 
 def named_parameters(models: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Canonical names and parameters of modules, and of tensors that stand in dicts under their names."""
+    """Canonical names and parameters of modules, and of tensors in dicts under their names."""
     if isinstance(models, nn.Module):
         canonical = Names(models).canonical
         for key, parameter in models.named_parameters():

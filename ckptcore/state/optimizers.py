@@ -1,4 +1,4 @@
-"""Optimizers by parameter name: which of several nested ones hold the state, and how it comes back into them."""
+"""Optimizers by parameter name: which of several nested ones hold the state, and how it comes back."""
 
 from __future__ import annotations
 
@@ -99,33 +99,34 @@ def _ids(groups: list[dict[str, Any]]) -> set[int]:
 
 def _is_zero(optimizer: Optimizer) -> bool:
     """Whether it is torch's ZeroRedundancyOptimizer, without importing it."""
-    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__) and hasattr(
-        optimizer, "consolidate_state_dict"
-    )
+    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
 
 
 def split_over_ranks(value: Any) -> bool:
     """Whether a rank has only its part of the optimizer's state."""
     several = value if isinstance(value, list | tuple) else (value,)
     optimizers = [item for item in several if isinstance(item, Optimizer)]
-    return any(
-        (_is_zero(item) and getattr(item, "world_size", 1) > 1) or split_over_ranks(inside(item)) for item in optimizers
-    )
+    zeros = [item for item in optimizers if _is_zero(item) and getattr(item, "world_size", 1) > 1]
+    return bool(zeros) or any(split_over_ranks(inside(item)) for item in optimizers)
 
 
 def is_ordinary(optimizer: Optimizer) -> bool:
     """Whether all there is to it is its `state` and `param_groups`, as in torch's own classes."""
-    return not _has_own("state_dict", optimizer) and not inside(optimizer) and not _is_zero(optimizer)
+    return not (_has_own("state_dict", optimizer) or inside(optimizer) or _is_zero(optimizer))
 
 
 def _has_own(method: str, optimizer: Optimizer) -> bool:
-    """Whether the class has a state_dict() or load_state_dict() of its own, or somebody put hooks on it."""
-    hooks = (getattr(optimizer, f"_optimizer_{method}_{when}_hooks", None) for when in ("pre", "post"))
+    """Whether the class has a state_dict() or load_state_dict() of its own, or there are hooks on it."""
+    names = (f"_optimizer_{method}_{when}_hooks" for when in ("pre", "post"))
+    hooks = (getattr(optimizer, name, None) for name in names)
     return getattr(type(optimizer), method) is not getattr(Optimizer, method) or any(hooks)
 
 
 def _parts(optimizer: Optimizer) -> list[_Part]:
-    """The optimizers that hold the state: itself, or those inside it. Raises InvalidState when they cannot be told."""
+    """The optimizers that hold the state: itself, or those inside it.
+
+    Raises InvalidState when it has something of its own besides.
+    """
     kind = type(optimizer).__qualname__
     if _is_zero(optimizer):
         if not hasattr(optimizer, "optim"):
@@ -134,9 +135,7 @@ def _parts(optimizer: Optimizer) -> list[_Part]:
     within = inside(optimizer)
     if not within:
         if optimizer.state is not optimizer.state:
-            raise InvalidState(
-                f"{kind}.state is another object each time it is asked for, so nothing can be put into it"
-            )
+            raise InvalidState(f"{kind}.state is another object each time it is asked for: nothing can be put into it")
         return [_Part(optimizer, optimizer.param_groups)]
     parts = [part for item in within for part in _parts(item)]
     state, groups = getattr(optimizer, "state", None), _groups(optimizer)
@@ -146,7 +145,8 @@ def _parts(optimizer: Optimizer) -> list[_Part]:
     if state:
         raise InvalidState(f"{kind} keeps state of its own besides that of the {names} inside")
     shared = [group for part in parts for group in part.groups]
-    if any(group.keys() - _NOT_OPTIONS for group in groups if not any(group is other for other in shared)):
+    alone = [group for group in groups if not any(group is other for other in shared)]
+    if any(group.keys() - _NOT_OPTIONS for group in alone):
         raise InvalidState(f"{kind} has options of its own besides those of the {names} inside")
     if _ids(groups) - _ids(shared):
         raise InvalidState(f"{kind} has parameters that the {names} inside do not train")
@@ -171,7 +171,8 @@ def _beyond(own: Any, packed: list[dict[str, Any]], path: str = "") -> str | Non
     """Where a state_dict holds something that none of the packed ones does."""
     if isinstance(own, Mapping):
         forms = ("state", "param_groups")
-        known = own.keys() >= set(forms) and any(all(_same(own[k], one[k]) for k in forms) for one in packed)
+        equal = (all(_same(own[k], one[k]) for k in forms) for one in packed)
+        known = own.keys() >= set(forms) and any(equal)
         items = [(key, value) for key, value in own.items() if not (known and key in forms)]
     elif isinstance(own, list | tuple):
         items = list(enumerate(own))
@@ -200,8 +201,8 @@ def _not_stored(optimizer: Optimizer) -> str | None:
 def _nested(optimizer: Optimizer) -> list[_Part]:
     """All that an optimizer holds, at any depth, as far as they are complete."""
     within = [part for item in inside(optimizer) for part in _nested(item)]
-    own = [_Part(optimizer, optimizer.param_groups)] if hasattr(optimizer, "state") and _groups(optimizer) else []
-    return own + within
+    whole = hasattr(optimizer, "state") and _groups(optimizer)
+    return [_Part(optimizer, optimizer.param_groups), *within] if whole else within
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -216,9 +217,10 @@ class OptimizerState:
     """An optimizer's state keyed by parameter name, so that order, stages and sharding may change.
 
     optimizer: one, or several that together train the models: they are one state.
-    models: the module that holds the parameters, several of them with distinct names (pipeline stages), or a dict
-    whose keys become prefixes ("generator.0.weight"); a dict may hold tensors, too, under their names. By default the
-    names that the optimizer was given with its parameters. Tied parameters go by their first name.
+    models: the module that holds the parameters, several of them with distinct names (pipeline stages), or
+    a dict whose keys become prefixes ("generator.0.weight"); a dict may hold tensors, too, under their
+    names. By default the names that the optimizer was given with its parameters. Tied parameters go by
+    their first name.
     An optimizer that wraps or holds others is stored by the state of those.
     Raises InvalidState when a parameter has no name, two share one, or the class keeps state that
     this does not store.
@@ -276,8 +278,8 @@ class OptimizerState:
                     raise InvalidState(
                         f"the optimizer's group {number} has a parameter of shape "
                         f"{list(parameter.shape)} that is in none of the models; wrap it as "
-                        "OptimizerState(optimizer, models) with all models that it trains, or with a "
-                        "dict of its tensors by name"
+                        "OptimizerState(optimizer, models) with all models that it trains, or with "
+                        "a dict of its tensors by name"
                     )
                 if number_of.setdefault(id(parameter), number) != number:
                     name = names[id(parameter)]
@@ -288,10 +290,9 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """{"state": {name: values}, "group_of": {name: group number},
         "shapes": {name: shape of the parameter}, "groups": {group number: options}}, and "other": state
-        that is of no parameter, where there is any (by the number of the optimizer where there are several).
+        that is of no parameter, where there is any (by the number of the optimizer, of several).
 
-        By name throughout, so that the states of pipeline stages put together are the state of the whole
-        model.
+        By name throughout, so that the states of pipeline stages make up the state of the whole model.
         """
         for optimizer in self._optimizers:
             if (where := _not_stored(optimizer)) is not None:
@@ -316,11 +317,14 @@ class OptimizerState:
         return {**stored, "other": other} if other else stored
 
     def differences(self, saved: Any) -> Differences:
-        """By the names and shapes of parameters. Raises StateMismatch for a regrouping, and for another kind of
-        optimizer."""
+        """By the names and shapes of parameters.
+
+        Raises StateMismatch for a regrouping, and for another kind of optimizer.
+        """
         try:
-            was, saved_groups, shapes = (dict(saved["group_of"]), len(saved["groups"]), dict(saved["shapes"]))
-            parts = [saved["state"], *saved["state"].values(), *(saved["groups"][n] for n in range(saved_groups))]
+            was, shapes, saved_groups = dict(saved["group_of"]), dict(saved["shapes"]), len(saved["groups"])
+            options = [saved["groups"][n] for n in range(saved_groups)]
+            parts = [saved["state"], *saved["state"].values(), *options]
             if not all(isinstance(part, dict) for part in parts):
                 raise TypeError
         except (TypeError, KeyError, AttributeError, ValueError):
@@ -334,8 +338,9 @@ class OptimizerState:
         if moved or live_groups != saved_groups:
             shown = ", ".join(f"{n} (group {was[n]} -> {at[n]})" for n in moved[:5])
             raise StateMismatch(
-                f"the optimizer has {live_groups} parameter groups, {saved_groups} were saved; parameters that moved: "
-                f"{shown or 'none'}{' ...' if len(moved) > 5 else ''}; rebuild the groups as they were at the save",
+                f"the optimizer has {live_groups} parameter groups, {saved_groups} were saved; "
+                f"parameters that moved: {shown or 'none'}{' ...' if len(moved) > 5 else ''}; "
+                "rebuild the groups as they were at the save",
                 mismatched={n: (f"group {was[n]}", f"group {at[n]}") for n in moved},
             )
         for part, number in self._numbered():
@@ -346,7 +351,8 @@ class OptimizerState:
             if n in shapes and shapes[n] != live["shapes"][n]
         }
         both = [n for n in at if n in was]
-        return Differences([n for n in at if n not in was], [n for n in was if n not in at], len(both), reshaped)
+        missing, unexpected = [n for n in at if n not in was], [n for n in was if n not in at]
+        return Differences(missing, unexpected, len(both), reshaped)
 
     def _numbered(self) -> Iterator[tuple[_Part, int]]:
         """Each optimizer with the number of its first group."""
@@ -356,10 +362,11 @@ class OptimizerState:
             number += len(part.groups)
 
     def allocate(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Memory for a moment that the live optimizer does not have yet: laid out and placed like its parameter."""
+        """Memory for a moment that the live optimizer does not have yet, laid out like its parameter."""
         keys = [key.replace("~1", "/").replace("~0", "~") for key in name.split("/")]
         if keys[0] == "other":
-            return torch.empty(shape, dtype=dtype, device="cpu")  # every rank's, in a sharded state, too
+            # Every rank's, in a sharded state, too.
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if len(keys) < 3 or keys[0] != "state":
             return None
         if self._by_name is None:
@@ -384,13 +391,14 @@ class OptimizerState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets state and options directly: torch's own loading would cast moments to the parameter's dtype.
 
-        Raises StateMismatch when the optimizer that makes the steps does not have afterwards what was loaded.
+        Raises StateMismatch when the optimizer that makes the steps does not have then what was loaded.
         """
         names = self._parameter_names()
         several = len(self._parts()) > 1
         for number, (part, first) in enumerate(self._numbered()):
             other = state_dict.get("other", {})
-            state = self._state_of(part, state_dict, names) | (other.get(number, {}) if several else other)
+            mine = other.get(number, {}) if several else other
+            state = self._state_of(part, state_dict, names) | mine
             for at, group in enumerate(part.groups, first):
                 _update_group(at, group, state_dict["groups"][at])
             _fill(part, state)
@@ -426,10 +434,10 @@ class OptimizerState:
             saved = state_dict["groups"][number]
             lost += [f"groups/{number}/{k}" for k, v in saved.items() if not _came_back(v, group.get(k))]
         if lost:
-            kinds = ", ".join(sorted({type(optimizer).__qualname__ for optimizer in self._optimizers}))
+            kinds = ", ".join(sorted({type(one).__qualname__ for one in self._optimizers}))
             raise StateMismatch(
-                f"{kinds} did not take what was loaded: {', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''} "
-                "of the checkpoint is not in its state now; live state was changed; give the optimizer that it wraps",
+                f"{kinds} did not take what was loaded: {_few(lost)} of the checkpoint is not in its state "
+                "now; live state was changed; give the optimizer that it wraps",
                 missing=lost,
             )
 
@@ -439,8 +447,8 @@ def _update_group(number: int, group: dict[str, Any], saved: Mapping[str, Any]) 
     extra = saved.keys() - group.keys()
     if lacking or extra:
         warnings.warn(
-            f"optimizer group {number}: options not in the checkpoint keep their live values: {sorted(lacking)}; "
-            f"options that only the checkpoint has: {sorted(extra)}",
+            f"optimizer group {number}: options not in the checkpoint keep their live values: "
+            f"{sorted(lacking)}; options that only the checkpoint has: {sorted(extra)}",
             CheckpointWarning,
             stacklevel=3,
         )
@@ -464,7 +472,7 @@ def _fill(part: _Part, state: dict[Any, Any]) -> None:
         # What else it makes of its state is its own affair; then the very bits again.
         optimizer.load_state_dict(_Part(optimizer, optimizer.param_groups).packed())
         put()
-    if "state" in vars(optimizer):  # else it hands on what another has, and nothing of it must stay here
+    if "state" in vars(optimizer):  # else it hands on what another has, and must not keep a copy
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
@@ -474,18 +482,21 @@ def _came_back(value: Any, now: Any) -> bool:
     if value is now:
         return True
     if isinstance(value, torch.Tensor):
-        return isinstance(now, torch.Tensor) and (value.shape, value.dtype) == (now.shape, now.dtype)
+        same_kind = isinstance(now, torch.Tensor) and now.dtype == value.dtype
+        return same_kind and now.shape == value.shape
     return type(value) is type(now) or value == now
 
 
 def _check_kind(part: _Part, first: int, saved: Mapping[str, Any]) -> None:
     """Raises StateMismatch when the saved state is that of an optimizer of another kind."""
     groups = {number: saved["groups"][number] for number in range(first, first + len(part.groups))}
-    moments = [values for name, values in saved["state"].items() if values and saved["group_of"].get(name) in groups]
+    mine = [name for name in saved["state"] if saved["group_of"].get(name) in groups]
+    moments = [saved["state"][name] for name in mine if saved["state"][name]]
     if not moments:
         return
     kind = type(part.optimizer)
-    torch_kind = next((cls for cls in kind.__mro__ if cls.__module__.startswith("torch.optim.")), Optimizer)
+    of_torch = (cls for cls in kind.__mro__ if cls.__module__.startswith("torch.optim."))
+    torch_kind = next(of_torch, Optimizer)
     own_step = kind is not torch_kind and "step" in vars(kind)
     known = not own_step and torch_kind.__name__ in _NEEDED
     needed = _NEEDED[torch_kind.__name__] if known else set()
@@ -493,14 +504,16 @@ def _check_kind(part: _Part, first: int, saved: Mapping[str, Any]) -> None:
     foreign = set().union(*_NEEDED.values()) - needed if known else set()
     for number, group in enumerate(part.groups, first):
         options = groups[number].keys() - group.keys()
-        wanted = (part.optimizer.defaults.keys() & group.keys()) - groups[number].keys() - _ADDED_LATER
+        wanted = part.optimizer.defaults.keys() & group.keys()
+        wanted = wanted - groups[number].keys() - _ADDED_LATER
         if lacking or (options and wanted) or any(foreign & values.keys() for values in moments):
             keys = sorted({key for values in moments for key in values if isinstance(key, str)})
             raise StateMismatch(
-                f"the saved state is that of another kind of optimizer than {kind.__qualname__}: it has {keys} of each "
-                f"parameter and options that {kind.__qualname__} lacks: {sorted(options)}; what {kind.__qualname__} "
-                f"needs and the checkpoint lacks: {sorted(wanted.union(*lacking))}; resume with the optimizer that was "
-                "saved, or load the model alone"
+                f"the saved state is that of another kind of optimizer than {kind.__qualname__}: it has "
+                f"{keys} of each parameter and options that {kind.__qualname__} lacks: {sorted(options)}; "
+                f"what {kind.__qualname__} needs and the checkpoint lacks: "
+                f"{sorted(wanted.union(*lacking))}; resume with the optimizer that was saved, or load "
+                "the model alone"
             )
 
 
@@ -537,7 +550,7 @@ class OwnOptimizerState:
         self._named: OptimizerState | None = None
 
     def state_dict(self) -> Any:
-        """Raises InvalidState for a class whose state cannot be stored whole, or not be put back."""
+        """Raises InvalidState for a class whose state cannot be stored whole, or not put back."""
         self._named = None
         try:
             named = _Inside(self._optimizer, self._models)
@@ -559,8 +572,8 @@ class OwnOptimizerState:
         held, stored = len(list(_tensors(_states(self._optimizer)))), len(list(_tensors(own)))
         if stored < held and (own or not _on_ranks()):
             raise InvalidState(
-                f"{kind} and the optimizers inside it hold {held} tensors of state, its state_dict() "
-                f"only {stored}{_Inside._hint}"
+                f"{kind} and the optimizers inside it hold {held} tensors of state, its "
+                f"state_dict() only {stored}{_Inside._hint}"
             )
         return own
 
@@ -581,7 +594,7 @@ class OwnOptimizerState:
         return Differences([], [], 1, {})
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Raises StateMismatch when the class's own state_dict() does not have afterwards what was loaded."""
+        """Raises StateMismatch when the class's own state_dict() does not have then what was loaded."""
         if _by_name(state_dict):
             OptimizerState(self._optimizer, self._models).load_state_dict(state_dict)
             return
@@ -590,8 +603,8 @@ class OwnOptimizerState:
         lost = sorted(names - set(_paths(self._optimizer.state_dict())))
         if lost:
             raise StateMismatch(
-                f"{type(self._optimizer).__qualname__}.load_state_dict() did not take what was loaded: its state_dict() "
-                f"lacks {', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''} now; live state was changed",
+                f"{type(self._optimizer).__qualname__}.load_state_dict() did not take what was loaded: its "
+                f"state_dict() lacks {_few(lost)} now; live state was changed",
                 missing=lost,
             )
 
@@ -622,4 +635,9 @@ def _paths(value: Any, path: str = "") -> Iterator[str]:
 def _on_ranks() -> bool:
     from torch import distributed
 
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    running = distributed.is_available() and distributed.is_initialized()
+    return running and distributed.get_world_size() > 1
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
