@@ -30,6 +30,7 @@ from ..state.layout import (
     torch_dtype,
     words,
 )
+from ..state.names import one_walk
 from ..state.streams import own_stream, pinned_memory, settle
 from ..state.tree import CapturedTensor, capture, differences
 from .broadcast import read_shared
@@ -89,6 +90,7 @@ class Loading:
         with self._touching():
             self.reads = read_shared(self.comm, self.view.storage, self.view.folder, self.reads, self.io_threads)
 
+    @one_walk()
     def check(self) -> dict[str, Any]:
         """Match saved and live state, and check the files that are needed. Live state is untouched.
 
@@ -255,6 +257,7 @@ class Loading:
                 error.message += PARTLY_OVERWRITTEN
             raise
 
+    @one_walk()
     def apply(self) -> None:
         """Hand the complete states over, random streams last."""
         for live, staged in self.staged:

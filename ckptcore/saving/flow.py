@@ -29,6 +29,7 @@ from ..ranks.replication import validate
 from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
 from ..root import CheckpointInfo, mark_attempt, remove_checkpoint_folder, scan
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
+from ..state.names import one_walk
 from ..state.streams import settle
 from ..state.tree import Captured, capture, check_values_fit
 from ..storage.base import Storage
@@ -229,6 +230,7 @@ class Saving:
         last = max((info.sequence or 0 for info in scan(self.storage)), default=0)
         return max(last, self.request.after_sequence) + 1
 
+    @one_walk()
     def _capture(self) -> None:
         """Ask every component for its state, in the same order on all ranks, because that may itself be collective."""
         for component in self.components:

@@ -15,7 +15,7 @@ from ..format.strict import only_plain
 from ..format.values import TensorRef
 from .component import SharingPattern, StateComponent, Stateful, StatefulProvider
 from .layout import Shard, is_dtensor
-from .names import Models, Names, named_parameters, prefixed
+from .names import Models, Names, one_walk, parameter_table, prefixed
 from .optimizers import OptimizerState, OwnOptimizerState, inside, is_ordinary, split_over_ranks
 from .randomness import RNGState
 from .tree import Differences, differences
@@ -98,6 +98,7 @@ class PlainState:
         self.loaded = state_dict
 
 
+@one_walk()
 def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     """The components that `state` declares, each with a Stateful that the engine can ask.
 
@@ -227,9 +228,8 @@ def _adapted(
 def _optimizer_state(optimizer: Any, modules: dict[str, Any], plain: dict[str, Any]) -> Any:
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     trained = {id(p) for p in _tensors_of(optimizer)}
-    holders = {k: held for k, held in modules.items()
-               if any(id(p) in trained for _, m in prefixed(held) for p in m.parameters())}  # fmt: skip
-    trained -= {id(p) for held in holders.values() for _, p in named_parameters(held)}
+    holders = {k: held for k, held in modules.items() if not trained.isdisjoint(parameter_table(held).names)}
+    trained = trained.difference(*(parameter_table(held).names for held in holders.values()))
     for key, value in plain.items() if trained else ():
         # Tensors that are trained without a module go by the names that they have in the state.
         found = _named_tensors(value, trained)

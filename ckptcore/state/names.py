@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-__all__ = ["Models", "Names", "named_parameters", "prefixed"]
+__all__ = [
+    "Models",
+    "Names",
+    "ParameterTable",
+    "last_table",
+    "named_parameters",
+    "one_walk",
+    "parameter_table",
+    "prefixed",
+]
 
 # Wrappers that put the wrapped module under a name of their own: class name -> that name.
 _WRAPPERS = {
@@ -82,3 +95,57 @@ def named_parameters(models: Any) -> Iterator[tuple[str, torch.Tensor]]:
     else:
         for held in models:
             yield from named_parameters(held)
+
+
+@dataclass(slots=True)
+class ParameterTable:
+    """Names of parameters by their id, and parameters by name; twice: a name that two of them have."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    twice: str | None = None
+
+
+class _Walked(threading.local):
+    """Tables of models that are taken not to change, with the models, whose ids stay theirs so."""
+
+    tables: dict[int, tuple[Any, ParameterTable]] | None = None
+
+
+_walked = _Walked()
+_last: WeakKeyDictionary[nn.Module, ParameterTable] = WeakKeyDictionary()
+
+
+@contextmanager
+def one_walk() -> Iterator[None]:
+    """While it lasts, modules are walked once on this thread, and not once for each optimizer: there may be one for each
+    parameter."""
+    outer = _walked.tables
+    if outer is None:
+        _walked.tables = {}
+    try:
+        yield
+    finally:
+        _walked.tables = outer
+
+
+def parameter_table(models: Any) -> ParameterTable:
+    """What `models` have. Not to be changed."""
+    tables = _walked.tables
+    if tables is not None and id(models) in tables:
+        return tables[id(models)][1]
+    table = ParameterTable()
+    for name, parameter in named_parameters(models):
+        if table.parameters.setdefault(name, parameter) is not parameter:
+            table.twice = table.twice or name
+        table.names.setdefault(id(parameter), name)
+    if tables is not None:
+        tables[id(models)] = (models, table)
+    if isinstance(models, nn.Module):
+        _last[models] = table
+    return table
+
+
+def last_table(models: Any) -> ParameterTable | None:
+    """What a module had when it was last walked. It may have changed since."""
+    return _last.get(models) if isinstance(models, nn.Module) else None

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
 from .layout import is_dtensor, same_view_key
-from .names import named_parameters
+from .names import ParameterTable, last_table, parameter_table
 from .tree import Differences
 
 __all__ = ["OptimizerState", "OwnOptimizerState", "inside", "is_ordinary", "split_over_ranks"]
@@ -236,7 +236,10 @@ class OptimizerState:
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._models = models
         self._by_name: dict[str, tuple[torch.Tensor, dict[str, Any]]] | None = None
-        self._parameter_names()
+        # What was known of the module a moment ago does, where it has all of these parameters: a save looks again.
+        last = last_table(models)
+        known = last is not None and all(id(p) in last.names for group in self._groups() for p in group["params"])
+        self._parameter_names(last if known else None)
 
     def _parts(self) -> list[_Part]:
         try:
@@ -250,27 +253,28 @@ class OptimizerState:
         """Of all the optimizers; their place is their number."""
         return [group for part in self._parts() for group in part.groups]
 
-    def _parameter_names(self) -> dict[int, str]:
-        """Names of the parameters, by id."""
-        names: dict[int, str] = {}
-        taken: dict[str, torch.Tensor] = {}
+    def _parameter_names(self, table: ParameterTable | None = None) -> dict[int, str]:
+        """Names of the parameters, by id; not to be changed. table: what is known of the models."""
         groups = self._groups()
+        table = table or parameter_table(self._models)
         given = [
             (name, parameter)
             for group in groups
             if "param_names" in group
             for name, parameter in zip(group["param_names"], group["params"], strict=False)
+            if id(parameter) not in table.names  # else the model's own name counts
         ]
-        for named in (named_parameters(self._models), given):
-            for name, parameter in named:
-                if named is given and id(parameter) in names:
-                    continue  # the model's own name counts
-                if taken.setdefault(name, parameter) is not parameter:
-                    raise InvalidState(
-                        f"two parameters are named {name!r}; pass the models as a dict, whose keys become prefixes",
-                        key=name,
-                    )
-                names.setdefault(id(parameter), name)
+        names, taken, twice = table.names, table.parameters, table.twice
+        if given:
+            names, taken = dict(names), dict(taken)
+        for name, parameter in given:
+            if taken.setdefault(name, parameter) is not parameter:
+                twice = twice or name
+            names.setdefault(id(parameter), name)
+        if twice is not None:
+            raise InvalidState(
+                f"two parameters are named {twice!r}; pass the models as a dict, whose keys become prefixes", key=twice
+            )
         number_of: dict[int, int] = {}
         for number, group in enumerate(groups):
             for parameter in group["params"]:
