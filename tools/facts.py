@@ -16,7 +16,8 @@ fallback    name url step run_id created verified: the nearest older checkpoint 
 
 Values: None, bool, int, float, str, list and dict with str keys stand for themselves (NaN and the infinities
 as strings); everything else is an object with "$type": tuple, set, frozenset and dict with "items", bytes
-with "hex", tensor with "name", "dtype" and "shape", and any other type with its text as "value".
+with "hex", tensor with "name", "dtype" and "shape", and any other type with its text as "value". Large bytes
+and texts, and what a codec of a user's own stored, have what was stored (a tensor, a value) as "value".
 """
 
 from __future__ import annotations
@@ -166,6 +167,11 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "full_name") and hasattr(value, "dtype")
 
 
+def is_opaque(value: Any) -> bool:
+    """Whether it is a value whose codec is not registered here, or large bytes or text, which lie among the tensors."""
+    return hasattr(value, "codec") and hasattr(value, "payload")
+
+
 def _type_name(value: Any) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -195,7 +201,7 @@ def value(item: Any) -> Any:
         tagged["hex"] = item.hex()
     elif kind.__module__ == "numpy":
         tagged |= {"dtype": str(item.dtype), "shape": list(item.shape), "items": value(item.tolist())}
-    elif hasattr(item, "codec") and hasattr(item, "payload"):  # its codec is not registered in this process
+    elif is_opaque(item):
         tagged = {"$type": str(item.codec), "value": value(item.payload)}
     else:
         tagged["value"] = _decimal(item, str)
@@ -242,6 +248,10 @@ def _is_scalar(item: Any) -> bool:
 def _text(item: Any, limit: int = 100) -> str:
     if is_tensor(item):
         return f"tensor {item.dtype} {list(item.shape)}"
+    if is_opaque(item):
+        if is_tensor(item.payload):
+            return f"{item.codec}, stored as tensor {item.payload.full_name} {item.payload.dtype} {list(item.payload.shape)}"
+        return _shorten(f"{item.codec}: {_text(item.payload, limit)}", limit)
     if type(item).__module__ == "numpy":
         return f"{_type_name(item)} {item.dtype} {list(item.shape)} {_shorten(str(item.tolist()), limit)}"
     count = f" ({len(item)} items)" if isinstance(item, (list, tuple, set, frozenset)) else ""

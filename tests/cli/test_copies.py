@@ -174,3 +174,13 @@ def test_an_endpoint_that_does_not_answer_is_asked_for_one_deadline(ckpt: Ckpt, 
     assert done.code == 4 and "Connection refused" in done.err
     # What lies around is asked for by a storage of its own, with a deadline of its own.
     assert Dead.asked and all("bucket/run/" in path for path in Dead.asked)
+
+
+def test_large_bytes_and_texts_are_said_to_lie_among_the_tensors(ckpt: Ckpt, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"d": {"x": b"a" * 100_000, "s": "t" * 100_000, "n": 3}})
+    lines = [line.split(None, 1) for line in ckpt("inspect", tmp_path, "--values", "d").out.splitlines()]
+    assert ["x", "bytes, stored as tensor d/x U8 [100000]"] in lines and ["n", "3"] in lines
+    assert ["s", "str, stored as tensor d/s U8 [100000]"] in lines
+    found = ckpt("inspect", tmp_path, "--values", "d", "--json").document["values"]["d"]["x"]
+    assert (found["$type"], found["value"]["$type"], found["value"]["name"]) == ("bytes", "tensor", "d/x")
