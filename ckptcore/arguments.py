@@ -161,7 +161,7 @@ def check_path(name: str, value: Any) -> str:
         text = os.fspath(value)
         if not isinstance(text, str):
             raise TypeError
-    except TypeError:
+    except Exception:  # a type of the user's own may raise anything
         what = f"{name} must be a path or a URL (text or a PathLike), not {shown(value)}"
         raise InvalidState(what) from None
     if not text.strip():

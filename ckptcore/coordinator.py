@@ -259,6 +259,8 @@ def _validated(component: StateComponent, validate: Any) -> StateComponent:
         return component
     if validate is False:
         return replace(component, validate_replication=False)
+    if not isinstance(validate, str):
+        raise InvalidState(f"validate must be True, False or a ValidationLevel, not {shown(validate)}")
     return replace(component, validation_level=ValidationLevel(validate))
 
 

@@ -356,7 +356,7 @@ class CheckpointManager:
         how["broadcast"] = self.load_broadcast
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
         # of what was read by then, live state is touched only after everything was verified.
-        how["transactional"] = bool(transactional or fresh_ok or not strict)
+        how["transactional"] = not (transactional is False and fresh_ok is False and strict is True)
 
         def call() -> str:
             check_flags(strict=strict, cast=cast, transactional=transactional, fresh_ok=fresh_ok)

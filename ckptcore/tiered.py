@@ -50,7 +50,7 @@ def checked_tiers(storage: Storage, tiers: Any, mode: str) -> tuple[Tier, ...]:
         raise InvalidState(f"tiers must be a list of Tier(root), not {shown(tiers)}")
     found = tuple(tiers or ())
     if wrong := [tier for tier in found if not isinstance(tier, Tier)]:
-        raise InvalidState(f"tiers must be a list of Tier(root), and {shown(wrong[0])} is none")
+        raise InvalidState(f"tiers are Tier(root), not {shown(wrong[0])}")
     if found and mode != "shared":
         raise InvalidState("tiers need a root that all ranks share; with storage_mode='node' no rank sees all files")
     roots = [storage, *(tier.storage for tier in found)]

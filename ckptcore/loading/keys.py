@@ -6,7 +6,7 @@ live state had nothing else. So everything that follows (checks, reading in plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -39,11 +39,11 @@ class Selection:
 
     def __init__(self, keys: Keys) -> None:
         self.function = keys if callable(keys) else None
-        found = () if callable(keys) else (keys,) if isinstance(keys, str) else keys
-        if self.function is None and (not isinstance(found, Collection) or isinstance(found, bytes)):
+        found: Any = () if callable(keys) else (keys,) if isinstance(keys, str) else keys
+        if not isinstance(found, list | tuple | set | frozenset | KeysView):
             raise InvalidState(f"keys must be a name, a pattern, a list of them or a function, not {shown(keys)}")
         self.patterns: list[str] = [*found]
-        if self.function is None and not (self.patterns and all(p and isinstance(p, str) for p in self.patterns)):
+        if self.function is None and not (self.patterns and all(isinstance(p, str) and p for p in self.patterns)):
             raise InvalidState(f"keys must be one or more names or patterns such as 'model/*', not {shown(keys)}")
         self.used: set[str] = set()
         self.chosen = 0

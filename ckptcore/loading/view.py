@@ -279,6 +279,8 @@ class CheckpointView:
         """
         import numpy as np
 
+        if not isinstance(name, str):
+            raise InvalidState(f"the name of a tensor is text, 'component/name', not {shown(name)}")
         for key, stored in self._copies():
             for number, tensor in enumerate(stored.tensors):
                 if f"{key}/{tensor.name}" == name:
@@ -293,7 +295,8 @@ class CheckpointView:
                     read_tensors(self.storage, self.folder, reads, io_threads=2)
                     return array
         names = [f"{key}/{tensor.name}" for key, stored in self._copies() for tensor in stored.tensors]
-        near = get_close_matches(name, names, 3) if isinstance(name, str) else []
+        few = len(names) <= 5000 and len(name) <= 1000  # more would take seconds
+        near = get_close_matches(name, names, 3) if few else []
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "tensors() lists those that it has"
         raise UnknownName(
             f"{self.url} has no tensor {shown(name)}; {hint}", path=self.url, key=shown(name), available=names
@@ -414,7 +417,12 @@ def _pick(infos: list[TensorInfo], ref: TensorRef) -> TensorInfo:
 def _box(box: Sequence[slice] | None, shape: tuple[int, ...]) -> Box:
     if box is None:
         return (0,) * len(shape), shape
-    if len(box) != len(shape) or any(s.step not in (None, 1) for s in box):
+    ends = (int, type(None))
+    slices = isinstance(box, list | tuple) and all(
+        isinstance(s, slice) and isinstance(s.start, ends) and isinstance(s.stop, ends) and s.step in (None, 1)
+        for s in box
+    )
+    if not slices or len(box) != len(shape):
         raise InvalidState(f"a box of a tensor of shape {shape} is one slice of step 1 per dimension, not {shown(box)}")
     ranges = [range(n)[s] for s, n in zip(box, shape, strict=True)]
     return tuple(r.start for r in ranges), tuple(len(r) for r in ranges)

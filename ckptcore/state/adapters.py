@@ -154,7 +154,7 @@ def _pattern(value: Any, world_size: int) -> SharingPattern:
     """An object may say its pattern itself, and slices are sharded; else one process has global state, and several
     have replicas."""
     if (own := _own_pattern(value)) is not None:
-        return SharingPattern(own)
+        return SharingPattern.of(own)
     sharded = any(is_dtensor(leaf) or isinstance(leaf, Shard) for leaf in _tensors_of(value))
     if sharded or (world_size > 1 and _is_split(value)):
         return SharingPattern.SHARDED

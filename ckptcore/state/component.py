@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from ..arguments import check_flag, check_mapping, check_number, shown
 from ..errors import InvalidState
@@ -16,6 +16,11 @@ __all__ = ["OnResize", "SharingPattern", "StateComponent", "Stateful", "Stateful
 
 class _Words(StrEnum):
     """Words that may be written in any case."""
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """The word that a text is; what is no text is not compared with any."""
+        return cls(value if isinstance(value, str) else shown(value))
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
@@ -90,7 +95,7 @@ class StateComponent:
 
     def __post_init__(self) -> None:
         _check_key(self.key)
-        self.inferred = self.inferred or self.sharing_pattern is None
+        self.inferred = check_flag("inferred", self.inferred) or self.sharing_pattern is None
         try:
             self._check()
         except InvalidState as error:
@@ -101,8 +106,8 @@ class StateComponent:
 
     def _check(self) -> None:
         pattern = SharingPattern.GLOBAL if self.sharing_pattern is None else self.sharing_pattern
-        self.sharing_pattern = SharingPattern(pattern)
-        self.validation_level = ValidationLevel(self.validation_level)
+        self.sharing_pattern = SharingPattern.of(pattern)
+        self.validation_level = ValidationLevel.of(self.validation_level)
         if isinstance(self.stateful, type):
             raise InvalidState(f"its state is the class {self.stateful.__qualname__}; give an object of it")
         check_flag("required", self.required)
