@@ -20,7 +20,7 @@ class _Words(StrEnum):
     @classmethod
     def of(cls, value: Any) -> Self:
         """The word that a text is; what is no text is not compared with any."""
-        return cls(value if isinstance(value, str) else shown(value))
+        return cls(value) if isinstance(value, str) else cls._missing_(value)
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
