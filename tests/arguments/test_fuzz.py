@@ -358,11 +358,11 @@ ARGUMENTS = [(call, name) for call, (_, names) in CALLS.items() for name in name
 
 def attempt(name: str, *arguments: tuple[str, int]) -> str:
     """What came of one call: "ok", or the name of the error."""
-    values = {argument: odd()[number] for argument, number in arguments}
     made, _ = CALLS[name]
-    said = f"{name}({', '.join(f'{argument}={shown(value)}' for argument, value in values.items())})"
     with place() as at, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        values = {argument: odd()[number] for argument, number in arguments}  # in this folder: some are paths
+        said = f"{name}({', '.join(f'{argument}={shown(value)}' for argument, value in values.items())})"
         before = at.listing()
         outcome = "ok"
         try:
