@@ -312,7 +312,7 @@ class OptimizerState:
                 groups[at] = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
                 for parameter in group["params"]:
                     name = names[id(parameter)]
-                    group_of[name], shapes[name] = at, list(parameter.shape)
+                    group_of[name], shapes[name] = at, _shape_of(parameter)
                     if values := held.get(parameter):
                         state[name] = dict(values)
             mine = {k: v for k, v in held.items() if not isinstance(k, torch.Tensor)}
@@ -350,9 +350,9 @@ class OptimizerState:
         for part, number in self._numbered():
             _check_kind(part, number, saved)
         reshaped = {
-            n: (f"parameter {shapes[n]}", f"parameter {live['shapes'][n]}")
-            for n in at
-            if n in shapes and shapes[n] != live["shapes"][n]
+            n: (f"parameter {shapes[n]}", f"parameter {shape}")
+            for n, shape in live["shapes"].items()
+            if shape is not None and shapes.get(n, shape) not in (shape, None)
         }
         both = [n for n in at if n in was]
         missing, unexpected = [n for n in at if n not in was], [n for n in was if n not in at]
@@ -641,6 +641,11 @@ def _on_ranks() -> bool:
 
     running = distributed.is_available() and distributed.is_initialized()
     return running and distributed.get_world_size() > 1
+
+
+def _shape_of(parameter: torch.Tensor) -> list[int] | None:
+    """None of a parameter that has none before its module's first step."""
+    return None if torch.nn.parameter.is_lazy(parameter) else list(parameter.shape)
 
 
 def _few(names: list[str]) -> str:

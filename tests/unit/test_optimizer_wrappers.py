@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckptcore import CheckpointManager, InvalidState, OptimizerState, StateMismatch, open_checkpoint
+from ckptcore import CheckpointManager, InvalidState, OptimizerState, StateComponent, StateMismatch, open_checkpoint
+from ckptcore.testing.ranks import run_ranks
 
 
 def net() -> nn.Module:
@@ -124,6 +125,15 @@ class Flat(Container):
             part.load_state_dict(packed)
 
 
+class Optioned(Container):
+    """Its own groups have options, too, which those inside do not share."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self.parts = parts
+        every = [p for part in parts for group in part.param_groups for p in group["params"]]
+        torch.optim.Optimizer.__init__(self, every, {"lr": 0.1})
+
+
 class Mapped(Container):
     """Holds the others in a dict, and calls no constructor of the base class."""
 
@@ -170,6 +180,7 @@ MAKERS = {
     "counted": lambda m: Counted(two(m)),
     "flat": lambda m: Flat(two(m)),
     "mapped": lambda m: Mapped(two(m)),
+    "optioned": lambda m: Optioned(two(m)),
     "handing a container": lambda m: Handing(Container(two(m))),
     "several": two,
 }
@@ -206,7 +217,7 @@ def test_training_goes_on_as_if_nothing_happened(tmp_path: Path, same, kind: str
     same(dict(other.state_dict()), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("kind", sorted(MAKERS.keys() - {"counted", "flat"}))
+@pytest.mark.parametrize("kind", sorted(MAKERS.keys() - {"counted", "flat", "optioned"}))
 def test_moments_go_by_name_into_the_optimizers_alone(tmp_path: Path, same, kind: str) -> None:
     """What only hands on, or holds others, is no part of what is stored."""
     model, other = net(), net()
@@ -453,3 +464,45 @@ def test_any_nest_of_optimizers_goes_on_exactly_or_is_refused(same, nest: Any, l
     train(model, optimizer, 3, 6)
     train(other, second, 3, 6)
     same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["handing", "container", "counted", "flat"])
+@pytest.mark.parametrize("pattern", ["REPLICATED", "GLOBAL", "PER_RANK"])
+def test_every_rank_gets_the_moments(tmp_path: Path, same, kind: str, pattern: str) -> None:
+    models = [net() for _ in range(4)]  # made here: the ranks are threads, and draw from one stream
+    optimizers = [MAKERS[kind](model) for model in models]
+    for n in (0, 1):
+        train(models[n], optimizers[n], 0, 3)
+
+    def program(comm: Any) -> None:
+        def parts(n: int) -> list[StateComponent]:
+            return [StateComponent("model", models[n], pattern), StateComponent("opt", optimizers[n], pattern)]
+
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(3, parts(comm.rank))
+            ckpt.restore(parts(2 + comm.rank))
+
+    run_ranks(2, program)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 3, 6)
+    for model in models[1:]:
+        same(dict(model.state_dict()), dict(models[0].state_dict()))
+
+
+def test_an_optimizer_of_lazy_parameters_is_known_by_their_names(tmp_path: Path) -> None:
+    """They have no shape before the first step, which is where a restored program is."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.LazyLinear(3))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    (model, optimizer), (other, second) = make(), make()
+    assert OptimizerState(second, other).state_dict()["shapes"] == {"0.weight": None, "0.bias": None}
+    train(model, optimizer, 0, 2)
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(2, {"opt": OptimizerState(optimizer, model)})
+        other(torch.zeros(5, 4))
+        ckpt.load({"opt": OptimizerState(second, other)})
+    assert torch.equal(
+        second.state[other[0].weight]["momentum_buffer"], optimizer.state[model[0].weight]["momentum_buffer"]
+    )
