@@ -90,6 +90,11 @@ class _UploadHandle(SaveHandle):
     def told(self, text: str) -> None:
         self._told.append(text)
 
+    @property
+    def warns(self) -> bool:
+        """Whether there is something to warn of that nobody was told."""
+        return bool(self._told)
+
 
 class Uploads:
     """All uploads of one manager; those of the other ranks have no tiers."""
@@ -122,7 +127,7 @@ class Uploads:
     @property
     def held(self) -> set[str]:
         """Names of checkpoints that are waiting, or on their way."""
-        return {name for lane in self._lanes for name in list(lane.waiting)}
+        return {info.name for lane in self._lanes for info in lane.waiting()}
 
     def catch_up(self, run_id: str | None, step: int) -> None:
         """Begin to upload what an earlier process of the run did not."""
@@ -138,7 +143,7 @@ class Uploads:
     def forget(self, name: str) -> None:
         """A checkpoint that somebody wants gone is not to be uploaded any more."""
         for lane in self._lanes:
-            lane.waiting.pop(name, None)
+            lane.forget(name)
 
     def wait(self, timeout: float | None) -> bool:
         """Whether all have ended, after at most `timeout` seconds. Raises nothing."""
@@ -148,9 +153,8 @@ class Uploads:
     def raise_failure(self) -> None:
         """Raise, or warn of, failures that nobody was told of."""
         for lane in self._lanes:
-            while ended := [handle for handle in lane.handles if handle.done()]:
-                lane.handles.remove(ended[0])
-                ended[0].collect()
+            while (ended := lane.take_ended()) is not None:
+                ended.collect()
 
     def close(self, deadline: float) -> None:
         """Wait until `deadline`, by the monotonic clock, then give up what is left. Raises AsyncSaveError."""
@@ -169,7 +173,12 @@ class Uploads:
 
 
 class _Lane:
-    """The uploads to one tier, one after another."""
+    """The uploads to one tier, one after another.
+
+    The caller (at a restore, a delete, a next save), the thread that saves and the one that uploads all come by here: what
+    they change is behind a lock, which a signal handler may come to on the thread that has it, and nobody holds it while it
+    reads or writes files.
+    """
 
     def __init__(
         self,
@@ -183,29 +192,65 @@ class _Lane:
     ) -> None:
         self.source, self.tier, self.storage, self.release = source, tier, tier.storage, release
         self.on_error, self.drain_timeout, self.tell = on_error, drain_timeout, tell
-        self.waiting: dict[str, CheckpointInfo] = {}
-        self.handles: list[_UploadHandle] = []
+        self._lock = threading.RLock()
+        self._waiting: dict[str, CheckpointInfo] = {}
+        self._handles: list[_UploadHandle] = []
         self._looked = False
+        self._forgotten: set[str] = set()  # until it was looked what an earlier process has left
         self._given_up = threading.Event()
         self._background = Background("ckptcore-upload")
         self._workers = Workers(threads, "ckptcore-upload-io", modest=True)
 
     def begin(self, run_id: str, step: int, info: CheckpointInfo | None = None) -> None:
         handle = _UploadHandle(step, self.storage.url, self.on_error, self.drain_timeout)
-        try:
-            if not self._looked:  # what an earlier process has left waiting is held from now on, too
-                self.waiting.update({i.name: i for i in committed(scan(self.source), run_id) if self._due(i)})
-                self._looked = True
-        except CheckpointError as error:
-            handle.told(f"what is still to be uploaded to {self.storage.url} is not known: {error}")
-        if info is not None and self._due(info):
-            self.waiting[info.name] = info
-        if not self.waiting:
+        if not self._looked:  # what an earlier process has left waiting is held from now on, too
+            try:
+                self._hold(committed(scan(self.source), run_id))
+            except CheckpointError as error:
+                handle.told(f"what is still to be uploaded to {self.storage.url} is not known: {error}")
+        with self._lock:
+            if info is not None and self._due(info):
+                self._waiting[info.name] = info
+            idle = not self._waiting
+            if not idle or handle.warns:  # one that has only something to say is kept until it was heard
+                self._handles.append(handle)
+        if idle:
             handle.end(None, None)
             return
         self._workers.start()
-        self.handles.append(handle)
         self._background.submit(handle, partial(self._work, run_id, handle))
+
+    def _hold(self, left: Sequence[CheckpointInfo]) -> None:
+        """Have wait what was found of an earlier process."""
+        with self._lock:
+            for info in left:
+                if self._due(info) and info.name not in self._forgotten:
+                    self._waiting.setdefault(info.name, info)  # what was committed meanwhile counts
+            self._looked = True
+            self._forgotten.clear()
+
+    def waiting(self) -> list[CheckpointInfo]:
+        with self._lock:
+            return list(self._waiting.values())
+
+    @property
+    def handles(self) -> list[_UploadHandle]:
+        with self._lock:
+            return list(self._handles)
+
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self._waiting.pop(name, None)
+            if not self._looked:
+                self._forgotten.add(name)
+
+    def take_ended(self) -> _UploadHandle | None:
+        """The first handle that has ended, which is nobody else's from now on."""
+        with self._lock:
+            ended = next((handle for handle in self._handles if handle.done()), None)
+            if ended is not None:
+                self._handles.remove(ended)
+            return ended
 
     def close(self) -> None:
         ended = all(handle.done() for handle in self.handles)
@@ -230,7 +275,7 @@ class _Lane:
         tried: list[CheckpointInfo] = []
         there: list[CheckpointInfo] | None = None
         while not self._given_up.is_set():
-            left = [info for info in list(self.waiting.values()) if not any(info is other for other in tried)]
+            left = [info for info in self.waiting() if not any(info is other for other in tried)]
             if not left:
                 break
             info = max(left, key=lambda info: info.order)
@@ -264,7 +309,7 @@ class _Lane:
         """Whether it is not there yet, and would stay there."""
         if any(_same(info, other) for other in there):
             return False
-        waiting = dict(self.waiting)
+        waiting = {i.name: i for i in self.waiting()}
         mine = [*(i for i in there if i.name not in waiting), *waiting.values()]
         mine.sort(key=lambda i: i.order)
         if self.tier.keep is None or info.name == mine[-1].name:
@@ -292,7 +337,7 @@ class _Lane:
 
     def _replaced(self, info: CheckpointInfo) -> bool:
         """Whether another checkpoint is in its place by now, or somebody has deleted it."""
-        if self.waiting.get(info.name) is not info:
+        if not any(info is other for other in self.waiting()):
             return True
         try:
             return info.manifest is not None and read_manifest(self.source, info.name).digest != info.manifest.digest
@@ -300,8 +345,9 @@ class _Lane:
             return False
 
     def _done(self, info: CheckpointInfo) -> None:
-        if self.waiting.get(info.name) is info:
-            self.waiting.pop(info.name, None)
+        with self._lock:
+            if self._waiting.get(info.name) is info:
+                del self._waiting[info.name]
 
     def _event(
         self, kind: Literal["uploaded", "upload_failed"], info: CheckpointInfo, started: float,

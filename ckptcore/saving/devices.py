@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from ..state.layout import is_dtensor
 from ..state.streams import side_stream
 
 __all__ = [
-    "DeviceCopy", "Item", "Room", "Staging", "aligned", "pin", "start_copies", "unpin", "warm_up", "watch_optimizers",
+    "DeviceCopy", "Item", "Room", "Staging", "aligned", "pin", "release", "start_copies", "unpin", "warm_up", "watch_optimizers",
 ]  # fmt: skip
 
 Staging = Literal["auto", "copy", "overlap"]
@@ -91,7 +92,16 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         return
     _seen.add(optimizer)
     for copy in tuple(_fences):
-        torch.cuda.current_stream(copy.device).wait_event(copy.copied)
+        if copy.copied.query():  # type: ignore[no-untyped-call]
+            _unfence(copy)  # nothing is left to wait for, whatever becomes of the save
+        else:
+            torch.cuda.current_stream(copy.device).wait_event(copy.copied)
+
+
+def _unfence(copy: DeviceCopy) -> None:
+    """Have no optimizer step wait for a copy any more. Several threads may come by here for one copy."""
+    with suppress(ValueError):
+        _fences.remove(copy)
 
 
 def _fenced_memory() -> set[int]:
@@ -115,7 +125,20 @@ def start_copies(items: Iterable[Item], staging: Staging) -> list[DeviceCopy]:
     by_device: dict[torch.device, list[Item]] = {}
     for item in items:
         by_device.setdefault(item[0].device, []).append(item)
-    return [DeviceCopy(device, of_device, staging) for device, of_device in by_device.items()]
+    copies: list[DeviceCopy] = []
+    try:
+        for device, of_device in by_device.items():
+            copies.append(DeviceCopy(device, of_device, staging))
+    except BaseException:
+        release(copies)
+        raise
+    return copies
+
+
+def release(copies: Iterable[DeviceCopy]) -> None:
+    """Give up all of `copies`. Raises nothing but what interrupts the program."""
+    for copy in copies:
+        copy.release()
 
 
 def warm_up(devices: Iterable[torch.device]) -> None:
@@ -143,6 +166,14 @@ class DeviceCopy:
             self.ended.set()
             return
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        try:
+            self._start(items, staging)
+        except BaseException:
+            self.release()
+            raise
+
+    def _start(self, items: Sequence[Item], staging: Staging) -> None:
+        device = self.device
         current, side = torch.cuda.current_stream(device), side_stream(device)
         blocks: list[list[Item]] = []
         rest = list(items)
@@ -173,9 +204,15 @@ class DeviceCopy:
         """Return when the host has every byte; the device's memory is given back on the way."""
         if self.ended.is_set():
             return
+        try:
+            self._drain()
+        except BaseException:
+            self.release()
+            raise
+
+    def _drain(self) -> None:
         self.copied.synchronize()
-        if self in _fences:
-            _fences.remove(self)
+        _unfence(self)
         self.sources = []
         stream = side_stream(self.device)  # of the thread that drains
         while self.snapshot:
@@ -183,6 +220,18 @@ class DeviceCopy:
                 for place, copy in self.snapshot.pop():
                     place.copy_(copy, non_blocking=True)
             stream.synchronize()
+        self.ended.set()
+
+    def release(self) -> None:
+        """Give up, after a failure or Ctrl-C: on return nothing is being copied, no step waits for it, and the device's
+        memory is given back."""
+        if self.ended.is_set():
+            return
+        _unfence(self)
+        with suppress(Exception):  # a device that has failed may answer nothing any more
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        self.sources, self.snapshot = [], []
         self.ended.set()
 
     def complete(self) -> bool:

@@ -21,7 +21,7 @@ from ..state.component import StateComponent
 from ..state.layout import LocalPart, words
 from ..state.tree import Captured, CapturedTensor
 from .commit import Share
-from .devices import DeviceCopy, Item, Room, Staging, aligned, pin, start_copies, unpin, watch_optimizers
+from .devices import DeviceCopy, Item, Room, Staging, aligned, pin, release, start_copies, unpin, watch_optimizers
 from .workers import Workers
 
 __all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
@@ -116,11 +116,15 @@ def stage(
         else:
             _give(room, t, at, source)
     copies = start_copies(away, pool.staging)
-    for state in captured.values():
-        _settle(state, wanted)
-    workers.run(list(_copy_jobs(host)))
-    for copy in copies:
-        copy.returnable()
+    try:
+        for state in captured.values():
+            _settle(state, wanted)
+        workers.run(list(_copy_jobs(host)))
+        for copy in copies:
+            copy.returnable()
+    except BaseException:
+        release(copies)  # nobody else knows of them
+        raise
     return StagedCopy(size, copies)
 
 
