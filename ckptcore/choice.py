@@ -219,7 +219,9 @@ def restore_candidates(infos: Sequence[CheckpointInfo], run_id: str | None = Non
     """
     run = run_id or newest_run(infos)
     return [
-        info for info in reversed(infos) if info.status != "partial" and (run is None or info.run_id in (None, run))
+        info
+        for info in reversed(infos)
+        if info.status != "partial" and not info.abandoned and (run is None or info.run_id in (None, run))
     ]
 
 
@@ -254,8 +256,11 @@ def find(url: str, infos: Sequence[CheckpointInfo], run_id: str | None, step: in
     stray = [i for i in infos if i.status == "elsewhere" and step in ("latest", i.step)]
     run = run_id or newest_run(found)
     infos = [i for i in found if run is None or i.run_id in (None, run)]
-    matching = infos[-1:] if step == "latest" else [i for i in infos if i.step == step] or [
-        i for i in found if i.step == step]  # fmt: skip
+    if step == "latest":
+        matching = [i for i in infos if not i.abandoned][-1:]
+    else:
+        matching = [i for i in infos if i.step == step] or [i for i in found if i.step == step]
+        matching = [i for i in matching if not i.abandoned] or matching
     if not matching:
         steps = [i.step for i in infos if i.step is not None]
         what = "no checkpoint yet" if step == "latest" else f"no checkpoint of step {step}"

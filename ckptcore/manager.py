@@ -28,6 +28,7 @@ from .choice import best_of, candidates, choice, entry, find, load_chosen, newes
 from .coordinator import CheckpointCoordinator, check_parts, default_io_threads, meet
 from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, NoUsableCheckpoint
 from .events import OnEvent, SaveEvent
+from .format.manifest import Branch
 from .loading.apply import LoadReport
 from .loading.keys import Keys, check_keys
 from .loading.view import Problem
@@ -147,6 +148,10 @@ class CheckpointManager:
         self._run_id = run_id
         self._new_run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         self._found_damaged: set[str] = set()
+        # Where what is saved next comes from; rank 0 knows what the run has committed after that, and leaves behind.
+        self._branch, self._seen = Branch(secrets.token_hex(8)), 0
+        self._looked: Checkpoints = []
+        self._left: Checkpoints = []
         self._root, uploads = open_root(self.comm, self.storage, storage_mode, tiers, on_error, drain_timeout,
                                         self.io_threads, lambda event: self._saves.tell(event))  # fmt: skip
         self._saves = Saves(
@@ -306,9 +311,13 @@ class CheckpointManager:
                 return words
 
             coordinator, _ = self._call(state, there, lambda _: None)
-            return coordinator.load(*opened[0], **how)
+            report = coordinator.load(*opened[0], **how)
+            if opened[0][0] in self._root.storages:
+                self._adopt(report, goes_on=how["keys"] is None)
+            return report
 
         def choose(infos: Checkpoints) -> list[Any]:
+            self._looked = infos
             which = checked_which(step)
             return choice(infos, entry(infos, str(which)) if bare else self._chosen(infos, which))
 
@@ -322,7 +331,7 @@ class CheckpointManager:
         load = partial(self._load_from, coordinator, how)
         again = partial(self._root.look_again, choose)
         report = load_chosen(seen, again, load, whole=how["strict"] or how["transactional"])
-        self._adopt(report)
+        self._adopt(report, goes_on=how["keys"] is None)
         return report
 
     @one_call("restore")
@@ -365,6 +374,7 @@ class CheckpointManager:
             return "restore"
 
         def choose(infos: Checkpoints) -> Any:
+            self._looked = infos
             return candidates(infos, self._run_id)
 
         coordinator, seen = self._root.meet_and_look(partial(self._call, state, call), choose)
@@ -373,7 +383,7 @@ class CheckpointManager:
         # Their steps may be saved again: but for folders that look like somebody else's.
         self._found_damaged.update(name for name, reason in skipped.items() if NOT_OURS not in reason)
         if report is not None:
-            self._adopt(report)
+            self._adopt(report, goes_on=keys is None)
             self._compare_hash(report, training_args_hash)
             self._warn_skipped(skipped, f"restored {(report.path or '').rpartition('/')[2]} (step {report.step})")
             return report
@@ -384,6 +394,7 @@ class CheckpointManager:
                 "to start again", path=self.root, reasons=skipped)  # fmt: skip
         self._warn_skipped(skipped, "starting fresh")
         log.info("%s holds no checkpoint of this run: starting fresh", self.root)
+        self._begin_branch(0)
         return LoadReport(fresh=True, skipped=skipped)
 
     def list(self) -> Checkpoints:
@@ -455,6 +466,7 @@ class CheckpointManager:
             asked = SaveRequest(step, self.run_id, metrics, metadata, training_args_hash, overwrite)  # type: ignore[arg-type]
             asked.overwrite |= checkpoint_name(asked.step) in self._found_damaged
             asked.after_sequence = self._root.last_sequence()
+            asked.branch, asked.seen = self._branch, self._seen
             requests.append(asked)
             if not self._saves.failed:
                 self._saves.raise_failure()  # its warnings
@@ -482,6 +494,13 @@ class CheckpointManager:
         """On the thread that committed. Nothing here can undo it."""
         self._found_damaged.discard(info.name)
         self._run_id = info.run_id
+        if self._left:
+            steps = ", ".join(map(str, sorted({left.step or 0 for left in self._left})))
+            saving.told.append(
+                f"{self.root}: step {info.step} was saved after the run had gone back behind what it saved of steps {steps}: that is abandoned: "
+                "never the newest or the best, and kept by retention as a set of its own"
+            )
+            self._left = []
         self._root.clean_up(saving.comm, self.keep, self.run_id, info, saving.told.append, self._deleted)
 
     def _deleted(self, info: CheckpointInfo) -> None:
@@ -515,10 +534,24 @@ class CheckpointManager:
             raise CheckpointNotFound(f"{self.root} has no checkpoint with a metric {metric!r}", path=self.root)
         return best
 
-    def _adopt(self, report: LoadReport) -> None:
+    def _adopt(self, report: LoadReport, *, goes_on: bool) -> None:
         if self._run_id is None and report.manifest is not None:
             self._run_id = report.manifest.run_id
+        if goes_on:
+            self._go_on_from(report)
         self._saves.uploads.catch_up(self._run_id, report.step or 0)
+
+    def _go_on_from(self, report: LoadReport) -> None:
+        """What is saved from now on comes after the checkpoint that was loaded, if that is one of this run."""
+        if report.manifest is not None and report.manifest.run_id == self._run_id:
+            self._begin_branch(report.manifest.sequence)
+
+    def _begin_branch(self, origin: int) -> None:
+        mine = committed(self._looked, self.run_id)
+        self._branch = Branch(secrets.token_hex(8), origin)
+        self._seen = max((info.sequence or 0 for info in mine), default=0)
+        self._left = [i for i in mine if (i.sequence or 0) > origin and i.name not in self._found_damaged]
+        self._looked = []
 
     def _compare_hash(self, report: LoadReport, now: str | None) -> None:
         saved = None if report.manifest is None else report.manifest.training_args_hash

@@ -155,8 +155,10 @@ def surplus(
     if policy is None:
         return []
     mine = committed(infos, run_id)
-    keep = policy.keep(mine) | {saved} | {info.name for info in mine[-1:]}
-    return [info for info in mine if info.name not in keep and not info.pinned]
+    # A branch that was left has the same policy, for itself: it neither counts against the new one nor grows.
+    left = [info for info in infos if info.status == "committed" and info.abandoned and info.run_id == run_id]
+    keep = policy.keep(mine) | {saved} | {info.name for info in mine[-1:]} | (policy.keep(left) if left else set())
+    return [info for info in [*mine, *left] if info.name not in keep and not info.pinned]
 
 
 def delete_all(

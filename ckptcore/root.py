@@ -14,7 +14,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .attempts import Attempt
@@ -26,7 +26,7 @@ from .errors import (
     StorageError,
     UnsupportedVersion,
 )
-from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
+from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, Branch, CheckpointManifest
 from .storage.base import Entry, Storage, open_storage
 
 __all__ = [
@@ -79,6 +79,8 @@ class CheckpointInfo:
     marked: bool = False  # the commit went through, and the mark of the attempt is still there
     # Somebody asked for it to stay, whatever its status; retention and `delete` leave it alone.
     pinned: bool = False
+    # The run went back behind it and saved again: never the newest or the best. See `mark_abandoned`.
+    abandoned: bool = False
 
     def __str__(self) -> str:
         facts = [self.status, f"step {self.step}"]
@@ -86,6 +88,7 @@ class CheckpointInfo:
             count = len(self.manifest.components)
             facts.append(f"{count} component{'s' if count != 1 else ''}, {self.manifest.size_bytes:,} bytes")
         facts += ["pinned"] if self.pinned else []
+        facts += ["abandoned"] if self.abandoned else []
         facts += [self.reason] if self.reason and self.status != "committed" else []
         return f"{self.name} ({', '.join(facts)})"
 
@@ -243,7 +246,40 @@ def _in_order(found: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
                 info.name, info.url, "partial", info.step, "left over from an overwrite", info.manifest
             )
         result.append(info)
-    return sorted(result, key=lambda info: (*info.order, info.name))
+    return mark_abandoned(sorted(result, key=lambda info: (*info.order, info.name)))
+
+
+def mark_abandoned(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The same with `abandoned` set: what no longer leads to the last commit of its run.
+
+    A commit names the commit that its process had loaded. So from the last one on down: those of its branch belong to
+    the run, then what is not newer than the one that the branch came from, then those of that one's branch, and so on.
+    A manifest that does not say where it came from proves nothing.
+    """
+    infos = list(infos)
+    counted = [i for i in infos if i.manifest is not None and i.status in ("committed", "damaged")]
+    branches: dict[str | None, tuple[str | None, int | None]] = {}
+    left = set()
+    for info in sorted(counted, key=lambda info: info.sequence or 0, reverse=True):
+        branch = info.manifest.branch if info.manifest else None
+        own = branch.id if branch else None
+        current, origin = branches.get(info.run_id, (own, None))
+        if own != current and origin is not None and (info.sequence or 0) > origin:
+            left.add(info.url)
+        elif own != current or info.run_id not in branches:
+            branches[info.run_id] = own, branch.origin if branch else None
+    return [
+        info if info.abandoned == (info.url in left) else replace(info, abandoned=info.url in left) for info in infos
+    ]
+
+
+def goes_back_behind(branch: Branch | None, seen: int, manifest: CheckpointManifest) -> bool:
+    """Whether a save of `branch` abandons this commit. seen: the last commit that was there when the branch began; later
+    ones are of another job."""
+    if branch is None or branch.origin is None:
+        return False
+    other = manifest.branch is None or manifest.branch.id != branch.id
+    return other and branch.origin < manifest.sequence <= seen
 
 
 def still_there(storage: Storage, folder: str, manifest: CheckpointManifest | None) -> bool:
@@ -356,8 +392,8 @@ def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
 
 
 def committed(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[CheckpointInfo]:
-    """The committed checkpoints of one run, oldest first; of all runs with None."""
-    return [i for i in infos if i.status == "committed" and run_id in (None, i.run_id)]
+    """The committed checkpoints of one run that it has not abandoned, oldest first; of all runs with None."""
+    return [i for i in infos if i.status == "committed" and not i.abandoned and run_id in (None, i.run_id)]
 
 
 def mark_name(attempt: str) -> str:

@@ -16,7 +16,7 @@ from .events import SaveEvent
 from .ranks.communicator import Communicator
 from .ranks.nodes import StorageMode
 from .retention import RetentionPolicy, clean_up
-from .root import CheckpointInfo, scan
+from .root import CheckpointInfo, mark_abandoned, scan
 from .storage.base import Storage
 from .storage.local import LocalStorage
 from .storage.urls import split_url
@@ -92,7 +92,7 @@ class TieredRoot(Root):
         self._last = max((info.sequence or 0 for info, _ in far), default=0)
         found += far
         found.sort(key=lambda pair: (*pair[0].order, pair[0].status == "committed", -pair[1]))
-        return [info for info, _ in found]
+        return mark_abandoned(info for info, _ in found)
 
     def entries(self) -> list[CheckpointInfo]:
         infos = self.scan()

@@ -33,7 +33,7 @@ from .errors import (
 )
 from .events import SaveEvent
 from .retention import RetentionPolicy, check_policy, clean_up
-from .root import CheckpointInfo, committed, read_manifest, scan
+from .root import CheckpointInfo, committed, mark_abandoned, read_manifest, scan
 from .saving.background import Background, SaveHandle
 from .saving.workers import Workers
 from .storage.base import Storage, open_storage
@@ -311,8 +311,8 @@ class _Lane:
             return False
         waiting = {i.name: i for i in self.waiting()}
         mine = [*(i for i in there if i.name not in waiting), *waiting.values()]
-        mine.sort(key=lambda i: i.order)
-        if self.tier.keep is None or info.name == mine[-1].name:
+        mine = [i for i in mark_abandoned(sorted(mine, key=lambda i: i.order)) if not i.abandoned]
+        if self.tier.keep is None or not mine or info.name == mine[-1].name:
             return True
         try:
             return info.name in self.tier.keep.keep(mine)

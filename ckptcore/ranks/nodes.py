@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..root import LOOKS, CheckpointInfo, newest_run, scan
+from ..root import LOOKS, CheckpointInfo, mark_abandoned, newest_run, scan
 from ..storage.base import Storage
 from .communicator import Communicator
 from .groups import group_index
@@ -222,7 +222,7 @@ def _revised(
               if node not in has and name not in there]  # fmt: skip
     others += [[name, *rest] for name, rest in verdict["apart"].items() if name not in there]
     result += [CheckpointInfo(name, storage.at(name), status, step, reason) for name, status, reason, step in others]
-    return sorted(result, key=lambda info: (*info.order, info.name))
+    return mark_abandoned(sorted(result, key=lambda info: (*info.order, info.name)))
 
 
 def _nothing(*_: Any) -> None:

@@ -15,7 +15,7 @@ from ..errors import CheckpointExists, InvalidState, RankLost, StorageError
 from ..format.manifest import CheckpointManifest
 from ..ranks.communicator import Communicator
 from ..ranks.nodes import leads, look, node_name, own_node
-from ..root import CheckpointInfo, attempts_among, join, mark_attempt, mark_name
+from ..root import CheckpointInfo, attempts_among, goes_back_behind, join, mark_attempt, mark_name
 from ..storage.base import Storage
 from .publish import check_place, discard, put_in_place, remove_aside, take_back
 
@@ -32,11 +32,13 @@ def agree_place(saving: Saving) -> tuple[int, bool]:
 
     def choose(infos: list[CheckpointInfo]) -> bool:
         there = [info for info in infos if info.name == name]
-        if any(info.status == "committed" for info in there) and not saving.request.overwrite:
+        request = saving.request
+        left = [i for i in there if i.manifest and goes_back_behind(request.branch, request.seen, i.manifest)]
+        if any(i.status == "committed" and i not in left for i in there) and not request.overwrite:
             where = storage.at(name)
             what = f"{where} is a committed checkpoint; pass overwrite=True to replace it"
             raise CheckpointExists(what, path=where, step=step)
-        return any(info.status in ("elsewhere", "damaged") and not info.pinned for info in there)
+        return any((i.status in ("elsewhere", "damaged") or i in left) and not i.pinned for i in there)
 
     def check() -> None:
         check_place(storage, name, step, saving.joined.run_id, True)

@@ -181,7 +181,7 @@ class Saving:
             with self._needing():
                 publish(
                     self.storage, self.joined.attempt, folder, self.name, manifest, self.overwrites,
-                    self.told.append)  # fmt: skip
+                    self.told.append, seen=self.request.seen)  # fmt: skip
             published = True
             return manifest.encode()
 
@@ -310,7 +310,9 @@ class Saving:
     def _check_place(self) -> bool:
         request = self.request
         run = self.joined.run_id if self.mode == "node" else request.run_id
-        return check_place(self.storage, self.name, request.step, run, self.overwrites)
+        return check_place(
+            self.storage, self.name, request.step, run, self.overwrites, branch=request.branch, seen=request.seen
+        )
 
     def _manifest(self, receipts: Sequence[Receipt]) -> CheckpointManifest:
         request, joined = self.request, self.joined
@@ -335,6 +337,7 @@ class Saving:
             environment={"platform": _system(), "host": platform.node()},
             timings=self.seconds,
             metadata=request.metadata,
+            branch=request.branch,
         )
 
     @contextmanager

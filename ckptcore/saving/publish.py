@@ -6,14 +6,22 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 
 from ..attempts import Attempt
-from ..errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, StorageError, UnsupportedVersion
-from ..format.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, check_readable
+from ..errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointNotFound,
+    StorageError,
+    UnsupportedVersion,
+)
+from ..format.manifest import MANIFEST_NAME, Branch, CheckpointManifest, FileRecord, check_readable
 from ..root import (
     PIN_NAME,
     WITHDRAWN_NAME,
     attempts_among,
     check_files,
     entries_in,
+    goes_back_behind,
     is_ours,
     join,
     mark_name,
@@ -28,7 +36,15 @@ __all__ = ["check_alone", "check_place", "discard", "publish", "put_in_place", "
 
 
 def check_place(
-    storage: Storage, name: str, step: int | None, run_id: str, overwrite: bool, *, digest: str | None = None
+    storage: Storage,
+    name: str,
+    step: int | None,
+    run_id: str,
+    overwrite: bool,
+    *,
+    digest: str | None = None,
+    branch: Branch | None = None,
+    seen: int = 0,
 ) -> bool:
     """Whether something at `name` must give way to a new checkpoint of the run.
 
@@ -36,7 +52,8 @@ def check_place(
     abandoned left, a deletion that was not finished. All else does so only with `overwrite`: a committed checkpoint, and
     what may be somebody else's (damaged and of another run, or without a manifest that says whose it is; a copy that is
     going on looks like that). digest: of the manifest of the new one; the same commit may always take the place of
-    itself when that is damaged, pinned or not. Raises CheckpointExists for the rest: also for a pinned one, one of a newer
+    itself when that is damaged, pinned or not. branch, seen: a committed one gives way where the run went back behind it
+    (see `goes_back_behind`). Raises CheckpointExists for the rest: also for a pinned one, one of a newer
     format, what another job may be writing in that place now, and files with names that no checkpoint has.
     """
     where = storage.at(name)
@@ -57,23 +74,14 @@ def check_place(
         if writing:
             what = f"is being written by another job ({writing[0]})"
             raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
-        there = {entry.name for entry in entries}
-        if not overwrite and PIN_NAME in there and WITHDRAWN_NAME not in there and there != {PIN_NAME}:
-            what = f"is pinned, and damaged ({error}); pass overwrite=True to replace it"
-            raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
         if isinstance(error, CheckpointNotFound):
             _refuse_foreign(where, entries, step)
+        there = {entry.name for entry in entries}
         own = there <= {PIN_NAME} or WITHDRAWN_NAME in there or bool(attempts)
         if manifest is not None:
             own = manifest.run_id == run_id or manifest.digest == digest
-        if not (own or overwrite):
-            whose = "has no manifest that can be read" if manifest is None else f"is of run {manifest.run_id!r}"
-            raise CheckpointExists(
-                f"{where} is not committed, but {whose}, so it may be somebody else's ({error}); "
-                "pass overwrite=True to replace it, or move it away",
-                path=where,
-                step=step,
-            ) from None
+        if not overwrite:
+            _refuse_uncommitted(where, step, there, own, manifest, error)
         return isinstance(error, CheckpointCorrupt) or bool(entries) or storage.atomic_rename
     except StorageError as error:
         if error.errno != errno.ENOENT:
@@ -81,13 +89,33 @@ def check_place(
         return False  # deleted by somebody else meanwhile
     except UnsupportedVersion as error:
         raise CheckpointExists(f"{where} is in the way: {error}", path=where, step=step) from None
-    if not overwrite:
+    left = manifest.run_id == run_id and goes_back_behind(branch, seen, manifest)
+    if not (overwrite or left):
         raise CheckpointExists(
             f"{where} is a committed checkpoint; pass overwrite=True to replace it", path=where, step=step
         )
     if PIN_NAME in names and manifest.digest != digest:
         raise CheckpointExists(f"{where} is pinned; unpin it before it is replaced", path=where, step=step)
     return True
+
+
+def _refuse_uncommitted(
+    where: str,
+    step: int | None,
+    there: set[str],
+    own: bool,
+    manifest: CheckpointManifest | None,
+    error: CheckpointError,
+) -> None:
+    """What is no committed checkpoint, and gives way to `overwrite` alone."""
+    if PIN_NAME in there and WITHDRAWN_NAME not in there and there != {PIN_NAME}:
+        what = f"is pinned, and damaged ({error}); pass overwrite=True to replace it"
+        raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
+    if not own:
+        whose = "has no manifest that can be read" if manifest is None else f"is of run {manifest.run_id!r}"
+        what = f"is not committed, but {whose}, so it may be somebody else's ({error})"
+        how = "pass overwrite=True to replace it, or move it away"
+        raise CheckpointExists(f"{where} {what}; {how}", path=where, step=step) from None
 
 
 def _refuse_foreign(where: str, entries: Sequence[Entry], step: int | None) -> None:
@@ -121,6 +149,7 @@ def publish(
     overwrite: bool,
     tell: Callable[[str], None],
     encoded: bytes | None = None,
+    seen: int = 0,
 ) -> None:
     """Make the files in `folder` the checkpoint `name`. On return it exists and survives a crash.
 
@@ -130,7 +159,7 @@ def publish(
     With atomic rename: manifest into the attempt, then the attempt takes the name; what had it is put aside first and
     removed after, so at every instant the old or the new one counts. Elsewhere the manifest's put is the commit.
     """
-    aside = put_in_place(storage, attempt, folder, name, manifest, overwrite, tell, encoded)
+    aside = put_in_place(storage, attempt, folder, name, manifest, overwrite, tell, encoded, seen)
     if aside is not None:
         remove_aside(storage, aside, tell)
 
@@ -152,6 +181,7 @@ def put_in_place(
     overwrite: bool,
     tell: Callable[[str], None],
     encoded: bytes | None = None,
+    seen: int = 0,
 ) -> str | None:
     """`publish` without removing what gave way: the name that this has now, None when nothing did."""
     encoded = encoded or manifest.encode()
@@ -173,7 +203,16 @@ def put_in_place(
         return None
     storage.sync_folder(folder)
     aside = f"{name}.replaced-{attempt}"
-    gives_way = check_place(storage, name, manifest.step, manifest.run_id, overwrite, digest=manifest.digest)
+    gives_way = check_place(
+        storage,
+        name,
+        manifest.step,
+        manifest.run_id,
+        overwrite,
+        digest=manifest.digest,
+        branch=manifest.branch,
+        seen=seen,
+    )
     if gives_way:
         storage.rename(name, aside)
     moved = False
