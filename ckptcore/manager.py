@@ -494,6 +494,8 @@ class CheckpointManager:
         """On the thread that committed. Nothing here can undo it."""
         self._found_damaged.discard(info.name)
         self._run_id = info.run_id
+        # What has just been replaced is not left anywhere.
+        self._left = [left for left in self._left if left.step != info.step]
         if self._left:
             steps = ", ".join(map(str, sorted({left.step or 0 for left in self._left})))
             saving.told.append(
