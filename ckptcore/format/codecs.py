@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -17,9 +18,13 @@ from ..errors import CheckpointCorrupt
 from .arrays import bytes_of
 from .strict import exact, exact_items, only_plain
 
-__all__ = ["BY_NAME", "BY_TYPE", "Opaque", "keyed", "register_codec", "revived"]
+__all__ = ["BY_NAME", "BY_TYPE", "Opaque", "codec_of", "hint", "keyed", "register_codec", "revived"]
 
 T = TypeVar("T")
+
+
+def _defaultdict(made: Any, payload: Any) -> defaultdict[Any, Any]:
+    return defaultdict(made, exact(payload, dict))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,9 @@ def register_codec(
 
 register_codec(OrderedDict, dict, lambda p: OrderedDict(exact(p, dict)), name="OrderedDict")
 register_codec(Counter, dict, lambda p: Counter(exact(p, dict)), name="Counter")
+register_codec(
+    SimpleNamespace, lambda n: dict(vars(n)), lambda p: SimpleNamespace(**exact(p, dict)), name="SimpleNamespace"
+)
 register_codec(deque, lambda d: [list(d), d.maxlen], lambda p: deque(exact(p[0], list), p[1]), name="deque")
 register_codec(bytearray, bytes, lambda p: bytearray(exact(p, bytes)), name="bytearray")
 register_codec(range, lambda r: [r.start, r.stop, r.step], lambda p: range(*exact_items(p, int)), name="range")
@@ -88,9 +96,59 @@ BY_NAME["str"] = _Codec(str, "str", str, lambda p: bytes_of(p).decode("utf-8", "
 register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=exact(p, bytes)), name="UUID")
 
 
+# The factory is in the name, so that the payload is a dict like any other. None of them runs anything.
+for _made in (None, int, float, str, list, dict, set):
+    _name = f"defaultdict.{_made.__name__ if _made else 'None'}"
+    BY_NAME[_name] = _Codec(defaultdict, _name, dict, partial(_defaultdict, _made))
+
+
+def codec_of(value: Any) -> _Codec | None:
+    """How a value of this type is stored, None where nobody has said it."""
+    if type(value) is not defaultdict or defaultdict in BY_TYPE:
+        return BY_TYPE.get(type(value))
+    made = value.default_factory
+    known = made is None or (isinstance(made, type) and made in (int, float, str, list, dict, set))
+    return BY_NAME[f"defaultdict.{made.__name__ if made else 'None'}"] if known else None
+
+
+_PUT_UP = "put it at the top level of the state, under a name of its own"
+_HINTS = {
+    "torch.nn.modules.module.Module": f"a module is a component: {_PUT_UP}",
+    "torch.optim.optimizer.Optimizer": f"an optimizer is a component: {_PUT_UP}",
+    "torch.utils.data.dataloader.DataLoader": "a DataLoader has no state; use one that has, as torchdata's StatefulDataLoader, "
+    "or store the epoch and position",
+    "torch._C.Generator": "store its get_state(), and give that to set_state() after the load; the default streams are in RNGState()",
+    "ckptcore.state.component.StateComponent": "a StateComponent belongs at the top level of the state, as an item of the list or "
+    "a value of the dict, under its own key",
+    "builtins.function": "a function is code, and no state; store its name",
+    "builtins.builtin_function_or_method": "a function is code, and no state; store its name",
+    "builtins.type": "a class is code, and no state; store its name",
+    "builtins.generator": "where an iterator is cannot be read from it; store the position",
+    "collections.defaultdict": "one is stored if its factory is int, float, str, list, dict, set or None",
+}
+
+
+def hint(value: Any) -> str:
+    """What to do about a value that cannot be stored."""
+    kind = type(value)
+    for cls in kind.__mro__[:-1]:
+        if (found := _HINTS.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
+            return found
+    name = kind.__qualname__.rpartition(".")[2]
+    if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
+        return f"it has a state_dict: {_PUT_UP}"
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return f"call ckptcore.register_codec({name}, tuple, lambda p: {name}(*p)) in both programs"
+    if hasattr(kind, "__dataclass_fields__"):
+        return f"call ckptcore.register_codec({name}, vars, lambda p: {name}(**p)) in both programs"
+    if issubclass(kind, Enum):
+        return f"call ckptcore.register_codec({name}) in both programs"
+    return "store plain values or tensors instead, or call ckptcore.register_codec for the type"
+
+
 def keyed(value: Any) -> Mapping[Any, Any] | None:
     """What has the keys that are parts of names: a dict, or what the codec of a dict's type makes of it. Else None."""
-    codec = BY_NAME.get(value.codec) if type(value) is Opaque else BY_TYPE.get(type(value))
+    codec = BY_NAME.get(value.codec) if type(value) is Opaque else codec_of(value)
     if type(value) is Opaque:
         value = value.payload if codec is not None and issubclass(codec.cls, Mapping) else None
     elif codec is not None and isinstance(value, Mapping):

@@ -22,7 +22,7 @@ import msgpack
 
 from ..errors import CheckpointCorrupt, StateMismatch, UnsupportedValue
 from .arrays import array_of, is_array, is_numpy, payload_of, scalar_of, why_not_storable
-from .codecs import BY_NAME, BY_TYPE, Opaque
+from .codecs import BY_NAME, Opaque, codec_of, hint
 from .nesting import MAX_DEPTH, check_declared, check_depth
 from .strict import exact, exact_items, short, unique
 
@@ -303,10 +303,10 @@ class _Encoder:
             return _Extension(NUMPY_ARRAY if is_array(value) else NUMPY_SCALAR, payload_of(value))
         if kind is Opaque:
             return _Extension(REGISTERED, [value.codec, self.wire(value.payload, path, depth + 1)])
-        codec = BY_TYPE.get(kind)
+        codec = codec_of(value)
         if codec is None:
-            raise self.refuse(path, value, f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
-                              "store plain values or tensors instead, or call ckptcore.register_codec for the type")  # fmt: skip
+            what = f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; {hint(value)}"
+            raise self.refuse(path, value, what)
         # The payload has the path of the value itself, so that what is in it is found by its own keys.
         return _Extension(REGISTERED, [codec.name, self.wire(codec.encode(value), path, depth + 1)])
 

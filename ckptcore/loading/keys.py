@@ -13,7 +13,7 @@ from typing import Any
 
 from ..arguments import shown
 from ..errors import InvalidState, StateMismatch
-from ..format.codecs import BY_TYPE, keyed
+from ..format.codecs import codec_of, keyed
 from ..format.digest import content_digest
 from ..format.layout import Box, LogicalTensor
 from ..format.values import Numbered, TensorRef, decode, encode, join_path
@@ -471,4 +471,5 @@ def _with(state: Any, taken: Mapping[Path, Any]) -> Any:
     items = keyed(state) or {}
     new = {key: _with(item, below.pop(key)) if key in below else item for key, item in items.items()}
     new |= {key: _with({}, rest) for key, rest in below.items()}
-    return new if type(state) is dict or type(state) not in BY_TYPE else BY_TYPE[type(state)].decode(new)
+    codec = None if type(state) is dict else codec_of(state)
+    return new if codec is None else codec.decode(new)

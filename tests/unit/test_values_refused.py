@@ -33,7 +33,7 @@ class OddZone(dt.tzinfo):
 REFUSED = {
     "object": object(), "function": print, "lambda": lambda: 0, "class": Path, "module": np, "lock": threading.Lock(),
     "generator": (i for i in ()), "namedtuple": Point(1, 2), "int subclass": MyInt(3), "str subclass": MyStr("a"),
-    "dict subclass": defaultdict(list), "exception": ValueError("a"), "memoryview": memoryview(b"a"),
+    "dict subclass": defaultdict(lambda: 0), "exception": ValueError("a"), "memoryview": memoryview(b"a"),
     "object array": np.array([object()]), "record array": np.zeros(2, "i4,f4"),
     "named record": np.zeros(2, "i4,f4")[0], "matrix": np.zeros((1, 2)).view(np.matrix),
     "masked array": np.ma.masked_array([1, 2], [0, 1]), "odd time zone": dt.datetime(2020, 1, 1, tzinfo=OddZone()),
