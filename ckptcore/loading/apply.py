@@ -209,7 +209,8 @@ class Loading:
         """Of what does not fit, the worst."""
         where, report = self.view.url, self.report
         # A load is of the components that were given; a restore is of all that was saved.
-        unexpected = [n for n in report.unexpected if self.whole or "/" in n]
+        parts = self.view.manifest.components
+        unexpected = [n for n in report.unexpected if "/" in n or (self.whole and parts[n].required)]
         facts = {
             "path": where, "missing": report.missing, "unexpected": unexpected, "mismatched": self.mismatched,
         }  # fmt: skip

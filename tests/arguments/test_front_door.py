@@ -22,6 +22,7 @@ from ckptcore import (
     SharingPattern,
     StateComponent,
     StatefulProvider,
+    StateMismatch,
     UnknownName,
     open_checkpoint,
 )
@@ -242,3 +243,20 @@ def test_across_which_ranks_state_was_replicated(tmp_path: Path) -> None:
         assert across == {"global": [], "replicated": [[0, 1, 2, 3]], "per_rank": [], "per_group": [[0, 2], [1, 3]],
                           "per_node": []}  # fmt: skip
     assert b"replicated_across" not in (tmp_path / "checkpoint-1" / "checkpoint_manifest.json").read_bytes()
+
+
+def test_a_restore_may_do_without_what_was_saved_as_not_required(tmp_path: Path) -> None:
+    weights, cache = {"w": torch.ones(1)}, {"x": torch.ones(1)}
+    for required in (False, True):
+        root = tmp_path / str(required)
+        CheckpointManager(root).save(
+            1, [StateComponent("model", weights), StateComponent("cache", cache, required=required)]
+        )
+        live = {"w": torch.zeros(1)}
+        if required:
+            with pytest.raises(StateMismatch, match="'cache'"):
+                CheckpointManager(root).restore([StateComponent("model", live)])
+        else:
+            report = CheckpointManager(root).restore([StateComponent("model", live)])
+            assert report.unexpected == ["cache"]
+        assert live["w"].item() == (0.0 if required else 1.0)
