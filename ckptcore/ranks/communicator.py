@@ -345,15 +345,21 @@ class BoardCommunicator(Communicator):
         except Exception as error:
             own = error
             data = encode({**message, "failure": _failure(error)})
+        verdict: dict[str, Any] = {"over": True}
         try:
-            self.board.put(self._key(self._round, rank=self.rank), data)
-            if self.rank == 0:
-                verdict, failed = self._lead(topic, decide, joining)
-                own = own or failed
-            else:
-                verdict = self._follow(topic, joining, message)
-                self.board.put(f"done/{self.rank}", b"%d %d" % (self.number, self._round))
-                self._tidy()
+            while "over" in verdict:
+                self.board.put(self._key(self._round, rank=self.rank), data)
+                if self.rank == 0:
+                    verdict, failed = self._lead(topic, decide, joining)
+                    own = own or failed
+                else:
+                    verdict = self._follow(topic, joining, message)
+                    self.board.put(f"done/{self.rank}", b"%d %d" % (self.number, self._round))
+                    self._tidy()
+                    if joining and self._round == 1 and self._was_alone(verdict):
+                        verdict = {"over": True}
+                if "over" in verdict:
+                    self.number += 1
         except BoardLost as error:
             raise RankLost(
                 f"{self._named_as(topic)}: rank {self.rank} lost the connection to the store of this job ({error}); "
@@ -362,6 +368,26 @@ class BoardCommunicator(Communicator):
         if "failure" in verdict:
             raise self._everybodys(_rebuilt(verdict["failure"], own)) from _cause_of(own)
         return verdict["value"]
+
+    def _was_alone(self, verdict: dict[str, Any]) -> bool:
+        """Whether this is the failure of a call that others made without this rank and that is over: another one than
+        this rank makes now, or rank 0 makes this one again already. A rank that comes late to it shares the failure."""
+        if self.rank not in verdict.get("absent", ()):
+            return False
+        leader = self.board.get("leader")
+        again = _place(leader) > (self.number, 1) and _words(leader) == self._turn.doing
+        return verdict["call"] != self._turn.doing or again
+
+    def _are_over(self, messages: list[Message]) -> bool:
+        """The same of calls that ranks gave up waiting for rank 0."""
+        for rank, message in enumerate(messages):
+            if "late" in message:
+                if message["call"] != self._turn.doing:
+                    return True
+                later = self.board.get(self._key(1, self.number + 1, rank))
+                if later is not None and decode(later)["call"] == self._turn.doing:
+                    return True
+        return False
 
     def _everybodys(self, error: CheckpointError) -> CheckpointError:
         """Mark what all ranks raise, so that it is not posted once more when the call is left."""
@@ -384,8 +410,13 @@ class BoardCommunicator(Communicator):
         cause: BaseException | None = None
         messages: list[Message] = []
         try:
-            self.board.put("leader", b"%d %d" % (self.number, self._round))
+            where = f"{self.number} {self._round} {self._turn.doing}"
+            self.board.put("leader", where.encode("utf-8", "backslashreplace"))
             messages = self._gather(topic, joining)
+            if joining and self._round == 1 and self._are_over(messages):
+                self.board.put(out := self._key(1), encode({"over": True}))
+                self._unread.append(out)
+                return {"over": True}, None
             self.nodes = verdict["nodes"] = _nodes([message["node"] for message in messages])
             _raise_failures(topic, messages, joining)
             verdict["value"] = decide([message["value"] for message in messages])
@@ -395,6 +426,8 @@ class BoardCommunicator(Communicator):
         except Exception as error:
             cause = error
             verdict = {"nodes": verdict["nodes"], "failure": _failure(error)}
+            if isinstance(error, JoinTimeout):
+                verdict |= {"absent": error.ranks or [], "call": self._turn.doing}
             data = encode(verdict)
         self.board.put(out := self._key(self._round), data)
         self._answered = True
@@ -539,8 +572,13 @@ def _rank_names(ranks: list[int]) -> str:
 
 def _place(value: bytes | None) -> tuple[int, int]:
     """Call and round, as a rank writes where it is."""
-    call, number = (value or b"0 0").split()
+    call, number, *_ = (value or b"0 0").split(maxsplit=2)
     return int(call), int(number)
+
+
+def _words(value: bytes | None) -> str:
+    """Which call that is."""
+    return (value or b"").decode().split(maxsplit=2)[-1] if value else ""
 
 
 def _nodes(names: list[str]) -> list[list[int]]:

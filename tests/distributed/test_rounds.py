@@ -465,6 +465,29 @@ LONE = {
 }
 
 
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("victim", range(SIZE))
+@pytest.mark.parametrize("what", ["save of step 99", "deletion of step 1"])
+def test_after_calls_of_one_rank_alone_the_next_one_of_all_works(tmp_path, what, victim, times):
+    """Nobody ever makes the call that it made; the others are not to fail for it, now or later."""
+    through = threading.Barrier(SIZE)
+
+    def program(comm):
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(1, own(comm.rank))
+            for _ in range(times):
+                if comm.rank == victim:
+                    with pytest.raises(JoinTimeout):
+                        LONE[what](ckpt, comm.rank)
+            through.wait(DEADLINE)
+            steps = [ckpt.save(step, own(comm.rank)).step for step in (2, 3)]
+            steps.append(ckpt.save_async(4, own(comm.rank)).result(DEADLINE).step)
+            return steps, [info.step for info in ckpt.list()]
+
+    expected = [2, 3, 4], [1, 2, 3, 4]
+    assert run_ranks(SIZE, program, join_timeout=0.3, liveness_timeout=10) == [expected] * SIZE
+
+
 @pytest.mark.parametrize("saves", [0, 1, 4])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("what", LONE)

@@ -16,6 +16,7 @@ import time
 import traceback
 from typing import Any
 
+import calls
 import programs
 import training
 from programs import Job
@@ -37,7 +38,8 @@ def child(order: dict[str, Any], rank: int, sockets: list[socket.socket], answer
     try:
         job = Job(rank, order["world"], order["folder"], sockets)
         name = order["program"]
-        result = getattr(programs if hasattr(programs, name) else training, name)(job, **order["arguments"])
+        module = next(module for module in (programs, training, calls) if hasattr(module, name))
+        result = getattr(module, name)(job, **order["arguments"])
         job.leave()
     except BaseException as error:
         traceback.print_exc()
