@@ -4,7 +4,8 @@ checkpoint  name url status reason pinned step run_id sequence, and when the man
             checkpoint_id format_version created world_size nodes groups size_bytes files components digest
             versions environment metrics metrics_step metadata training_args_hash timings extra storage_mode ("shared"
             or "node") node (whose part it is; null for a whole checkpoint)
-entry       name url step status reason latest pinned size_bytes created run_id sequence metrics node
+entry       name url step status reason latest pinned abandoned (the run went back behind it and saved again, so that
+            it is never the newest or the best) size_bytes created run_id sequence metrics node
 component   key pattern tensors size_bytes (of tensors) values_bytes (of plain values; null: not known) files
             writers copies group partition group_keys required checksum metadata
 file        name size_bytes digest writer
@@ -38,6 +39,7 @@ def entry(info: CheckpointInfo, latest: bool) -> dict[str, Any]:
         "reason": info.reason,
         "latest": latest,
         "pinned": info.pinned,
+        "abandoned": info.abandoned,
         "size_bytes": info.size_bytes,
         "created": info.created,
         "run_id": info.run_id,

@@ -45,7 +45,7 @@ COLUMNS = [
 
 
 def marks(entry: dict[str, Any]) -> list[str]:
-    found = [mark for mark in ("latest", "pinned") if entry[mark]]
+    found = [mark for mark in ("latest", "pinned", "abandoned") if entry[mark]]
     return found if entry["node"] is None else [*found, f"the part of node {entry['node']}"]
 
 

@@ -157,7 +157,7 @@ class Subject:
         known = self.document()
         names = "name url step status reason pinned size_bytes created run_id sequence node"
         found = {name: known.get(name) for name in names.split()}
-        return found | {"latest": False, "metrics": known.get("metrics", {})}
+        return found | {"latest": False, "abandoned": False, "metrics": known.get("metrics", {})}
 
 
 def problem_of_error(error: Any, manifest: CheckpointManifest | None) -> dict[str, Any]:

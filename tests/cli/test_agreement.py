@@ -18,7 +18,7 @@ from ckpt_tools.verification import verify
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore import CheckpointManager, NoUsableCheckpoint
+from ckptcore import CheckpointManager, CheckpointWarning, NoUsableCheckpoint
 
 from .conftest import Ckpt, save_run, state_of_step
 
@@ -187,3 +187,18 @@ def test_a_root_that_changes_and_stays_damaged_is_damaged(
     monkeypatch.setattr(Subject, "open", damaged)
     monkeypatch.setattr("ckpt_tools.lookup.LOOKS", 3)
     assert ckpt("inspect", root, "--verify").code == 1
+
+
+def test_what_a_run_has_gone_back_behind_is_never_the_newest(ckpt: Ckpt, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    save_run(root, (10, 20, 30), run_id="run-a")
+    with CheckpointManager(root, run_id="run-a") as manager:
+        manager.load(state_of_step(0), 10)
+        with pytest.warns(CheckpointWarning, match="steps 20, 30: that is abandoned"):
+            manager.save(15, state_of_step(15))
+    assert restored(root) == ("checkpoint-15", set())
+    check(root)
+    entries = ckpt("ls", root, "--json").document["checkpoints"]
+    assert [entry["step"] for entry in entries if entry["abandoned"]] == [20, 30]
+    (line,) = (line for line in ckpt("ls", root).out.splitlines() if "checkpoint-30" in line)
+    assert "committed (abandoned)" in line
