@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .state.adapters import ModelState as ModelState
     from .state.adapters import OptimizerState as OptimizerState
     from .state.adapters import RNGState as RNGState
+    from .state.adapters import Value as Value
     from .state.component import SharingPattern as SharingPattern
     from .state.component import StateComponent as StateComponent
     from .state.component import Stateful as Stateful
@@ -73,7 +74,7 @@ _HOMES = {
     "retention": ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy"],
     "root": ["CheckpointInfo", "scan_root"],
     "saving.background": ["SaveHandle"],
-    "state.adapters": ["ModelState", "OptimizerState", "RNGState"],
+    "state.adapters": ["ModelState", "OptimizerState", "RNGState", "Value"],
     "state.component": ["SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"],
     "state.layout": ["Shard"],
     "storage.base": ["Storage", "open_storage"],

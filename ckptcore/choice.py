@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
-from .errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, RanksDisagree, StorageError, UnsupportedVersion
+from .errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidState,
+    RanksDisagree,
+    StorageError,
+    UnsupportedVersion,
+)
 from .loading.report import PARTLY_OVERWRITTEN, LoadReport
 from .loading.view import CheckpointView, Problem
 from .ranks.communicator import Communicator
@@ -353,6 +361,10 @@ def newest_that_loads(
                 raise
             failed[name, digest] = str(error)
             seen = look_again()
+        except CheckpointError as error:
+            if touched := [n for (n, _), why in failed.items() if why.endswith(PARTLY_OVERWRITTEN)]:
+                error.message += f"; live state was partly overwritten by {touched[0]}, which is damaged, before that"
+            raise
         else:
             skipped = {name: why.replace(PARTLY_OVERWRITTEN, "") for name, why in skipped.items()}
             report.skipped = skipped

@@ -168,6 +168,7 @@ class CheckpointCoordinator:
         cast: bool = False,
         transactional: bool = False,
         broadcast: bool = False,
+        host_first: bool = False,
         step: int | None = None,
         keys: Keys | None = None,
         whole: bool = False,
@@ -175,6 +176,8 @@ class CheckpointCoordinator:
         """Load the components from the checkpoint `name` of `storage`, verified, on all ranks or on none.
 
         broadcast: what every rank needs is read by one of them and passed on, for storage that is slow or billed.
+        transactional: live state is as before after any failure, on all ranks; it takes host memory for both states.
+        host_first: all is read and verified in host memory before live state is touched.
         step: the one that the checkpoint must be of, where it is known; another is CheckpointCorrupt.
         keys: see `CheckpointManager.load`. whole: components of the checkpoint that were not given are an error.
 
@@ -194,6 +197,7 @@ class CheckpointCoordinator:
             strict=strict,
             cast=cast,
             transactional=transactional,
+            host_first=host_first,
             step=step,
             keys=selection,
             whole=whole,
@@ -203,7 +207,12 @@ class CheckpointCoordinator:
         if broadcast:
             loading.read_once()
         comm.together("read", loading.read, _nothing)
-        comm.together("apply", loading.apply, _nothing)
+        try:
+            comm.together("apply", loading.apply, _nothing)
+        except BaseException as error:
+            if transactional:
+                loading.put_back(error)
+            raise
         return loading.report
 
 

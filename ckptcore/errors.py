@@ -11,6 +11,7 @@ CheckpointError(Exception)
 ├── UnsupportedValue          (TypeError)          a leaf that cannot be stored; nothing was written
 ├── InvalidState              (ValueError)         the state, its keys or its declaration are not valid
 ├── StateMismatch             (ValueError)         checkpoint and live state do not fit together
+│   └── LoadFailed                                 found out by the component itself, while it was loaded
 ├── ReplicationMismatch       (ValueError)         state declared equal differs between ranks
 ├── CoordinationError         (RuntimeError)       the ranks did not act together
 │   ├── JoinTimeout           (TimeoutError)       a rank did not make the call
@@ -41,6 +42,7 @@ __all__ = [
     "CoordinationError",
     "InvalidState",
     "JoinTimeout",
+    "LoadFailed",
     "NoSpace",
     "NoUsableCheckpoint",
     "RankFailed",
@@ -168,7 +170,7 @@ class InvalidState(CheckpointError, ValueError):
 
 
 class StateMismatch(CheckpointError, ValueError):
-    """Checkpoint and live state do not fit together; live state was not touched.
+    """Checkpoint and live state do not fit together; live state was not touched, unless it is a LoadFailed.
 
     missing: full names that the live state has and the checkpoint lacks.
     unexpected: full names that the checkpoint has and the live state lacks.
@@ -180,6 +182,19 @@ class StateMismatch(CheckpointError, ValueError):
     missing: list[str] | None
     unexpected: list[str] | None
     mismatched: dict[str, tuple[str, str]] | None
+
+
+class LoadFailed(StateMismatch):
+    """A component refused the state that it was handed, on `rank`; its own error is the `__cause__`.
+
+    overwritten: keys of the components that are not what they were, or not in whole. With transactional=True they were put
+    back; the message says so.
+    """
+
+    facts: ClassVar[tuple[str, ...]] = (*StateMismatch.facts, "component", "rank", "overwritten")
+    component: str | None
+    rank: int | None
+    overwritten: list[str] | None
 
 
 class ReplicationMismatch(CheckpointError, ValueError):

@@ -363,9 +363,6 @@ class CheckpointManager:
             return named
         self._saves.settle()
         how["broadcast"] = self.load_broadcast
-        # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
-        # of what was read by then, live state is touched only after everything was verified.
-        how["transactional"] = not (transactional is False and fresh_ok is False and strict is True)
 
         def call() -> str:
             check_flags(strict=strict, cast=cast, transactional=transactional, fresh_ok=fresh_ok)
@@ -378,6 +375,10 @@ class CheckpointManager:
             return candidates(infos, self._run_id)
 
         coordinator, seen = self._root.meet_and_look(partial(self._call, state, call), choose)
+        # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
+        # of what was read by then, live state is touched only after everything was verified.
+        may_stay = any(not c.required or c.on_resize == "keep" for c in coordinator.components)
+        how["host_first"] = bool(fresh_ok or not strict or may_stay)
         load = partial(self._load_from, coordinator, how)
         report, skipped = newest_that_loads(seen, partial(self._root.look_again, choose), load)
         # Their steps may be saved again: but for folders that look like somebody else's.

@@ -8,6 +8,9 @@ the number of the tensor that holds the bytes; then file, start and digests are 
 
 A sharded component has {"tree", "layouts", "pieces"} instead: the table of layout.py beside the tree, and for each box
 that this writer wrote [number, file, start, chunk digests]; the rest follows from the table.
+
+Beside a tree there may be "versions": bytes of what torch keeps beside the state of modules in it, by path in the tree and
+name of the module, where that is not {"version": 1}.
 """
 
 from __future__ import annotations
@@ -88,12 +91,14 @@ class ComponentIndex:
     """`tree`: encoded plain values with TensorRefs that number the tensors; None where another writer has it.
 
     layouts: the table of a sharded component, beside its tree; pieces: what this writer has of it, else None.
+    versions: of modules, encoded; None where there are none, or the writer did not know of them.
     """
 
     tree: bytes | None
     tensors: list[TensorEntry] = field(default_factory=list)
     layouts: dict[str, Any] | None = None
     pieces: list[Piece] | None = None
+    versions: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -149,6 +154,8 @@ class Index:
             else:
                 pieces = [[p.number, p.file, p.start, p.digests] for p in component.pieces]
                 components[key] = {"tree": component.tree, "layouts": component.layouts, "pieces": pieces}
+            if component.versions is not None:
+                components[key]["versions"] = component.versions
         files = {name: [f.size, f.header_size, f.header_digest] for name, f in self.files.items()}
         packed = {"format": FORMAT, "version": VERSION, "writer": self.writer, "files": files, "components": components}
         return bytes(msgpack.packb(packed, use_bin_type=True, unicode_errors="surrogatepass"))
@@ -169,17 +176,19 @@ class Index:
                     raise ValueError(f"a header of {header_size} bytes is not that of a file of {size}")
                 index.files[name] = FileEntry(whole(size), whole(header_size), bytes(header_digest))
             for key, component in raw["components"].items():
-                tree = component["tree"]
-                if not isinstance(key, str) or not (tree is None or isinstance(tree, bytes)):
-                    raise ValueError("a component's key or tree has the wrong type")
+                tree, versions = component["tree"], component.get("versions")
+                if not isinstance(key, str) or not all(
+                    part is None or isinstance(part, bytes) for part in (tree, versions)
+                ):
+                    raise ValueError("a component's key, tree or versions have the wrong type")
                 if "pieces" in component:
                     pieces = [_piece(row, index.files) for row in component["pieces"]]
-                    index.components[key] = ComponentIndex(tree, [], component["layouts"], pieces)
+                    index.components[key] = ComponentIndex(tree, [], component["layouts"], pieces, versions)
                     continue
                 entries = [_entry(row, index.files) for row in component["tensors"]]
                 if len({e.name for e in entries} | {None}) != len(entries) + 1:
                     raise ValueError(f"two tensors of component {key!r} have one name")
-                index.components[key] = ComponentIndex(tree, entries)
+                index.components[key] = ComponentIndex(tree, entries, versions=versions)
             index.starts()
             return index
         except _DECODE_ERRORS as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from .strict import only_plain
 
-__all__ = ["MAX_DEPTH", "check_declared", "check_depth"]
+__all__ = ["MAX_DEPTH", "check_declared", "check_depth", "containers_copied"]
 
 MAX_DEPTH = 64  # each level of extensions costs some 50 KB of the C stack when it is read
 
@@ -78,3 +80,17 @@ def check_depth(value: Any) -> None:
         inner = [item.values() if isinstance(item, dict) else item for item in level]
         level = [part for parts in inner if not only_plain(parts) for part in parts if isinstance(part, _NESTED)]
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+def containers_copied(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """`value` with dicts, lists, tuples, sets and deques of its own, and `leaf(item)` for everything else."""
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = containers_copied(item, leaf)
+        return made
+    if type(value) in (list, tuple, set):
+        return type(value)(containers_copied(item, leaf) for item in value)
+    if type(value) is deque:
+        return deque((containers_copied(item, leaf) for item in value), value.maxlen)
+    return leaf(value)

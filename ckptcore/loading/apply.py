@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from ..errors import CheckpointCorrupt, CheckpointError, RanksDisagree, StateMismatch
+from ..errors import CheckpointCorrupt, CheckpointError, LoadFailed, RanksDisagree, StateMismatch
 from ..format.codecs import revived
 from ..format.digest import content_hash
-from ..format.layout import LogicalTensor, volume
+from ..format.layout import LogicalTensor, WholeLayout, volume
 from ..format.manifest import MANIFEST_NAME
 from ..format.values import TensorRef, decode
 from ..ranks.communicator import Communicator
-from ..state.adapters import PlainState
+from ..state.adapters import ModelState, PlainState, is_optimizer, owner_of
 from ..state.component import StateComponent
 from ..state.layout import (
     LocalPart,
@@ -31,8 +33,9 @@ from ..state.layout import (
     words,
 )
 from ..state.names import one_walk
+from ..state.plain import only_own, owned_elsewhere
 from ..state.streams import own_stream, pinned_memory, settle
-from ..state.tree import CapturedTensor, capture, differences
+from ..state.tree import Captured, CapturedTensor, capture, differences, with_versions
 from .broadcast import read_shared
 from .keys import Part, Selection, parts
 from .partial import SKIPPED, has_other, held_names, pruned
@@ -40,6 +43,8 @@ from .place import Place, copy_for
 from .plan import Words, read_of
 from .reader import TensorRead, read_tensors
 from .report import PARTLY_OVERWRITTEN, LoadReport
+from .sharing import MODULE, OPTIMIZER, OTHER, PLAIN, SLICE, Held, SharedMemory, shared_memory
+from .undo import Snapshot
 from .view import CheckpointView, StoredComponent
 
 __all__ = ["LoadReport", "Loading"]
@@ -47,8 +52,46 @@ __all__ = ["LoadReport", "Loading"]
 ALLOCATED_UNSEEN = 16 << 20  # larger tensors are allocated only after a look at their files
 
 
+@dataclass(slots=True)
+class _Entry:
+    """One component that is loaded: what was saved, what there is now, and what is handed over in the end."""
+
+    part: Part
+    state: Any
+    live: Captured
+    prepared: Any = None
+    versions: dict[str, Any] | None = None
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    in_place: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.part.component.key
+
+    @property
+    def component(self) -> StateComponent:
+        return self.part.component
+
+    @property
+    def stored(self) -> StoredComponent:
+        return self.part.stored
+
+    @property
+    def stateful(self) -> Any:
+        return self.part.component.stateful
+
+    @property
+    def owner(self) -> Any:
+        """Who decides, also where only a part of its state is loaded."""
+        return owner_of(self.stateful)
+
+
 class Loading:
-    """One load on one rank, in the three steps between which the ranks agree: check, read, apply."""
+    """One load on one rank, in the three steps between which the ranks agree: check, read, apply.
+
+    transactional: all or nothing, also where a component refuses its state; host_first: read all into host memory before
+    anything live is touched, which `transactional` implies.
+    """
 
     def __init__(
         self,
@@ -61,6 +104,7 @@ class Loading:
         strict: bool,
         cast: bool,
         transactional: bool,
+        host_first: bool = False,
         step: int | None = None,
         keys: Selection | None = None,
         whole: bool = False,
@@ -69,20 +113,25 @@ class Loading:
         self.view, self.components, self.comm, self.io_threads = view, components, comm, io_threads
         self.strict, self.cast, self.transactional, self.step = strict, cast, transactional, step
         self.keys, self.whole = keys, whole
+        self.host_first = host_first or transactional
         self.report = LoadReport(step=manifest.step, path=view.url, manifest=manifest)
         self.place = Place(comm.rank, comm.world_size, comm.nodes, partitions)
-        self.prepared: list[tuple[StateComponent, Any]] = []
-        # What is to be read, where to, and what is then copied into live tensors.
+        self.entries: dict[str, _Entry] = {}
+        self.shared = SharedMemory()
+        # What is to be read, and where to.
         self.reads: list[TensorRead] = []
         self.devices: set[torch.device] = set()
-        self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.in_place = False
-        self.spans: dict[str, list[tuple[int, int]]] = {}
+        self.contested: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        # How far `apply` came.
+        self.begun: list[str] = []
+        self.before: dict[str, Snapshot] = {}
         # What does not fit.
         self.mismatched: dict[str, tuple[str, str]] = {}
         self.unmatched: list[str] = []
         self.regrouped: list[StateMismatch] = []
         self.elsewhere: dict[str, list[str]] = {}
+        self.tolerated: dict[str, set[str]] = {}
+        self.on_no_rank_at_all: dict[str, set[str]] = {}
         self.nothing_here: set[str] = set()
 
     def read_once(self) -> None:
@@ -103,7 +152,10 @@ class Loading:
                 "replaced meanwhile", path=self.view.url, file=MANIFEST_NAME, kind="format",
                 expected=self.step, actual=self.view.manifest.step)  # fmt: skip
         for part in self._parts():
-            self.prepared.append((part.component, self._prepare(part)))
+            self.entries[part.component.key] = self._entry(part)
+        self.shared = shared_memory(held for entry in self.entries.values() for held in _held(entry))
+        for entry in self.entries.values():
+            self._prepare(entry)
         hashes = {key: [_hash(name) for name in names] for key, names in self.elsewhere.items()}
         return {"elsewhere": hashes, "keys": None if self.keys is None else self.keys.answer}
 
@@ -156,25 +208,45 @@ class Loading:
                 mismatched={},
             )
 
-    def _prepare(self, part: Part) -> Any:
-        """The saved state with destinations in place of the tensors, none of them read yet."""
-        component, stored, sharded = part.component, part.stored, part.sharded
+    def _entry(self, part: Part) -> _Entry:
+        component = part.component
         state = component.stateful.state_dict()
-        live = {t.name: t for t in capture(component.key, state, sharded=True, live_only=True).tensors}
-        found = _Component(self, component, stored, live, dict(held_names(state) if sharded else ()), skip=sharded)
+        seen = state
+        if isinstance(owner_of(component.stateful), ModelState):
+            # What its own loading makes of parameters that have no shape yet is its to say.
+            seen = {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and is_lazy(v))}
+        return _Entry(part, state, capture(component.key, seen, sharded=True, live_only=True))
+
+    def _prepare(self, entry: _Entry) -> None:
+        """The saved state with destinations in place of the tensors, none of them read yet."""
+        part, component, stored, state = entry.part, entry.component, entry.stored, entry.state
+        owner = entry.owner
+        # On one rank nothing belongs to others, and who has no names yet is handed all of it.
+        named = isinstance(owner, ModelState) or is_optimizer(owner) or bool(entry.live.tensors)
+        skip = part.sharded and (self.comm.world_size > 1 or named)
+        found = _Component(self, entry, dict(held_names(state) if part.sharded else ()), skip=skip)
         file = f"{self.view.url}: component {component.key!r}"
-        compare = getattr(component.stateful, "differences", None)
-        if compare is None and sharded:
+        entry.versions = _versions(stored, file)
+        values = decode(stored.tree, opaque=True, file=file)
+        if isinstance(owner, torch.amp.GradScaler) and not values and state:
+            self.regrouped.append(StateMismatch(
+                f"{file}: the scaler was saved with nothing in it (enabled=False), and the live one is on; load without it, and "
+                "save the next checkpoint with it", path=self.view.url))  # fmt: skip
+        compare = getattr(entry.stateful, "differences", None)
+        if isinstance(owner, PlainState):
+            owner.strict = self.strict
+            compare = partial(owner.differences, sharded=skip) if owner is entry.stateful else compare
+        if compare is None and skip:
             compare = partial(differences, live=state)
         if compare is not None:
             # Names and values first, so that nothing is allocated for a state that does not fit.
-            self._compare(component, compare, decode(stored.tree, opaque=True, file=file), sharded)
-        if sharded:
+            self._compare(component, compare, values, skip)
+        if skip:
             self.elsewhere.setdefault(component.key, []).extend(part.unexpected)
         else:
             self.report.unexpected += [f"{component.key}/{name}" for name in part.unexpected]
         left = pruned(decode(stored.tree, found.leaf, opaque=True, file=file))
-        return {} if left is SKIPPED else left
+        entry.prepared = {} if left is SKIPPED else left
 
     def _compare(self, component: StateComponent, compare: Any, saved: Any, sharded: bool) -> None:
         try:
@@ -186,7 +258,8 @@ class Loading:
         self.report.missing += [f"{component.key}/{name}" for name in found.missing]
         self.mismatched |= {f"{component.key}/{name}": forms for name, forms in found.mismatched.items()}
         if sharded:
-            self.elsewhere[component.key] = found.unexpected
+            self.elsewhere[component.key] = [*found.unexpected, *found.tolerated]
+            self.tolerated[component.key] = set(found.tolerated)
             self.nothing_here |= {component.key} if not found.matched and (found.missing or found.unexpected) else set()
             return
         self.report.unexpected += [f"{component.key}/{name}" for name in found.unexpected]
@@ -198,7 +271,9 @@ class Loading:
         for key, names in self.elsewhere.items():
             unknown = set(on_no_rank.get(key, ()))
             found = [n for n in names if _hash(n) in unknown]
-            self.report.unexpected += [f"{key}/{name}" for name in found]
+            self.on_no_rank_at_all[key] = set(found)
+            tolerated = self.tolerated.get(key, ())
+            self.report.unexpected += [f"{key}/{name}" for name in found if name not in tolerated]
             if key in self.nothing_here and len(found) == len(names):
                 self.unmatched.append(key)  # no rank has any of the names
         self._judge_names()
@@ -220,7 +295,7 @@ class Loading:
         renamed = {} if self.keys is None else self.keys.renamed
         missing = [renamed.get(name, name) for name in report.missing]
         if self.keys is not None:
-            if report.missing and not self.prepared:
+            if report.missing and not self.entries:
                 lacking = _some(missing)
                 raise StateMismatch(f"{where}: nothing that keys ask for is in the checkpoint, not {lacking}", **facts)
             matched_any = True
@@ -254,64 +329,182 @@ class Loading:
         try:
             yield
         except CheckpointError as error:
-            if self.in_place:
+            if any(entry.in_place for entry in self.entries.values()):
                 error.message += PARTLY_OVERWRITTEN
             raise
 
     @one_walk()
     def apply(self) -> None:
-        """Hand the complete states over, random streams last."""
-        for live, staged in self.staged:
-            copy_into(live, staged)
-        for component, state in sorted(
-            self.prepared, key=lambda p: bool(getattr(p[0].stateful, "restore_last", False))
-        ):
-            component.stateful.load_state_dict(revived(state, f"{self.view.url}: component {component.key!r}"))
-            owner = getattr(component.stateful, "whole", component.stateful)
-            if isinstance(owner, PlainState):
-                self.report.values[component.key] = owner.loaded
+        """Hand the complete states over, random streams last. Raises LoadFailed where a component refuses its own."""
+        order = sorted(self.entries.values(), key=lambda e: bool(getattr(e.stateful, "restore_last", False)))
+        if self.transactional:
+            self.before = {e.key: Snapshot(e.component, e.state, e.live) for e in order}
+        seen: dict[int, tuple[Any, Any]] = {}
+        for entry in order:
+            self.begun.append(entry.key)
+            try:
+                for live, staged in entry.staged:
+                    copy_into(live, staged)
+                self._hand_over(entry, seen)
+            except Exception as error:
+                raise self._failed(entry, error) from error
+        self._check_shared()
 
-    def free_for_reading(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory may be read into: not shared with another destination, or with itself."""
-        span = memory_span(tensor)
+    def _hand_over(self, entry: _Entry, seen: dict[int, tuple[Any, Any]]) -> None:
+        owner = entry.owner
+        state = revived(entry.prepared, f"{self.view.url}: component {entry.key!r}")
+        if isinstance(owner, PlainState):
+            if owner is not entry.stateful:
+                entry.stateful.load_state_dict(state)
+            else:
+                if entry.key in self.elsewhere:
+                    nowhere = self.on_no_rank_at_all.get(entry.key, set())
+                    state = only_own(state, owner.value, nowhere.__contains__)
+                owner.put_back(state, seen)
+            self.report.values.keep(entry.key, owner.loaded)
+            return
+        if isinstance(owner, ModelState):
+            owner.strict = self.strict and owner is entry.stateful
+            if entry.versions is not None and isinstance(state, dict):
+                state = OrderedDict(state)
+                state._metadata = entry.versions.get("", {})  # type: ignore[attr-defined]
+        elif entry.versions:
+            state = with_versions(state, entry.versions)
+        entry.stateful.load_state_dict(state)
+
+    def _failed(self, entry: _Entry, error: Exception) -> CheckpointError:
+        """What to raise where a component refused its state: with its name, and what that leaves."""
+        said = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else error.message
+        where = f"{self.view.url}: component {entry.key!r} on rank {self.comm.rank} could not be loaded"
+        touched = [e.key for e in self.entries.values() if e.in_place or e.key in self.begun]
+        left = [key for key in self.entries if key not in touched]
+        after = "" if self.transactional else (
+            f"; overwritten by now, {entry.key!r} perhaps in part: {_some(touched)}; as before: {_some(left)}; do not train on "
+            "it (transactional=True puts everything back)")  # fmt: skip
+        facts = {"path": self.view.url, "component": entry.key, "rank": self.comm.rank, "overwritten": touched}
+        if isinstance(error, CheckpointError) and not isinstance(error, StateMismatch):
+            error.message += after
+            return error
+        if isinstance(error, StateMismatch):
+            facts |= {"missing": error.missing, "unexpected": error.unexpected, "mismatched": error.mismatched}
+        return LoadFailed(f"{where}: {said}{after}", **facts)
+
+    def _check_shared(self) -> None:
+        """Raise LoadFailed where memory that several tensors have in common does not hold what was saved of each."""
+        wrong = [name for name, live, staged in self.contested
+                 if not torch.equal(words(live).cpu(), words(staged.to(live.dtype)))]  # fmt: skip
+        also = ""
+        for one, keeper in () if wrong else self.shared.others:
+            entry = self.entries[one.component]
+            now = {t.name: t for t in capture(entry.key, entry.stateful.state_dict(), sharded=True).tensors}.get(
+                one.tensor.name
+            )
+            span, kept = memory_span(keeper.tensor.tensor), memory_span(now.tensor) if now is not None else None
+            overlap = span is not None and kept is not None and span[0] == kept[0]
+            if overlap and span[1] < kept[2] and kept[1] < span[2] and not self._one_value(one, keeper):  # type: ignore[index]
+                wrong = wrong or [f"{one.component}/{one.tensor.name}"]
+                also = also or f" with '{keeper.component}/{keeper.tensor.name}'"
+        if wrong:
+            raise LoadFailed(
+                f"{self.view.url}: {wrong[0]!r} shares memory{also} in the live state, and other bytes were saved of it: one "
+                "memory cannot hold two values; make it a copy of its own before the load"
+                + ("" if self.transactional else PARTLY_OVERWRITTEN), path=self.view.url,
+                component=wrong[0].split("/")[0], rank=self.comm.rank, overwritten=list(self.entries))  # fmt: skip
+
+    def _one_value(self, one: Held, other: Held) -> bool:
+        """Whether the same bytes were saved of two live tensors that are one."""
+        numbers = []
+        for held in (one, other):
+            named = {t.name: n for n, t in enumerate(self.entries[held.component].stored.tensors)}
+            numbers.append(named.get(held.tensor.name))
+        first, second = numbers
+        if first is None or second is None or one.tensor.shape != other.tensor.shape:
+            return False
+        return _same_bytes(self.entries[one.component].stored, first,
+                           self.entries[other.component].stored, second, one.tensor)  # fmt: skip
+
+    def put_back(self, error: BaseException) -> None:
+        """Undo what `apply` did on this rank, and say so in `error`."""
+        failed = []
+        for key in reversed(self.begun):
+            try:
+                self.before[key].restore()
+            except BaseException as reason:  # a second interrupt must not leave the rest as it is
+                failed.append(f"{key!r} ({type(reason).__name__}: {reason})")
+        text = "; live state is as it was before the load"
+        if failed:
+            text = f"; the others were put back as they were, and these could not be: {', '.join(failed)}; do not train on it"
+        if isinstance(error, CheckpointError):
+            error.message += text
+        else:
+            error.add_note(text[2:])
+
+    def free_for_reading(self, place: tuple[str, str], tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory may be read into: not shared in part with another's, or with itself."""
         # The memory of a conjugated or negated view holds other bits than its items say.
-        if self.transactional or tensor.is_conj() or tensor.is_neg() or overlaps_itself(tensor):
-            return False
-        if span is None:
-            return True
-        device, start, stop = span
-        taken = self.spans.setdefault(device, [])
-        at = bisect_left(taken, (start, stop))
-        if (at and taken[at - 1][1] > start) or (at < len(taken) and taken[at][0] < stop):
-            return False
-        insort(taken, (start, stop))
-        return True
+        odd = tensor.is_conj() or tensor.is_neg() or overlaps_itself(tensor)
+        return not (self.host_first or odd or place in self.shared.contested)
+
+
+def _held(entry: _Entry) -> Iterator[Held]:
+    """The live tensors of a component, and who of several owners would keep their memory."""
+    owner = entry.owner
+    for t in entry.live.tensors:
+        order = OTHER
+        if isinstance(owner, ModelState):
+            order = OTHER if owner.decides(t.name) and t.part.layout is None else MODULE
+        elif is_optimizer(owner):
+            order = OPTIMIZER
+        elif isinstance(owner, PlainState):
+            order = PLAIN
+        elif t.part.layout is not None:
+            order = SLICE
+        yield Held(entry.key, order, t)
+
+
+def _versions(stored: StoredComponent, file: str) -> dict[str, Any] | None:
+    """Versions of modules by path and name. Raises CheckpointCorrupt."""
+    if stored.versions is None:
+        return None
+    found = decode(stored.versions, file=file)
+    tables = found.values() if isinstance(found, dict) else [None]
+    if not all(
+        isinstance(table, dict) and all(isinstance(facts, dict) for facts in table.values()) for table in tables
+    ):
+        raise CheckpointCorrupt(f"{file}: the versions of its modules are not a table", kind="format")
+    return dict(found)
+
+
+def _same_bytes(a: StoredComponent, first: int, b: StoredComponent, second: int, live: CapturedTensor) -> bool:
+    """Whether two saved tensors are equal where `live` wants them, by their digests."""
+    box = live.part.box
+    one, other = a.tensors[first], b.tensors[second]
+    if box is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return box is None
+    pieces = [[(p.offset, p.digests) for p in stored.pieces(n, box)] for stored, n in ((a, first), (b, second))]
+    return pieces[0] == pieces[1]
 
 
 class _Component:
     """Destinations of one component's tensors. skip: tensors that this rank does not have belong to others."""
 
-    def __init__(
-        self,
-        loading: Loading,
-        component: StateComponent,
-        stored: StoredComponent,
-        live: dict[str, CapturedTensor],
-        held: dict[tuple[str, ...], int | None],
-        *,
-        skip: bool,
-    ) -> None:
-        self.loading, self.component, self.stored, self.live, self.skip = loading, component, stored, live, skip
-        self.judged = hasattr(component.stateful, "differences")
-        self.live_list = list(live.values())
+    def __init__(self, loading: Loading, entry: _Entry, held: dict[tuple[str, ...], int | None], *, skip: bool) -> None:
+        self.loading, self.entry, self.skip = loading, entry, skip
+        self.component, self.stored, self.owner = entry.component, entry.stored, entry.owner
+        self.live = {t.name: t for t in entry.live.tensors}
+        self.live_list = entry.live.tensors
         self.held = held
-        self.numbers = {tensor.name: number for number, tensor in enumerate(stored.tensors)}
+        self.numbers = {tensor.name: number for number, tensor in enumerate(entry.stored.tensors)}
+        self.order = {one.tensor.name: one.order for one in _held(entry)}
         self.leaves: dict[int, Any] = {}
+        self.arrays: set[int] = set()
 
     def leaf(self, ref: TensorRef) -> Any:
         """What stands for a saved tensor in the state that is handed over; its bytes are read later."""
         if not 0 <= ref.index < len(self.stored.tensors):
             raise ValueError(f"the tree refers to tensor {ref.index} of {len(self.stored.tensors)}")
+        if ref.numpy:
+            self.arrays.add(ref.index)
         found = self.leaf_of(ref.index)
         return found.numpy() if ref.numpy and isinstance(found, torch.Tensor) else found
 
@@ -324,33 +517,30 @@ class _Component:
             if live is None and other is None:
                 return self.once(tensor.alias_of)
             if live is not None and other is not None and self.tied(live, other):
-                self.once(tensor.alias_of)
-                return live.live
-        if live is not None and live.alias_of is not None:
+                return self.once(tensor.alias_of)
+        if live is not None and live.alias_of is not None and self.order[live.name] != OTHER:
             other = self.live_list[live.alias_of]
             number_of_other = self.numbers.get(other.name)
             if number_of_other is not None and self.tied(live, other):
-                if self.same_bytes(number, number_of_other, live):
+                if _same_bytes(self.stored, number, self.stored, number_of_other, live):
                     self.once(number_of_other)
                     return live.live
-                # One memory cannot hold two values.
-                forms = ("a value of its own", f"memory that it shares with {other.name!r}")
-                self.loading.mismatched[f"{self.component.key}/{tensor.name}"] = forms
-                return live.live
+                return self.two_values(number, tensor, live, repr(other.name))
         return self.once(number)
+
+    def two_values(self, number: int, tensor: LogicalTensor, live: CapturedTensor, other: str) -> Any:
+        """One memory cannot hold two values. What is held by name gets memory of its own; a module's tensors are refused."""
+        dtype = torch_dtype(tensor.dtype)
+        free = (isinstance(self.owner, PlainState) or is_optimizer(self.owner)) and not owned_elsewhere(live.live)
+        if free and dtype is not None and self.fitting(live, tensor):
+            return self.as_saved(number, tensor, dtype, live)
+        forms = ("a value of its own", f"memory that it shares with {other}")
+        self.loading.mismatched[f"{self.component.key}/{tensor.name}"] = forms
+        return live.live
 
     def tied(self, live: CapturedTensor, other: CapturedTensor) -> bool:
         view = same_view_key(live.tensor)
         return (view is not None and view == same_view_key(other.tensor)) or live.live is other.live
-
-    def same_bytes(self, number: int, other: int, live: CapturedTensor) -> bool:
-        """Whether two saved tensors are equal where `live` wants them, by their digests."""
-        box = live.part.box
-        a, b = self.stored.tensors[number], self.stored.tensors[other]
-        if box is None or (a.dtype, a.shape) != (b.dtype, b.shape):
-            return box is None
-        pieces = [[(p.offset, p.digests) for p in self.stored.pieces(n, box)] for n in (number, other)]
-        return pieces[0] == pieces[1]
 
     def once(self, number: int) -> Any:
         if number not in self.leaves:
@@ -366,22 +556,49 @@ class _Component:
         if dtype is None:
             raise CheckpointCorrupt(f"{self.loading.view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch lacks",
                                     tensor=name, kind="format")  # fmt: skip
-        live = self.live.get(tensor.name)
-        if live is None or not (self.judged or self.skip or self.fitting(live, tensor)):
-            leaf = self.fresh(tensor, dtype)
-            if leaf is not SKIPPED:
-                self.read_into(number, tensor, local_part(leaf))
-            return leaf
-        if not self.fitting(live, tensor) and not self.castable(name, tensor, live, dtype):
+        if (live := self.live.get(tensor.name)) is None:
+            return self.as_saved(number, tensor, dtype, None)
+        fits = self.fitting(live, tensor)
+        if self.order[tensor.name] == OTHER:
+            # A module's own code may resize; that a dtype changes is for the caller to say.
+            checked = isinstance(self.owner, ModelState) and live.part.shape == tensor.shape
+            if not fits and checked and not self.castable(name, tensor, live, dtype):
+                return live.live
+            return self.as_saved(number, tensor, dtype, live)
+        if not fits and self.replaceable(tensor, live) and not (self.loading.cast and live.part.shape == tensor.shape):
+            return self.as_saved(number, tensor, dtype, live)
+        if not fits and not self.castable(name, tensor, live, dtype):
             return live.live
-        if self.fitting(live, tensor) and self.loading.free_for_reading(live.tensor):
-            self.loading.in_place = True
+        place = self.component.key, tensor.name
+        keeper = self.loading.shared.keepers.get(place)
+        if keeper is not None:
+            one = Held(*place[:1], self.order[tensor.name], live)
+            if not self.loading._one_value(one, keeper):
+                return self.two_values(number, tensor, live, f"'{keeper.component}/{keeper.tensor.name}'")
+            return live.live
+        if fits and self.loading.free_for_reading(place, live.tensor):
+            self.entry.in_place = True
             self.read_into(number, tensor, live.part)
         else:
             staged = torch.empty(live.shape, dtype=dtype, device="cpu")
-            self.loading.staged.append((live.tensor, staged))
+            self.entry.staged.append((live.tensor, staged))
+            if place in self.loading.shared.contested:
+                self.loading.contested.append((name, live.tensor, staged))
             self.read_into(number, tensor, LocalPart(staged, tensor.shape, live.part.box, live.part.layout))
         return live.live
+
+    def replaceable(self, tensor: LogicalTensor, live: CapturedTensor) -> bool:
+        """Whether a plain tensor of another shape or dtype may take the place of the live one in the dict or list around
+        it: one that nothing else is known to use."""
+        whole = tensor.layout is None or isinstance(tensor.layout, WholeLayout)
+        return isinstance(self.owner, PlainState) and whole and self.owner.may_replace(live.live)
+
+    def as_saved(self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: CapturedTensor | None) -> Any:
+        """Fresh memory in the shape and dtype that were saved, on the device of the live tensor if there is one."""
+        leaf = self.fresh(number, tensor, dtype, live)
+        if leaf is not SKIPPED:
+            self.read_into(number, tensor, local_part(leaf))
+        return leaf
 
     def read_into(self, number: int, tensor: LogicalTensor, part: LocalPart) -> None:
         if part.box is None:
@@ -401,21 +618,22 @@ class _Component:
         self.loading.mismatched[name] = (saved, held)
         return False
 
-    def fresh(self, tensor: LogicalTensor, dtype: torch.dtype) -> Any:
-        """A leaf for a tensor that the live state does not have."""
-        allocate = getattr(self.component.stateful, "allocate", None)
+    def fresh(self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: CapturedTensor | None) -> Any:
+        allocate = getattr(self.owner, "allocate", None)
         if allocate is not None:
             made = allocate(tensor.name, dtype, tensor.shape)
             if made is not None:
                 return made
-        if self.skip and not has_other(self.held, tensor.name):
+        if live is None and self.skip and not has_other(self.held, tensor.name):
             return SKIPPED
         if volume(tensor.shape) * dtype.itemsize > ALLOCATED_UNSEEN:
             # First that the bytes are there, then memory for them.
             whole = (0,) * len(tensor.shape), tensor.shape
-            number = self.numbers[tensor.name]
             self.loading.view.check_files(piece.file for piece in self.stored.pieces(number, whole) if piece.file)
-        return torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        # A module copies what it is handed, from wherever it is.
+        here = live is None or number in self.arrays or isinstance(self.owner, ModelState)
+        device = torch.device("cpu") if live is None or here else live.tensor.device
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
 
 
 def _hash(name: str) -> bytes:

@@ -6,6 +6,7 @@ live state had nothing else. So everything that follows (checks, reading in plac
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -170,7 +171,9 @@ class _Wanted:
         return key in self.sources and self.sources[key] is None
 
     def part(self, owner: Any, tree: Any, unexpected: list[str]) -> Part:
-        return Part(replace(self.component, stateful=owner), _stored(tree), self.sharded, unexpected)
+        versions = _versions(self.chosen, {key: source.stored for key, source in self.held.items()})
+        stored = replace(_stored(tree), versions=versions)
+        return Part(replace(self.component, stateful=owner), stored, self.sharded, unexpected)
 
 
 def parts(
@@ -317,6 +320,28 @@ def _part_of_tree(wanted: _Wanted) -> Part | None:
     return wanted.part(_owner(wanted.component.stateful, list(taken)), tree, unexpected)
 
 
+def _versions(chosen: Mapping[str, str], sources: Mapping[str, StoredComponent]) -> bytes | None:
+    """What was saved beside the state of the modules that are read from, by the names of those that read it."""
+    tables = {}
+    for key, stored in sources.items():
+        found = None if stored.versions is None else decode(stored.versions)
+        tables[key] = found.get("") if isinstance(found, dict) else None
+    made: dict[str, Any] = {}
+    for name, saved in chosen.items():
+        key, _, rest = saved.partition("/")
+        table = tables.get(key)
+        if not isinstance(table, dict):
+            return None  # an earlier version has saved it
+        module, origin = (text.rpartition(".")[0] for text in (name.partition("/")[2], rest))
+        while True:  # with the modules around, as far as both are named alike
+            if origin in table:
+                made[module] = table[origin]
+            (module, _, a), (origin, _, b) = module.rpartition("."), origin.rpartition(".")
+            if a != b or not a:
+                break
+    return encode({"": made})
+
+
 def _only_saved(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
     """Leaves that are asked for, and that the live state has not, nor anything in their place."""
     key = wanted.component.key
@@ -417,7 +442,10 @@ class _PartOwner:
             except KeyError:  # a part that belongs to other ranks
                 continue
         if isinstance(self.whole, ModelState):  # takes what it is given
-            self.whole.load_state_dict({path[0]: value for path, value in taken.items()})
+            state: Any = OrderedDict((path[0], value) for path, value in taken.items())
+            if (versions := getattr(part, "_metadata", None)) is not None:
+                state._metadata = versions
+            self.whole.load_state_dict(state)
         elif taken:
             self.whole.load_state_dict(_with(self.whole.state_dict(), taken))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..format.manifest import CheckpointManifest
+from ..format.nesting import containers_copied
 
 __all__ = ["PARTLY_OVERWRITTEN", "LoadReport"]
 
@@ -13,11 +15,31 @@ __all__ = ["PARTLY_OVERWRITTEN", "LoadReport"]
 PARTLY_OVERWRITTEN = "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
 
 
+class LoadedValues(dict[str, Any]):
+    """Loaded plain values by component key: the live objects, which have what was loaded.
+
+    One that was emptied since is given as a copy of what was loaded: `d.clear(); d.update(report.values["d"])` loses nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[str, Any] = {}
+
+    def keep(self, key: str, value: Any) -> None:
+        self[key], self._copies[key] = value, containers_copied(value)
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        emptied = isinstance(value, dict | list | set | deque) and not value
+        return (self._copies.get(key) or value) if emptied else value
+
+
 @dataclass(slots=True, repr=False)
 class LoadReport:
     """What a load or restore did. As text it is one line.
 
-    fresh: there was no checkpoint and nothing was touched. values: the loaded plain values by component key.
+    fresh: there was no checkpoint and nothing was touched. values: the loaded plain values by component key; dicts, lists
+    and the like are those of the state, which were given what was loaded.
     missing, unexpected: full names that only the live state, or only the checkpoint, has (not strict). cast: full
     name -> "saved dtype -> live dtype". skipped: newer entries that `restore` passed over, and why.
     """
@@ -26,7 +48,7 @@ class LoadReport:
     step: int | None = None
     path: str | None = None
     manifest: CheckpointManifest | None = None
-    values: dict[str, Any] = field(default_factory=dict)
+    values: LoadedValues = field(default_factory=LoadedValues)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     cast: dict[str, str] = field(default_factory=dict)

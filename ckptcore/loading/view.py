@@ -54,12 +54,14 @@ class StoredComponent:
     """One copy of a component: encoded values, the tensors that its TensorRefs number, and where their bytes are.
 
     of: the component of each tensor, where it is made of parts of others.
+    versions: of the modules in it, encoded; None where nothing is known of them.
     """
 
     tree: bytes
     tensors: list[LogicalTensor]
     find: Callable[[int, Box], Iterator[TensorEntry]]
     of: Sequence[str] = ()
+    versions: bytes | None = None
 
     def pieces(self, number: int, box: Box) -> Iterator[TensorEntry]:
         """What is stored of a tensor (of the one that it is an alias of) and meets `box`."""
@@ -170,7 +172,7 @@ class CheckpointView:
             raise not_here(self.url, self.manifest, f"component {key + stored_copy.label!r}", members)
         writers = [w for w in self.manifest.components[key].writers if w in members]
         parts = [part for w in writers if (part := self.index(w).components.get(key)) is not None]
-        tree = next((part.tree for part in parts if part.tree is not None), None)
+        tree, versions = next(((p.tree, p.versions) for p in parts if p.tree is not None), (None, None))
         found = sorted((entry for part in parts for entry in part.tensors), key=lambda entry: entry.number)
         numbers = [entry.number for entry in found]
         broken = numbers != list(range(len(found))) or any(not _sound_alias(e, found) for e in found)
@@ -178,7 +180,8 @@ class CheckpointView:
             name = index_file_name(members[0])
             raise self._corrupt(name, f"and those of ranks {writers} do not make up a whole of component {key!r}")
         tensors = [LogicalTensor(e.name, e.dtype, e.shape, None, e.alias_of) for e in found]
-        return StoredComponent(tree, tensors, lambda number, box: iter([found[number]] if volume(box[1]) else []))
+        find = lambda number, box: iter([found[number]] if volume(box[1]) else [])  # noqa: E731
+        return StoredComponent(tree, tensors, find, versions=versions)
 
     def _sharded(self, key: str) -> StoredComponent:
         if key not in self._tables:
@@ -202,7 +205,7 @@ class CheckpointView:
                 for writer, held in cuts_here(self.url, self.manifest, key, tensor, box):
                     yield self._piece(key, number, tensor, writer, held)
 
-        return StoredComponent(first.tree, tensors, find)
+        return StoredComponent(first.tree, tensors, find, versions=first.versions)
 
     def _piece(self, key: str, number: int, tensor: LogicalTensor, writer: int, box: Box) -> TensorEntry:
         """One box of a sharded tensor, where its writer put it."""

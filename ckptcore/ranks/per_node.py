@@ -70,7 +70,7 @@ def on_node(state: ShardedState, ranks: Sequence[int], *, spread: bool) -> Shard
 
     tensors = [replace(tensor, layout=None if tensor.layout is None else held(tensor, claims))
                for tensor, claims in zip(state.tensors, state.layouts, strict=True)]  # fmt: skip
-    return ShardedState(state.tree, tensors, state.layouts)
+    return ShardedState(state.tree, tensors, state.layouts, state.versions)
 
 
 def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, Captured]:
@@ -83,7 +83,7 @@ def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, C
     made = {key: _made(key, *row) for key, row in rows.items()} if keeps else {}
     state = captured if comm.rank == 0 else made
     settle({t.tensor.device for part in state.values() for t in part.tensors} if comm.rank == 0 else ())
-    sizes = [(key, number, nbytes) for key, (_, tensors) in rows.items()
+    sizes = [(key, number, nbytes) for key, (_, _, tensors) in rows.items()
              for number, (*_, nbytes, alias) in enumerate(tensors) if alias is None]  # fmt: skip
 
     def send() -> None:
@@ -113,18 +113,18 @@ def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, C
 
 
 def _described(captured: Mapping[str, Captured]) -> dict[str, Any]:
-    return {key: [state.tree, [[t.name, t.stored_name, t.dtype, list(t.shape), t.nbytes, t.alias_of]
+    return {key: [state.tree, state.versions, [[t.name, t.stored_name, t.dtype, list(t.shape), t.nbytes, t.alias_of]
                                for t in state.tensors]] for key, state in captured.items()}  # fmt: skip
 
 
-def _made(key: str, tree: bytes, rows: Sequence[Sequence[Any]]) -> Captured:
+def _made(key: str, tree: bytes, versions: bytes | None, rows: Sequence[Sequence[Any]]) -> Captured:
     tensors: list[CapturedTensor] = []
     for name, stored_name, dtype, shape, _, alias in rows:
         tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
         size = tuple(shape)
         part = LocalPart(tensor, size, ((0,) * len(size), size), None)
         tensors.append(CapturedTensor(name, stored_name, part, dtype, alias, None))
-    return Captured(key, tree, tensors)
+    return Captured(key, tree, tensors, versions)
 
 
 def _windows(sizes: Sequence[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int, int]]]:

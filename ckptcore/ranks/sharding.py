@@ -34,6 +34,7 @@ class ShardedState:
     tree: bytes
     tensors: list[LogicalTensor]
     layouts: list[list[tuple[list[int], Any]]]
+    versions: bytes | None = None
 
 
 def agree_layouts(
@@ -93,7 +94,7 @@ def _describe(state: Captured) -> bytes:
         rows.append([tensor.name, tensor.dtype, list(part.shape), tensor.alias_of, layout])
     # The table by itself: it stays from save to save, while values (steps, learning rates) change.
     table = encode({"tensors": rows, "meshes": [[list(m.shape), list(m.ranks)] for m in meshes]})
-    return encode({"tree": state.tree, "table": table})
+    return encode({"tree": state.tree, "table": table, "versions": state.versions})
 
 
 @dataclass(slots=True)
@@ -114,7 +115,7 @@ def merge_descriptions(
     raw = [decode(text) for text in texts]
     table = _table(key, tuple(r["table"] for r in raw), tuple(map(tuple, groups)), spread)
     if len(raw) == 1:  # its tensors are numbered as they are in the table
-        return ShardedState(raw[0]["tree"], table.tensors, table.layouts)
+        return ShardedState(raw[0]["tree"], table.tensors, table.layouts, raw[0]["versions"])
     trees = [
         decode(r["tree"], lambda ref, names=names: _Named(names[ref.index], ref.numpy), opaque=True)  # type: ignore[misc]
         for r, names in zip(raw, table.names, strict=True)
@@ -124,7 +125,16 @@ def merge_descriptions(
         tree = _merged(key, tree, other, ranks, ())
     numbers = {tensor.name: number for number, tensor in enumerate(table.tensors)}
     encoded = encode(tree, lambda _, x: TensorRef(numbers[x.name], x.numpy) if isinstance(x, _Named) else None)
-    return ShardedState(encoded, table.tensors, table.layouts)
+    return ShardedState(encoded, table.tensors, table.layouts, _merged_versions([r["versions"] for r in raw]))
+
+
+def _merged_versions(found: Sequence[bytes | None]) -> bytes | None:
+    """What the ranks say of the modules that each has."""
+    tables: dict[str, dict[str, Any]] = {}
+    for encoded in found:
+        for path, modules in (decode(encoded) if encoded is not None else {}).items():
+            tables.setdefault(path, {}).update(modules)
+    return encode(tables) if tables else None
 
 
 class _Table(NamedTuple):

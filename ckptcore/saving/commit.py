@@ -60,7 +60,8 @@ class Share:
     """This rank's part in one copy of a component.
 
     tensors: what it holds, by number; files: the whole plan of the copy (of a sharded component: this rank's part);
-    tree: the plain values, on the lowest rank of the copy; table: the tensors of a sharded component.
+    tree: the plain values, on the lowest rank of the copy; table: the tensors of a sharded component; versions: those
+    of modules, beside the tree.
     """
 
     key: str
@@ -68,6 +69,7 @@ class Share:
     files: list[FilePlan]
     tree: bytes | None
     table: list[LogicalTensor] | None = None
+    versions: bytes | None = None
 
 
 def write_share(
@@ -154,7 +156,7 @@ def _indexed(share: Share, written: Sequence[WrittenFile]) -> ComponentIndex:
     if share.table is not None:
         pieces = [Piece(number, name, place.start, digests) for name, number, place, digests in places]
         layouts = encode_layouts(share.table) if share.tree is not None else None
-        return ComponentIndex(share.tree, [], layouts, sorted(pieces, key=lambda piece: piece.number))
+        return ComponentIndex(share.tree, [], layouts, sorted(pieces, key=lambda piece: piece.number), share.versions)
     entries = []
     for file, number, place, digests in places:
         t = share.tensors[number]
@@ -164,7 +166,7 @@ def _indexed(share: Share, written: Sequence[WrittenFile]) -> ComponentIndex:
     for number, t in share.tensors.items():
         if t.alias_of is not None and share.tree is not None:
             entries.append(TensorEntry(number, t.name, t.dtype, t.shape, None, t.shape, None, None, 0, b"", t.alias_of))
-    return ComponentIndex(share.tree, sorted(entries, key=lambda entry: entry.number))
+    return ComponentIndex(share.tree, sorted(entries, key=lambda entry: entry.number), versions=share.versions)
 
 
 def files_and_components(

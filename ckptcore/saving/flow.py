@@ -28,6 +28,7 @@ from ..ranks.per_node import on_node, part_of, pass_on
 from ..ranks.replication import validate
 from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
 from ..root import CheckpointInfo, mark_attempt, remove_checkpoint_folder, scan
+from ..state.adapters import metadata_of
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
 from ..state.names import one_walk
 from ..state.streams import settle
@@ -236,7 +237,9 @@ class Saving:
         for component in self.components:
             state = component.stateful.state_dict()
             if self._looked_at(component):
-                self.captured[component.key] = capture(component.key, state, sharded=component.sharded)
+                self.captured[component.key] = capture(
+                    component.key, state, sharded=component.sharded,
+                    metadata=metadata_of(component.stateful))  # fmt: skip
 
     def _looked_at(self, component: StateComponent) -> bool:
         one_truth = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
@@ -266,7 +269,14 @@ class Saving:
         stored = [t for t in enumerate(state.tensors) if t[1].alias_of is None]
         specs = [TensorSpec(n, t.stored_name, t.dtype, t.shape, t.nbytes) for n, t in stored]
         files = plan_component(key, specs, writers, copy.label)
-        return Share(key, dict(enumerate(state.tensors)), files, state.tree if rank == copy.members[0] else None)
+        first = rank == copy.members[0]
+        return Share(
+            key,
+            dict(enumerate(state.tensors)),
+            files,
+            state.tree if first else None,
+            versions=state.versions if first else None,
+        )
 
     def _devices(self) -> set[torch.device]:
         return {t.tensor.device for state in self.captured.values() for t in state.tensors}
@@ -378,7 +388,8 @@ def _sharded_share(key: str, rank: int, captured: Captured, merged: ShardedState
             tensors[number] = tensor = held[logical.name]
             specs.append(TensorSpec(number, tensor.stored_name, tensor.dtype, tensor.shape, tensor.nbytes))
     files = plan_component(key, specs, [rank], f".rank{rank:05d}")
-    return Share(key, tensors, files, merged.tree if first else None, merged.tensors)
+    tree, versions = (merged.tree, merged.versions) if first else (None, None)
+    return Share(key, tensors, files, tree, merged.tensors, versions)
 
 
 def _system() -> str:

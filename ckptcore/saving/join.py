@@ -12,6 +12,7 @@ from ..errors import InvalidState, RanksDisagree
 from ..format.manifest import Branch, CheckpointManifest, ComponentManifest, Copy, check_readable, copies, private_json
 from ..ranks.communicator import Communicator
 from ..ranks.groups import group_index, own_view, partitions
+from ..state.adapters import refuse_fixed_values
 from ..state.component import StateComponent, differing_components
 
 __all__ = ["JoinedSave", "SaveRequest", "join_save"]
@@ -82,6 +83,7 @@ def join_save(
             raise InvalidState(
                 f"process group {unknown[0]!r} is not among process_groups (which has {sorted(groups) or 'none'})"
             )
+        refuse_fixed_values(components)
         # Before anything is withdrawn or written: what no reader would take in the end.
         _check_manifest(request, components)
         views = {name: own_view(name, group, comm.rank, comm.world_size) for name, group in groups.items()}

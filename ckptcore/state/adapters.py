@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..arguments import shown
-from ..errors import InvalidState
+from ..errors import InvalidState, StateMismatch
+from ..format.codecs import BY_NAME, Opaque
 from ..format.strict import only_plain
 from ..format.values import TensorRef
 from .component import SharingPattern, StateComponent, Stateful, StatefulProvider
 from .layout import Shard, is_dtensor
-from .names import Models, Names, one_walk, parameter_table, prefixed
+from .names import EXTRA_STATE, Models, Names, one_walk, parameter_table, prefixed
 from .optimizers import OptimizerState, OwnOptimizerState, inside, is_ordinary, split_over_ranks
+from .plain import changeable, fixed_parts, owned_elsewhere, put_back
 from .randomness import RNGState
-from .tree import Differences, differences
+from .tree import DEFAULT_METADATA, Differences, differences, holds_tensors, key_leaves, key_names
 
-__all__ = ["ModelState", "OptimizerState", "PlainState", "RNGState", "as_components"]
+__all__ = [
+    "ModelState",
+    "OptimizerState",
+    "PlainState",
+    "RNGState",
+    "Value",
+    "as_components",
+    "is_optimizer",
+    "metadata_of",
+    "owner_of",
+    "refuse_fixed_values",
+]
 
 
 class ModelState:
@@ -32,15 +47,24 @@ class ModelState:
 
     def __init__(self, models: Models) -> None:
         self._models = prefixed(models)
+        self.strict = True
         self._raw()
 
     def _raw(self) -> dict[str, tuple[nn.Module, str, Any]]:
         """Canonical name -> (module, key as it is, value)."""
         found: dict[str, tuple[nn.Module, str, Any]] = {}
+        self._own_loading: set[str] = set()
+        self.metadata: dict[str, Any] = {}
         for prefix, module in self._models:
             names = Names(module)
+            self._own_loading |= {prefix + name for name in names.own_loading}
             # keep_vars: the parameters themselves, so that what was read into them in place need not be copied again.
-            for key, value in module.state_dict(keep_vars=True).items():
+            state = module.state_dict(keep_vars=True)
+            for path, facts in (getattr(state, "_metadata", None) or {}).items():
+                # A wrapper comes before what it wraps, whose version is the one that counts.
+                at = f"{path}." if path else ""
+                self.metadata[(prefix + names.prefixes.get(at, at))[:-1]] = facts
+            for key, value in state.items():
                 name = prefix + names.canonical(key)
                 if name in found:
                     raise InvalidState(
@@ -56,46 +80,180 @@ class ModelState:
             yield from module.buffers()
 
     def state_dict(self) -> dict[str, Any]:
+        """The parameters and buffers themselves. `metadata` has the versions of the modules then."""
         return {name: value for name, (_, _, value) in self._raw().items()}
 
+    def decides(self, name: str) -> bool:
+        """Whether code of the module's own decides how `name` is loaded: it is handed what was saved, and may resize."""
+        first = name.split("/", 1)[0]
+        if first.rpartition(".")[2] == EXTRA_STATE:
+            return True
+        ends = [0, *(at + 1 for at, letter in enumerate(first) if letter == ".")]
+        return any(first[:end] in self._own_loading for end in ends)
+
     def differences(self, saved: Any) -> Differences:
-        """By the names, and whether there is a tensor where the module has one."""
+        """By the names, and whether there is a tensor where the module has one. What a module's own code decides about
+        is left to it."""
         live = self.state_dict()
-        found = differences(saved, live)
+        shown = {n: None if n.rpartition(".")[2] == EXTRA_STATE else v for n, v in live.items()}
+        if isinstance(saved, Mapping):
+            saved = {n: None if str(n).rpartition(".")[2] == EXTRA_STATE else v for n, v in saved.items()}
+        found = differences(saved, shown)
         for name, value in live.items() if isinstance(saved, Mapping) else ():
             kept = saved.get(name)
             if (
                 isinstance(value, torch.Tensor)
                 and name in saved
+                and not self.decides(name)
                 and not (isinstance(kept, TensorRef) and not kept.numpy)
             ):
                 kind = "numpy.ndarray" if isinstance(kept, TensorRef) else type(kept).__qualname__
                 found.mismatched[name] = (f"a value of type {kind}", "a tensor")
-        return found
+        left = [[n for n in names if not self.decides(n) or n.rpartition(".")[2] == EXTRA_STATE]
+                for names in (found.missing, found.unexpected)]  # fmt: skip
+        return found._replace(missing=left[0], unexpected=left[1])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         raw = self._raw()
-        for _, module in self._models:
-            mine = {raw[n][1]: v for n, v in state_dict.items() if n in raw and raw[n][0] is module}
+        versions = getattr(state_dict, "_metadata", None)
+        for prefix, module in self._models:
+            names = Names(module)
+            mine: OrderedDict[str, Any] = OrderedDict()
+            for name, value in state_dict.items():
+                if name in raw:
+                    if raw[name][0] is module:
+                        mine[raw[name][1]] = value
+                elif self.decides(name) and (key := names.raw(name.removeprefix(prefix))) is not None:
+                    mine[key] = value
+            if versions is not None:
+                mine._metadata = {  # type: ignore[attr-defined]
+                    at[:-1]: dict(versions.get((prefix + name)[:-1], DEFAULT_METADATA))
+                    for at, name in names.prefixes.items()
+                }
             # Not strict: missing and unexpected keys were judged before anything was read.
-            module.load_state_dict(mine, strict=False)
+            found = module.load_state_dict(mine, strict=False)
+            self._check_own(names, prefix, found)
+
+    def _check_own(self, names: Names, prefix: str, found: Any) -> None:
+        """Names that only code of the module's own could judge. Raises StateMismatch."""
+        lists = [[n for key in getattr(found, kind, None) or () if (n := prefix + names.canonical(key)) is not None
+                  and self.decides(n) and n.rpartition(".")[2] != EXTRA_STATE]
+                 for kind in ("missing_keys", "unexpected_keys")]  # fmt: skip
+        if self.strict and (lists[0] or lists[1]):
+            raise StateMismatch(
+                f"its own loading code found missing keys: {lists[0][:5] or 'none'}, and unexpected ones: "
+                f"{lists[1][:5] or 'none'}; strict=False loads the rest", missing=lists[0], unexpected=lists[1])  # fmt: skip
 
 
 class PlainState:
-    """Plain nested values and tensors. Tensors are restored in place; the values come back in the report."""
+    """Plain nested values and tensors, put back where they are: in the same dicts, lists, sets, arrays and tensors."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.loaded: Any = None
+        self.strict = True
+        self._inside: set[int] = set()
 
     def state_dict(self) -> Any:
         return self.value
 
-    def differences(self, saved: Any) -> Differences:
-        return differences(saved, self.value)
+    def differences(self, saved: Any, *, sharded: bool = False) -> Differences:
+        """Values come back as they were saved, whatever is there now. Names count where a live tensor is known to be used
+        by something else, which another tensor in its place would not reach; in the state of a module; of tensors, where
+        each rank has a part of them (sharded); and where not all need be there (not strict)."""
+        fixed = fixed_parts(self.value, every_tensor=sharded)
+        self._inside = fixed.inside
+        there, held = dict.fromkeys(key_names(self.value)), dict(key_leaves(saved))
+        needed = fixed.names if self.strict else there
+        missing = [name for name in needed if name not in held]
+        strays: list[str] = []
+        tolerated: list[str] = []
+        for name, leaf in held.items():
+            if name in there:
+                continue
+            strict = any(not path or name.startswith(f"{path}/") for path in fixed.modules)
+            if sharded and not strict:
+                parts = name.split("/")
+                strict = holds_tensors(leaf) and not any("/".join(parts[:n]) in there for n in range(1, len(parts)))
+            (strays if strict else tolerated).append(name)
+        others = len(there) > len(fixed.names) or not fixed.names
+        matched = sum(name in held for name in fixed.names) + others
+        return Differences(missing, strays, matched, self._kind_differs(saved), tolerated)
+
+    def _kind_differs(self, saved: Any) -> dict[str, tuple[str, str]]:
+        """Where the value as a whole cannot take what was saved, and nothing can be put in its place."""
+        live = self.value
+        if isinstance(saved, TensorRef):
+            fits, kind = isinstance(live, torch.Tensor | Shard | np.ndarray), "Tensor"
+        else:
+            cls = codec.cls if type(saved) is Opaque and (codec := BY_NAME.get(saved.codec)) else type(saved)
+            fits, kind = cls is type(live) or (isinstance(live, dict) and issubclass(cls, dict)), cls.__qualname__
+            if fits and isinstance(live, np.ndarray):
+                fits = (live.shape, live.dtype) == (saved.shape, saved.dtype)
+                kind = f"{kind} {saved.dtype} {list(saved.shape)}"
+        if fits or not changeable(live):
+            return {}
+        form = f" {live.dtype} {list(live.shape)}" if isinstance(live, np.ndarray) else ""
+        return {"value": (f"a value of type {kind}", f"one of type {type(live).__qualname__}{form}")}
+
+    def may_replace(self, live: Any) -> bool:
+        """Whether a tensor may be another object after a load."""
+        whole = isinstance(self.value, torch.Tensor | Shard | np.ndarray)
+        return not (whole or owned_elsewhere(live) or id(live) in self._inside)
+
+    def put_back(self, state_dict: Any, seen: dict[int, tuple[Any, Any]]) -> None:
+        """seen: shared by all of one load. Where the value itself cannot be changed, `loaded` alone has what was saved."""
+        self.loaded = put_back(self.value, state_dict, seen, keep=not self.strict)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        self.loaded = state_dict
+        self.put_back(state_dict, {})
+
+
+class Value:
+    """A holder of one value that cannot be changed in place: `{"epoch": Value(0)}`.
+
+    value: anything that a checkpoint holds; a load sets it. Checkpoints that have the bare value load into it too.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Value({self.value!r})"
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.value = state_dict
+
+
+def refuse_fixed_values(components: Iterable[StateComponent]) -> None:
+    """Raise InvalidState for a component whose value a restore could not put back: a number, a text, None, a tuple."""
+    for component in components:
+        held = component.stateful
+        if isinstance(held, PlainState) and not changeable(held.value):
+            key, text = component.key, shown(held.value)
+            raise InvalidState(
+                f"component {key!r} is {text}, a value of type {type(held.value).__qualname__}, which a restore cannot change in "
+                f"place: put it into a dict, as in {{'progress': {{{key!r}: {text}}}}}, or into a ckptcore.Value(...), and use "
+                "it from there", component=key)  # fmt: skip
+
+
+def owner_of(stateful: Any) -> Any:
+    """Whose state it is, where `stateful` stands for a part of it."""
+    return getattr(stateful, "whole", stateful) if type(stateful).__module__.startswith("ckptcore.") else stateful
+
+
+def is_optimizer(owner: Any) -> bool:
+    """Whether it takes an optimizer's state by name, and allocates what is not there yet."""
+    return isinstance(owner, OptimizerState | OwnOptimizerState) and hasattr(owner, "allocate")
+
+
+def metadata_of(stateful: Any) -> dict[str, Any] | None:
+    """What torch keeps beside the state of a module that was just asked for it."""
+    owner = owner_of(stateful)
+    return owner.metadata if isinstance(owner, ModelState) else None
 
 
 @one_walk()
@@ -181,6 +339,8 @@ def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any
             for item in items:
                 if type(item) not in (list, tuple) or not only_plain(item):
                     yield from _tensors_of(item, within)
+    elif isinstance(value, Value):
+        yield from _tensors_of(value.value, above)
     elif isinstance(value, torch.Tensor | Shard):
         yield value
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "EXTRA_STATE",
     "Models",
     "Names",
     "ParameterTable",
@@ -33,6 +34,7 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "_FabricModule": "_forward_module",
 }
+EXTRA_STATE = "_extra_state"
 _PACKAGES = ("torch.", "lightning.", "lightning_fabric.")
 
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module | Iterable[nn.Module]]
@@ -65,10 +67,47 @@ class Names:
 
     def __init__(self, module: nn.Module) -> None:
         self.prefixes = dict(_prefixes(module))
+        # Canonical prefixes of modules that load by code of their own, and may change what is below them.
+        self.own_loading = {self.prefixes.get(at, at) for at, inner in _modules(module) if _loads_itself(inner)}
+        if type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module):
+            self.own_loading.add("")
 
     def canonical(self, key: str) -> str:
         prefix = key[: key.rfind(".") + 1]
         return self.prefixes.get(prefix, prefix) + key[len(prefix) :]
+
+    def raw(self, name: str) -> str | None:
+        """The key of a canonical name that the module does not have yet; None where it has no such submodule."""
+        prefix = name[: name.rfind(".") + 1]
+        # The last is the innermost: a wrapper has no state of its own.
+        found = [at for at, canonical in self.prefixes.items() if canonical == prefix]
+        return found[-1] + name[len(prefix) :] if found else None
+
+
+# Classes of torch whose own loading code only fills in what older versions did not have.
+_COPYING = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
+
+
+def _modules(module: nn.Module, raw: str = "") -> Iterator[tuple[str, nn.Module]]:
+    yield raw, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _modules(child, f"{raw}{name}.")
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """Whether a module loads by more than copying into its parameters and buffers: an override, or hooks."""
+    load = getattr(type(module), "_load_from_state_dict", None)
+    own = "_load_from_state_dict" in vars(module) or (
+        load is not nn.Module._load_from_state_dict and getattr(load, "__module__", "") not in _COPYING
+    )
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    # Those of torch's distributed wrappers only bring keys or shards into form.
+    return own or any(not _home(hook).startswith("torch.distributed.") for hook in hooks)
+
+
+def _home(hook: Any) -> str:
+    return getattr(getattr(hook, "hook", hook), "__module__", None) or ""
 
 
 def prefixed(models: Models) -> list[tuple[str, nn.Module]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,15 +12,30 @@ import numpy as np
 import torch
 
 from ..errors import InvalidState, UnsupportedValue
-from ..format.codecs import keyed, register_codec
+from ..format.codecs import Opaque, keyed, register_codec
 from ..format.digest import content_hash
 from ..format.manifest import SIZE_LIMIT
 from ..format.values import Numbered, TensorRef, encode, join_path, largest_part
 from .layout import LocalPart, Shard, dtype_name, is_dtensor, local_part, same_view_key, why_not_storable
 
-__all__ = ["Captured", "CapturedTensor", "Differences", "capture", "check_values_fit", "differences", "key_names"]
+__all__ = [
+    "DEFAULT_METADATA",
+    "Captured",
+    "CapturedTensor",
+    "Differences",
+    "capture",
+    "check_values_fit",
+    "differences",
+    "holds_tensors",
+    "key_leaves",
+    "key_names",
+    "part_of",
+    "with_versions",
+]
 
 _TENSORS = (torch.Tensor, Shard)
+# What torch says of a module that says nothing of its own.
+DEFAULT_METADATA = {"version": 1}
 # Larger arrays are stored like tensors: with chunk digests, and without a copy.
 INLINE_ARRAY_BYTES = 4096
 # Readers take no index of more than SIZE_LIMIT; a sixteenth of that is left to what it says of tensors.
@@ -74,16 +91,22 @@ class CapturedTensor:
 
 @dataclass(slots=True)
 class Captured:
-    """A component's state, taken apart: `tree` is the encoded values, its TensorRefs number `tensors`."""
+    """A component's state, taken apart: `tree` is the encoded values, its TensorRefs number `tensors`.
+
+    versions: encoded, what torch says of modules beside their state (see `module_versions`); None without modules."""
 
     key: str
     tree: bytes
     tensors: list[CapturedTensor]
+    versions: bytes | None = None
 
 
-def capture(key: str, state: Any, *, sharded: bool = False, live_only: bool = False) -> Captured:
+def capture(
+    key: str, state: Any, *, sharded: bool = False, metadata: Mapping[str, Any] | None = None, live_only: bool = False
+) -> Captured:
     """Take `state` apart. Tensors are referenced, not copied; large texts and bytes become tensors. sharded: slices
-    (DTensor, Shard) are allowed. live_only: what matters is which tensors there are; large values are left out.
+    (DTensor, Shard) are allowed. metadata: the `_metadata` of a module's state. live_only: what matters is which tensors
+    there are to load into; large values are left out.
 
     Raises UnsupportedValue, with component, key and type, for what cannot be stored and for plain values that are more
     than an index holds, InvalidState for slices that are not expected or not complete.
@@ -93,8 +116,12 @@ def capture(key: str, state: Any, *, sharded: bool = False, live_only: bool = Fa
     seen: dict[tuple[Any, ...], int] = {}
     same: dict[int, int] = {}
     kept: list[Any] = []  # what a codec made, so that nothing else gets its id
+    versions = {} if metadata is None else {"": _other_than_default(metadata)}
 
     def leaf(path: tuple[Any, ...], value: Any) -> TensorRef | None:
+        if type(value) is OrderedDict and isinstance(facts := getattr(value, "_metadata", None), Mapping):
+            versions[join_path(path)] = _other_than_default(facts)
+            return None
         array = _array_as_tensor(value) if isinstance(value, np.ndarray) else None
         tensor = value if array is None else array
         if not isinstance(tensor, _TENSORS):
@@ -116,7 +143,7 @@ def capture(key: str, state: Any, *, sharded: bool = False, live_only: bool = Fa
     def add(path: tuple[Any, ...], value: Any, tensor: Any, array: torch.Tensor | None) -> TensorRef:
         kept.append(value)
         name = join_path(path) if path else "value"
-        part = _part_of(tensor, value, key, name, sharded)
+        part = _part_of(tensor, value, key, name, sharded, live_only)
         # A leaf seen before is an alias even where its part here is empty, so that all ranks see the same aliases.
         number = len(tensors)
         first = same.setdefault(id(value), number)
@@ -159,13 +186,46 @@ def capture(key: str, state: Any, *, sharded: bool = False, live_only: bool = Fa
                 f"component {key!r}: two tensors are named {captured.name!r}; rename one of the keys",
                 component=key, key=captured.name)  # fmt: skip
         names.add(captured.name)
-    return Captured(key, tree, tensors)
+    return Captured(key, tree, tensors, encode(versions) if versions else None)
 
 
-def _part_of(tensor: Any, value: Any, key: str, name: str, sharded: bool) -> LocalPart:
+def _other_than_default(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what torch keeps beside a module's state, per submodule, that which can be stored and is not the default."""
+    found: dict[str, Any] = {}
+    for path, facts in metadata.items():
+        if facts == DEFAULT_METADATA or not isinstance(facts, Mapping):
+            continue
+        kept = {}
+        for name, value in facts.items():
+            with suppress(UnsupportedValue):
+                encode({name: value})
+                kept[name] = value
+        found[path] = kept
+    return found
+
+
+def with_versions(state: Any, versions: Mapping[str, Any], path: tuple[Any, ...] = ()) -> Any:
+    """`state` with the `_metadata` that the states of modules in it had when they were saved."""
+    items = state.items() if isinstance(state, dict) else enumerate(state) if type(state) in (list, tuple) else ()
+    for key, item in items:
+        with_versions(item, versions, (*path, key))
+    table = versions.get(join_path(path))
+    if type(state) is OrderedDict and isinstance(table, dict):
+        # Every module that has something in it, and those around it.
+        names = {""} | {".".join(parts[:n]) for key in state if isinstance(key, str) and (parts := key.split("."))
+                        for n in range(1, len(parts))}  # fmt: skip
+        state._metadata = {name: dict(table.get(name, DEFAULT_METADATA)) for name in {*names, *table}}  # type: ignore[attr-defined]
+    return state
+
+
+def _part_of(tensor: Any, value: Any, key: str, name: str, sharded: bool, loading: bool) -> LocalPart:
     """What this rank holds of a leaf. Raises UnsupportedValue and InvalidState, as `capture` says."""
     inner = tensor if isinstance(tensor, torch.Tensor) else tensor.tensor
     why = None if is_dtensor(inner) else why_not_storable(inner)
+    if loading and inner.is_meta:
+        raise InvalidState(
+            f"component {key!r}, key {name!r} is on the meta device, and a load has no memory to read into: call "
+            "module.to_empty(device=...) before it", component=key, key=name)  # fmt: skip
     try:
         part = local_part(tensor) if why is None else None
     except InvalidState as error:
@@ -207,12 +267,13 @@ def check_values_fit(key: str, tree: bytes, nbytes: int) -> None:
 
 class Differences(NamedTuple):
     """Names that only the live state has, names that only the checkpoint has, how many both have; and names whose
-    (saved, live) forms do not fit together."""
+    (saved, live) forms do not fit together. tolerated: names that only the checkpoint has, and that need not be here."""
 
     missing: list[str]
     unexpected: list[str]
     matched: int
     mismatched: dict[str, tuple[str, str]]
+    tolerated: Sequence[str] = ()
 
 
 def differences(saved: Any, live: Any) -> Differences:
@@ -224,10 +285,30 @@ def differences(saved: Any, live: Any) -> Differences:
 
 def key_names(state: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
     """Names of all leaves of nested dicts; lists and everything else count as leaves."""
+    for name, _ in key_leaves(state, path):
+        yield name
+
+
+def key_leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The same with the leaves."""
     items = keyed(state)
     if items is not None and (items or not path):
         for key, item in items.items():
-            # 0 and "0" are different keys, though tensors below them have the same name in a file.
-            yield from key_names(item, (*path, key if isinstance(key, str) else Numbered(key)))
+            yield from key_leaves(item, (*path, part_of(key)))
     else:
-        yield join_path(path) if path else "value"
+        yield join_path(path) if path else "value", state
+
+
+def part_of(key: Any) -> Any:
+    """A key as a part of a name: 0 and "0" are different keys, though tensors below them have the same name in a file."""
+    return key if isinstance(key, str) else Numbered(key)
+
+
+def holds_tensors(saved: Any) -> bool:
+    """Whether there is a reference to a tensor in saved values, at any depth."""
+    if isinstance(saved, TensorRef):
+        return True
+    if type(saved) is Opaque:
+        return holds_tensors(saved.payload)
+    items = saved.values() if isinstance(saved, dict) else saved if isinstance(saved, list | tuple | deque) else ()
+    return any(holds_tensors(item) for item in items)

@@ -16,10 +16,10 @@ EXPORTS = [
     "AsyncSaveError", "CheckpointCoordinator", "CheckpointCorrupt", "CheckpointError", "CheckpointExists",
     "CheckpointInfo", "CheckpointManager", "CheckpointManifest", "CheckpointNotFound", "CheckpointView",
     "CheckpointWarning", "Communicator", "ComponentManifest", "CoordinationError", "InvalidState", "JoinTimeout",
-    "KeepBest", "KeepEvery", "KeepLast", "LoadReport", "ModelState", "NoSpace", "NoUsableCheckpoint", "Opaque", "OptimizerState", "PreemptionGuard", "Problem",
+    "KeepBest", "KeepEvery", "KeepLast", "LoadFailed", "LoadReport", "ModelState", "NoSpace", "NoUsableCheckpoint", "Opaque", "OptimizerState", "PreemptionGuard", "Problem",
     "RNGState", "RankFailed", "RankLost", "RanksDisagree", "ReplicationMismatch", "RetentionPolicy", "SaveEvent", "SaveHandle",
     "Shard", "SharingPattern", "SingleProcess", "StateComponent", "StateMismatch", "Stateful", "StatefulProvider", "Storage", "StorageError",
-    "StoreCommunicator", "TensorBoardEvents", "TensorInfo", "Tier", "UnknownName", "UnsafePath", "UnsupportedValue", "UnsupportedVersion", "ValidationLevel", "__version__",
+    "StoreCommunicator", "TensorBoardEvents", "TensorInfo", "Tier", "UnknownName", "UnsafePath", "UnsupportedValue", "UnsupportedVersion", "ValidationLevel", "Value", "__version__",
     "copy_checkpoint", "join_url", "masked_url", "open_checkpoint", "open_storage", "register_codec", "restore_candidates", "scan_root", "split_url",
 ]  # fmt: skip
 

@@ -236,7 +236,16 @@ def test_an_option_that_was_a_tensor_comes_back_as_one(tmp_path: Path, pattern: 
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("world", [1, 2])
+def test_a_stateful_that_has_nothing_yet_gets_all_of_it_on_one_rank(tmp_path: Path, strict: bool) -> None:
+    saved(tmp_path, 2, lambda _: Holder({"a": torch.ones(3), "n": {"b": torch.ones(2)}}))
+    live = Holder({})
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.load([StateComponent("m", live, SHARDED)], strict=strict)
+    assert plain(live.handed) == {"a": ("Tensor", [1, 1, 1]), "n": {"b": ("Tensor", [1, 1])}}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("world", [2])
 def test_a_stateful_that_has_nothing_yet_is_told(tmp_path: Path, errors_of, on_all, world: int, strict: bool) -> None:
     saved(tmp_path, 1, lambda _: Holder({"a": torch.ones(3), "n": {"b": torch.ones(2)}}))
     live = [Holder({}) for _ in range(world)]

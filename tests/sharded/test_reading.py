@@ -18,7 +18,6 @@ from ckptcore import (
     Shard,
     SharingPattern,
     StateComponent,
-    StateMismatch,
     open_checkpoint,
 )
 from ckptcore.format.digest import content_digest
@@ -141,9 +140,9 @@ class Own:
 def test_an_object_of_yours_with_another_tensor_is_not_left_as_it_is(tmp_path: Path, wrong: torch.Tensor) -> None:
     saved(tmp_path, 2)
     own = Own(wrong.clone())
-    with CheckpointManager(tmp_path) as ckpt, pytest.raises(StateMismatch) as caught:
+    with CheckpointManager(tmp_path) as ckpt:
         ckpt.load([StateComponent("s", own, SharingPattern.SHARDED)])
-    assert list(caught.value.mismatched) == ["s/w"]
+    assert (own.w.dtype, own.w.tolist()) == (FULL.dtype, FULL.tolist())  # it decides, of what was saved
 
 
 @pytest.mark.parametrize("pattern", ["GLOBAL", "SHARDED"])

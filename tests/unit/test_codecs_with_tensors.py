@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,10 +145,12 @@ def test_decoding_comes_after_reading(
     tmp_path: Path, pattern: str, wrap: Any, live: str, transactional: bool, broadcast: bool
 ) -> None:
     saving(tmp_path, 2, lambda _: wrap(nested(7.0)), pattern)
-    zeros = nested(0.0)
-    if live == "nothing":
-        zeros |= {"e": None, "f": None, "q": None, "o": OrderedDict(a={"e": None}, b=[])}
-    for found in loading(tmp_path, 2, lambda _: wrap(zeros), pattern, broadcast, transactional=transactional):
+    nothing = {"e": None, "f": None, "q": None, "o": OrderedDict(a={"e": None}, b=[])}
+
+    def zeros(_: int) -> Any:  # of each rank its own: they are changed in place
+        return wrap(nested(0.0) | (copy.deepcopy(nothing) if live == "nothing" else {}))
+
+    for found in loading(tmp_path, 2, zeros, pattern, broadcast, transactional=transactional):
         assert list(found) == ["e", "f", "q", "o", "plain"]
         assert (type(found["e"]), found["e"].shadow.tolist(), found["e"].n) == (Ema, [7] * 3, 5)
         assert (type(found["f"]), found["f"].raw) == (Copied, filled(Copied, 7).raw)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckptcore import CheckpointManager, InvalidState, ModelState, StateMismatch, open_checkpoint
+from ckptcore import CheckpointManager, InvalidState, LoadFailed, ModelState, StateMismatch, open_checkpoint
 
 
 class Block(nn.Module):
@@ -170,8 +170,10 @@ def test_a_bug_in_a_modules_own_loading_is_not_taken_for_a_bad_checkpoint(tmp_pa
             def load_state_dict(self, state_dict, strict=True, assign=False):
                 raise KeyError("mine")
 
-        with pytest.raises(KeyError, match="mine"):
+        with pytest.raises(LoadFailed, match=r"component 'm' on rank 0 .* KeyError: 'mine'; overwritten") as caught:
             ckpt.load({"m": Wrong(2, 2)})
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert (caught.value.component, caught.value.rank, caught.value.overwritten) == ("m", 0, ["m"])
 
 
 def test_a_value_where_the_module_has_a_tensor_is_a_mismatch(tmp_path: Path) -> None:

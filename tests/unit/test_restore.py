@@ -219,7 +219,7 @@ def test_nothing_of_a_damaged_checkpoint_remains_after_the_fallback(tmp_path: Pa
 
 
 def test_mismatch_is_no_damage(root: Path) -> None:
-    live = {"m": {"a": torch.zeros(4), "b": torch.zeros(2), "n": 0}}
+    live = {"m": torch.nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(2)})}
     with pytest.raises(StateMismatch):
         CheckpointManager(root).restore(live)
     assert live["m"]["b"].tolist() == [0.0, 0.0]

@@ -151,9 +151,11 @@ def test_ties_between_components_are_kept_apart(tmp_path: Path) -> None:
 def test_ties_that_were_others_refuse_values_that_differ(order: str, transactional: bool, tmp_path: Path) -> None:
     """Saved a and b as one, c apart; live are b and c one, whichever of them comes first."""
     a, c = torch.ones(3), torch.full((3,), 5.0)
-    live = {"a": torch.zeros(3), "b": torch.zeros(3)}
-    live["c"] = live["b"]
-    live = {name: live[name] for name in order}
+    made = {"a": nn.Parameter(torch.zeros(3)), "b": nn.Parameter(torch.zeros(3))}
+    made["c"] = made["b"]
+    live = nn.ParameterDict()
+    for name in order:
+        live[name] = made[name]
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, {"m": {"a": a, "b": a, "c": c}})
         with pytest.raises(
@@ -164,6 +166,20 @@ def test_ties_that_were_others_refuse_values_that_differ(order: str, transaction
     later, first = sorted("bc", key=order.index, reverse=True)
     assert found.value.mismatched == {f"m/{later}": ("a value of its own", f"memory that it shares with {first!r}")}
     assert [t.tolist() for t in live.values()] == [[0.0] * 3] * 3
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
+def test_ties_of_plain_values_that_were_none_end(order: str, transactional: bool, tmp_path: Path) -> None:
+    """In a dict each name has what was saved under it: another tensor can take the place of the one that was shared."""
+    a, c = torch.ones(3), torch.full((3,), 5.0)
+    live = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    live["c"] = live["b"]
+    live = {name: live[name] for name in order}
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(1, {"m": {"a": a, "b": a, "c": c}})
+        ckpt.load({"m": live}, transactional=transactional)
+    assert {name: t.tolist() for name, t in live.items()} == {"a": [1.0] * 3, "b": [1.0] * 3, "c": [5.0] * 3}
 
 
 @pytest.mark.parametrize("transactional", [False, True])
