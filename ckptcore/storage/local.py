@@ -74,6 +74,9 @@ class LocalStorage(Storage):
             with translated(self, path, "opening the file"), self._inside(path) as (folder, name):
                 fd = os.open(name, flags, dir_fd=folder)
         except StorageError as error:
+            above = path.rpartition("/")[0]
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and above and os.path.islink(self._full(above)):
+                raise StorageError(self._linked(above), path=above, errno=errno.ELOOP) from None
             if error.errno == errno.ELOOP:
                 raise UnsafePath(
                     f"{self.at(path)} is a symbolic link; refused", file=path.rpartition("/")[2], kind="format"
@@ -91,7 +94,7 @@ class LocalStorage(Storage):
     def list(self, path: str = "") -> list[Entry]:
         # The root may be a link; a folder in it that is one lies elsewhere and is not ours to list or to delete.
         if path and os.path.islink(self._full(path)):
-            raise StorageError(f"{self.at(path)} is a symbolic link; refused", path=path, errno=errno.ENOTDIR)
+            raise StorageError(self._linked(path), path=path, errno=errno.ENOTDIR)
         with translated(self, path, "listing the folder"), os.scandir(self._full(path)) as found:
             entries = []
             for item in found:
@@ -102,6 +105,19 @@ class LocalStorage(Storage):
                     continue  # removed by somebody else between the two calls
                 entries.append(Entry(item.name, folder, size))
         return sorted(entries, key=lambda entry: entry.name)
+
+    def list_folders(self, beginning: str) -> dict[str, Sequence[Entry] | None]:
+        """Links are among them, also those that lead nowhere now: what they stand for is not passed over in silence."""
+        found = [entry for entry in self.list() if entry.name.startswith(beginning)]
+        return dict.fromkeys(entry.name for entry in found if entry.is_folder or self._is_folder_link(entry.name))
+
+    def _is_folder_link(self, name: str) -> bool:
+        full = self._full(name)
+        return os.path.islink(full) and (os.path.isdir(full) or not os.path.exists(full))
+
+    def _linked(self, path: str) -> str:
+        target = os.path.realpath(self._full(path))
+        return f"{self.at(path)} is a symbolic link; refused: move here what it leads to, or load {target} by its path"
 
     def make_folder(self, path: str) -> None:
         with translated(self, path, "creating the folder"):
