@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptcore import CheckpointManager, OptimizerState
+from ckptcore import AsyncSaveError, CheckpointManager, OptimizerState
 from ckptcore.saving import devices
 from ckptcore.testing.faults import FaultStorage
 
@@ -98,6 +98,32 @@ def test_a_snapshot_is_given_back(root, device, staging):
             ckpt.save_async(step, job.state()).result(60)
         assert torch.cuda.memory_allocated() == before
         assert not devices._fences
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no thread"), KeyboardInterrupt()])
+@pytest.mark.parametrize("staging", ["overlap", "auto"])
+def test_a_snapshot_is_given_back_when_staging_fails(root, device, staging, error, monkeypatch):
+    job, fresh = Job(device), Job(device)
+    with CheckpointManager(root, staging=staging, on_error="warn") as ckpt:
+        ckpt.save_async(1, job.state()).result(60)
+        job.train()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+
+        def fails(*_):
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr("ckptcore.saving.staging._copy_jobs", fails)
+            with pytest.raises((AsyncSaveError, KeyboardInterrupt)):
+                ckpt.save_async(2, job.state()).result(60)
+        assert not devices._fences
+        assert torch.cuda.memory_allocated() == before
+        job.train()
+        wanted = job.snapshot()
+        ckpt.save_async(3, job.state()).result(60)
+        ckpt.load(fresh.state(), 3)
+        assert same_as(fresh, wanted) == []
 
 
 def test_auto_takes_a_snapshot_where_there_is_room(root, device):
