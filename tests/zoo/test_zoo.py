@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +46,17 @@ class Entry:
     make: Callable[[], Program]
     refused: type[Exception] | None = None
     live: tuple[int, ...] = (0, 2)
-    marks: dict[int, Any] = field(default_factory=dict)
 
 
 ZOO: dict[str, Entry] = {}
 
 
-def entry(
-    name: str,
-    *,
-    refused: type[Exception] | None = None,
-    live: tuple[int, ...] = (0, 2),
-    waits_for: str | None = None,
-    when: tuple[int, ...] = (0, 2),
-) -> Callable[[Any], Any]:
+def entry(name: str, *, refused: type[Exception] | None = None, live: tuple[int, ...] = (0, 2)) -> Callable[[Any], Any]:
     """refused: the error with which `save` says that it does not take it. live: steps that the program which restores has
-    made before. waits_for: what is not built yet, for which of those."""
+    made before."""
 
     def add(make: Callable[[], Program]) -> Callable[[], Program]:
-        marks = {n: pytest.mark.xfail(strict=True, reason=waits_for) for n in when if waits_for}
-        ZOO[name] = Entry(make, refused, (0,) if refused else live, marks)
+        ZOO[name] = Entry(make, refused, (0,) if refused else live)
         return make
 
     return add
@@ -170,7 +161,7 @@ def _() -> Program:
     return training(model, loss=lambda m, x: m["out"](m["in"](torch.arange(7))).logsumexp(-1).mean())
 
 
-@entry("lazy layers, restored before their first step", waits_for="modules with hooks: the owner decides", when=(0,))
+@entry("lazy layers, restored before their first step")
 def _() -> Program:
     model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d())
     return training(model)
@@ -261,7 +252,7 @@ class Extra(nn.Module):
         self.history, self.table = list(state["history"]), state["table"]
 
 
-@entry("extra state that grows", waits_for="state of any size for owners", when=(2,))
+@entry("extra state that grows")
 def _() -> Program:
     return training(nn.Sequential(Extra(), nn.Linear(4, 4)))
 
@@ -284,7 +275,7 @@ class Versioned(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
-@entry("a module of a later version", waits_for="versions of modules are stored")
+@entry("a module of a later version")
 def _() -> Program:
     return training(nn.Sequential(Versioned(), nn.Linear(4, 4)))
 
@@ -315,7 +306,7 @@ def _() -> Program:
     return training(nn.Sequential(Packed(), nn.Linear(4, 4)))
 
 
-@entry("quantization-aware training", waits_for="modules with hooks: the owner decides", when=(0,))
+@entry("quantization-aware training")
 def _() -> Program:
     from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 
@@ -792,12 +783,12 @@ def shadowed(first: str) -> Program:
         outcome=lambda: average.state_dict())  # fmt: skip
 
 
-@entry("average: of references to the weights, after the model", waits_for="memory that components share", when=(0,))
+@entry("average: of references to the weights, after the model")
 def _() -> Program:
     return shadowed("model")
 
 
-@entry("average: of references to the weights, before the model", waits_for="memory that components share", when=(0,))
+@entry("average: of references to the weights, before the model")
 def _() -> Program:
     return shadowed("average")
 
@@ -860,7 +851,7 @@ def _() -> Program:
     return Program({"loop": loop}, loop.advance, lambda: copy.deepcopy(vars(loop)))
 
 
-@entry("plain values in a dict, list and set of the state", waits_for="plain values are restored in place")
+@entry("plain values in a dict, list and set of the state")
 def _() -> Program:
     values = {"progress": {"epoch": 0, "seen": {}, "best": None}, "losses": [], "names": {"none"}}
 
@@ -906,10 +897,7 @@ def _() -> Program:
 # --- what is asked of each -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "live_steps"),
-    [pytest.param(name, n, marks=one.marks.get(n, ())) for name, one in ZOO.items() for n in one.live],
-)
+@pytest.mark.parametrize(("name", "live_steps"), [(name, n) for name, one in ZOO.items() for n in one.live])
 def test_what_save_takes_restore_gives_back(tmp_path: Path, same, name: str, live_steps: int) -> None:
     """live_steps: how many the program that restores has made before, from other numbers."""
     one = ZOO[name]
