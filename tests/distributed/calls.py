@@ -137,7 +137,8 @@ class Hosted:
 
     def stop_for(self, seconds: float) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        threading.Timer(seconds, os.kill, (self.pid, signal.SIGCONT)).start()
+        self.going_on = threading.Timer(seconds, os.kill, (self.pid, signal.SIGCONT))
+        self.going_on.start()
 
     def end(self) -> None:
         dist.barrier()
@@ -254,9 +255,9 @@ class Stress:
             outcome = self.one(kind)
             seconds = time.monotonic() - started
             dist.barrier()
-            if "stop" in kind:
-                time.sleep(0.5 if kind == "stop, short" else 1.0)  # the host goes on
-                dist.barrier()
+            if "stop" in kind and self.job.rank == 0:
+                self.host.going_on.join()
+            dist.barrier()
             self.step += 5
             again = time.monotonic()
             after = self._try(self.save)
