@@ -15,6 +15,7 @@ from torch import nn
 
 from ckptcore import (
     CheckpointCoordinator,
+    CheckpointError,
     CheckpointManager,
     InvalidState,
     KeepBest,
@@ -33,6 +34,7 @@ from ckptcore import (
     scan_root,
 )
 from ckptcore.arguments import checked_timeout, shown
+from ckptcore.testing.ranks import run_ranks
 
 
 def component(**facts: Any) -> StateComponent:
@@ -211,3 +213,35 @@ def test_flags_of_a_load(call: str, name: str, tmp_path: Path) -> None:
         with pytest.raises(InvalidState):
             getattr(ckpt, call)(live, 1.5)
     assert live["a"]["x"].item() == 0.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("call", ["load", "restore", "strict", "keys", "pin", "delete", "verify"])
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all(call: str, rank: int, tmp_path: Path) -> None:
+    live = [{"a": {"x": torch.zeros(1)}} for _ in range(2)]
+
+    def program(comm: Any) -> str:
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(1, {"a": {"x": torch.ones(1)}})
+            wrong = comm.rank == rank
+            step: Any = 1.5 if wrong else 1
+            state = live[comm.rank]
+            made: dict[str, Callable[[], Any]] = {
+                "load": lambda: ckpt.load(state, step),
+                "restore": lambda: ckpt.restore(state, step),
+                "strict": lambda: ckpt.load(state, 1, strict=None if wrong else True),
+                "keys": lambda: ckpt.load(state, 1, keys=5 if wrong else "a"),
+                "pin": lambda: ckpt.pin(step),
+                "delete": lambda: ckpt.delete(step),
+                "verify": lambda: ckpt.verify(step),
+            }
+            try:
+                made[call]()
+            except CheckpointError as error:
+                return type(error).__name__
+            return "ok"
+
+    found = run_ranks(2, program, deadline=20.0)
+    assert found[0] == found[1] and found[0] in ("InvalidState", "RanksDisagree")
+    assert [state["a"]["x"].item() for state in live] == [0.0, 0.0]
+    assert [(i.name, i.pinned) for i in scan_root(tmp_path)] == [("checkpoint-1", False)]
