@@ -293,8 +293,11 @@ class CheckpointManager:
         flags = {name: how[name] for name in ("strict", "cast", "transactional")}
         self._saves.settle()
         how["broadcast"] = self.load_broadcast
-        bare = isinstance(step, str) and step.startswith("checkpoint-") and "/" not in step
-        elsewhere = isinstance(step, str | os.PathLike) and step not in ("latest", "best") and not bare
+        text = step if isinstance(step, str) else ""
+        bare = text.startswith("checkpoint-") and "/" not in text
+        elsewhere = isinstance(step, os.PathLike) or (
+            isinstance(step, str) and text not in ("latest", "best") and not bare
+        )
 
         def call() -> str:  # checked where what is wrong on one rank is an error on all
             check_flags(**flags)

@@ -37,6 +37,15 @@ from ckptcore.arguments import checked_timeout, shown
 from ckptcore.testing.ranks import run_ranks
 
 
+class NoPath:
+    """Looks like a path, and fails in all that one does with it."""
+
+    def __fspath__(self) -> str:
+        raise RuntimeError("hands off")
+
+    __eq__ = __hash__ = __fspath__  # type: ignore[assignment]
+
+
 def component(**facts: Any) -> StateComponent:
     return StateComponent("a", {"x": 1}, **facts)
 
@@ -210,8 +219,9 @@ def test_flags_of_a_load(call: str, name: str, tmp_path: Path) -> None:
         ckpt.save(1, {"a": {"x": torch.ones(1)}})
         with pytest.raises(InvalidState, match=name):
             getattr(ckpt, call)(live, **{name: 1})
-        with pytest.raises(InvalidState):
-            getattr(ckpt, call)(live, 1.5)
+        for step in (1.5, NoPath()):
+            with pytest.raises(InvalidState):
+                getattr(ckpt, call)(live, step)
     assert live["a"]["x"].item() == 0.0
 
 
