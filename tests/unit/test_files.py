@@ -187,5 +187,5 @@ def test_random_streams_do_not_matter_to_the_files(tmp_path: Path) -> None:
         ckpt.save(1, {"rng": RNGState(), "m": {"a": 1}})
         assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
         with pytest.raises(StateMismatch):
-            ckpt.load({"rng": RNGState()})
+            ckpt.restore({"rng": RNGState()})
         assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
