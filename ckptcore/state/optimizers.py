@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
-from .layout import is_dtensor, same_view_key
+from .layout import is_dtensor, same_view_key, words
 from .names import ParameterTable, last_table, parameter_table
 from .tree import Differences
 
@@ -573,12 +573,13 @@ class OwnOptimizerState:
             error.message += f"; or give {kind} a load_state_dict(), too, which puts that back"
             raise error
         own = self._optimizer.state_dict()
-        held, stored = len(list(_tensors(_states(self._optimizer)))), len(list(_tensors(own)))
-        if stored < held and (own or not _on_ranks()):
-            raise InvalidState(
-                f"{kind} and the optimizers inside it hold {held} tensors of state, its "
-                f"state_dict() only {stored}{_Inside._hint}"
-            )
+        if own or not _on_ranks():  # else another rank has it all
+            forgotten = _forgotten(self._optimizer, list(_tensors(own)))
+            if forgotten is not None:
+                raise InvalidState(
+                    f"{kind} and the optimizers inside it hold state that its state_dict() does not: "
+                    f"{forgotten}{_Inside._hint}"
+                )
         return own
 
     def __getattr__(self, name: str) -> Any:
@@ -617,13 +618,32 @@ def _by_name(state: Any) -> bool:
     return isinstance(state, Mapping) and state.keys() >= {"group_of", "shapes", "groups"}
 
 
-def _states(optimizer: Optimizer) -> list[Any]:
-    """The state of an optimizer and of those inside, each dict once."""
-    found: dict[int, Any] = {}
-    for item in [optimizer, *inside(optimizer)]:
-        own = [getattr(item, "state", {})] if item is optimizer else _states(item)
-        found |= {id(state): state for state in own}
-    return list(found.values())
+def _forgotten(optimizer: Optimizer, stored: list[torch.Tensor]) -> str | None:
+    """State of an optimizer, or of one inside it, that is not among what a state_dict() gives, nor a copy of it."""
+    known = {id(tensor) for tensor in stored} | {same_view_key(t) for t in stored if not is_dtensor(t)}
+    by_form: dict[Any, list[torch.Tensor]] = {}
+    for tensor in stored:
+        by_form.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+    for item in [optimizer, *(part.optimizer for one in inside(optimizer) for part in _nested(one))]:
+        states = [values for values in getattr(item, "state", {}).values() if isinstance(values, Mapping)]
+        tensors = [(key, value) for values in states for key, value in values.items() if _is_tensor(value)]
+        if item is optimizer and len(tensors) <= len(stored):
+            continue  # in which form it stores what is its own, is its own affair
+        for key, tensor in tensors:
+            if id(tensor) in known or (not is_dtensor(tensor) and same_view_key(tensor) in known - {None}):
+                continue
+            if not any(_equal(tensor, other) for other in by_form.get((tensor.shape, tensor.dtype), ())):
+                return f"{key!r} of the {type(item).__qualname__}"
+    return None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    one, other = (t.to_local() if is_dtensor(t) else t for t in (a, b))
+    return one.shape == other.shape and torch.equal(words(one), words(other.to(one.device)))
 
 
 def _paths(value: Any, path: str = "") -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -277,7 +277,10 @@ class Copying(torch.optim.SGD):
     ("make", "why"),
     [
         (lambda m: Sharpness(adamw(m)), "Sharpness keeps state of its own besides that of the AdamW inside"),
-        (lambda m: Forgetful(adamw(m)), "Forgetful and the optimizers inside it hold 16 tensors"),
+        (
+            lambda m: Forgetful(adamw(m)),
+            "Forgetful and the optimizers inside it hold state that its state_dict.. does not: 'step' of the AdamW",
+        ),
         (lambda m: Copying(m.parameters(), lr=0.1), "Copying.state is another object each time"),
     ],
 )
@@ -446,6 +449,8 @@ def nested(nest: Any, parameters: list[nn.Parameter]) -> Any:
 
 
 @settings(max_examples=60)
+@example(nest=(Lookahead, (Sharpness, "SGD")), live_steps=0)
+@example(nest=(Container, [(Lookahead, "SGD"), "AdamW"]), live_steps=2)
 @given(nest=NESTS.filter(told), live_steps=st.sampled_from([0, 2]))
 def test_any_nest_of_optimizers_goes_on_exactly_or_is_refused(same, nest: Any, live_steps: int) -> None:
     model, other = net(), net()
