@@ -147,7 +147,7 @@ def test_a_single_process_writes_the_same_in_both_modes_but_for_the_record(tmp_p
             ckpt.unpin(2)
             ckpt.delete(2)
             live = {"model": {"w": [0.0], "n": 0}, "rest": {"at": 0}}
-            same(ckpt.restore(live).values, state)
+            same(dict(ckpt.restore(live).values), state)
     found = {mode: open_checkpoint(tmp_path / mode / "checkpoint-5") for mode in ("shared", "node")}
     shared, node = (found[mode].manifest for mode in ("shared", "node"))
     assert (shared.node, node.node, node.nodes) == (None, 0, [[0]])
