@@ -262,7 +262,8 @@ class Loading:
             self.tolerated[component.key] = set(found.tolerated)
             self.nothing_here |= {component.key} if not found.matched and (found.missing or found.unexpected) else set()
             return
-        self.report.unexpected += [f"{component.key}/{name}" for name in found.unexpected]
+        names = [*found.unexpected, *(() if self.strict else found.tolerated)]
+        self.report.unexpected += [f"{component.key}/{name}" for name in names]
         if not found.matched and (found.missing or found.unexpected):
             self.unmatched.append(component.key)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore import CheckpointManager, InvalidState, RNGState, SharingPattern, StateComponent, open_checkpoint
+from ckptcore import CheckpointManager, InvalidState, RNGState, SharingPattern, StateComponent, Value, open_checkpoint
 from ckptcore.ranks.groups import partitions
 from ckptcore.testing.ranks import run_ranks
 
@@ -156,7 +156,7 @@ def test_plain_dict_on_several_ranks(tmp_path):
         model = torch.nn.Linear(2, 2, bias=False)
         with torch.no_grad():
             model.weight.fill_(3)
-        state = {"model": model, "rng": RNGState(), "step": 5, "notes": {"lr": [0.1]}}
+        state = {"model": model, "rng": RNGState(), "step": Value(5), "notes": {"lr": [0.1]}}
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             return ckpt.save(1, state).manifest
 
@@ -167,7 +167,7 @@ def test_plain_dict_on_several_ranks(tmp_path):
 
 
 def test_plain_dict_on_one_rank_is_global(tmp_path):
-    state = {"model": torch.nn.Linear(2, 2), "rng": RNGState(), "step": 5}
+    state = {"model": torch.nn.Linear(2, 2), "rng": RNGState(), "step": Value(5)}
     with CheckpointManager(tmp_path) as ckpt:
         components = ckpt.save(1, state).manifest.components
     assert {key: c.pattern for key, c in components.items()} == {

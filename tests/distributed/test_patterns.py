@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from ckptcore import CheckpointManager, SharingPattern, StateComponent, StateMismatch, open_checkpoint
 from ckptcore.testing.ranks import run_ranks
@@ -113,13 +114,18 @@ class TestEveryPattern:
 
     def test_strict_refuses_other_keys_and_touches_nothing(self, tmp_path, pattern, size, split, on_all, same):
         saved(tmp_path, pattern, size)
-        results = loaded(tmp_path, pattern, size, lambda: {"w": torch.zeros(5), "extra": torch.ones(3), "n": 0})
+
+        def make():  # a module's names count
+            tensors = {"w": torch.zeros(5), "extra": torch.ones(3)}
+            return nn.ParameterDict({name: nn.Parameter(t, requires_grad=False) for name, t in tensors.items()})
+
+        results = loaded(tmp_path, pattern, size, make)
         error = on_all([result for result, _ in results], StateMismatch)
-        assert (error.missing, error.unexpected) == (["own/extra"], ["own/b"])
+        assert (error.missing, error.unexpected) == (["own/extra"], ["own/b", "own/n"])
         assert "own/extra" in str(error) and "own/b" in str(error)
         assert sorted(error.causes or [0]) == list(range(size))
         for _, live in results:
-            same(live, {"w": torch.zeros(5), "extra": torch.ones(3), "n": 0})
+            same({name: live[name].data for name in ("w", "extra")}, {"w": torch.zeros(5), "extra": torch.ones(3)})
 
     def test_not_strict_loads_the_rest_and_lists_the_others(self, tmp_path, pattern, size, split, same):
         saved(tmp_path, pattern, size)
