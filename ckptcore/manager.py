@@ -7,6 +7,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial, wraps
 from typing import Any, Literal, TypeVar, cast
@@ -26,17 +27,27 @@ from .arguments import (
 )
 from .choice import best_of, candidates, choice, entry, find, load_chosen, newest_that_loads
 from .coordinator import CheckpointCoordinator, check_parts, default_io_threads, meet
-from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, NoUsableCheckpoint
+from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, NoUsableCheckpoint, StorageError
 from .events import OnEvent, SaveEvent
-from .format.manifest import Branch
+from .format.manifest import CheckpointManifest
 from .loading.apply import LoadReport
 from .loading.keys import Keys, check_keys
 from .loading.view import Problem
 from .ranks.communicator import Communicator
 from .ranks.nodes import Agreed, StorageMode
 from .ranks.store import default_communicator
-from .retention import RetentionPolicy, best_rule, check_policy
-from .root import NOT_OURS, CheckpointInfo, checkpoint_name, committed
+from .retention import RetentionPolicy, best_rule, check_policy, unknown_metric
+from .root import (
+    NOT_OURS,
+    CheckpointInfo,
+    checkpoint_name,
+    committed,
+    left_by_going_back,
+    left_by_last,
+    merged,
+    scan,
+    within,
+)
 from .saves import Saves
 from .saving.background import SaveHandle
 from .saving.flow import Saving
@@ -149,9 +160,11 @@ class CheckpointManager:
         self._new_run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         self._found_damaged: set[str] = set()
         # Where what is saved next comes from; rank 0 knows what the run has committed after that, and leaves behind.
-        self._branch, self._seen = Branch(secrets.token_hex(8)), 0
+        self._abandoned: list[list[int]] | None = None
+        self._last_seen = 0
         self._looked: Checkpoints = []
         self._left: Checkpoints = []
+        self._metrics_known = False
         self._root, uploads = open_root(self.comm, self.storage, storage_mode, tiers, on_error, drain_timeout,
                                         self.io_threads, lambda event: self._saves.tell(event))  # fmt: skip
         self._saves = Saves(
@@ -316,6 +329,8 @@ class CheckpointManager:
             coordinator, _ = self._call(state, there, lambda _: None)
             report = coordinator.load(*opened[0], **how)
             if opened[0][0] in self._root.storages:
+                with suppress(StorageError):  # the load is done; nothing is known to be left behind then
+                    self._looked = self._root.scan() if self.comm.rank == 0 else []
                 self._adopt(report, goes_on=how["keys"] is None)
             return report
 
@@ -334,7 +349,8 @@ class CheckpointManager:
         load = partial(self._load_from, coordinator, how)
         again = partial(self._root.look_again, choose)
         report = load_chosen(seen, again, load, whole=how["strict"] or how["transactional"])
-        self._adopt(report, goes_on=how["keys"] is None)
+        latest = isinstance(step, str) and step == "latest"
+        self._adopt(report, goes_on=how["keys"] is None, back=not latest)
         return report
 
     @one_call("restore")
@@ -387,7 +403,7 @@ class CheckpointManager:
         # Their steps may be saved again: but for folders that look like somebody else's.
         self._found_damaged.update(name for name, reason in skipped.items() if NOT_OURS not in reason)
         if report is not None:
-            self._adopt(report, goes_on=keys is None)
+            self._adopt(report, goes_on=keys is None, back=False)
             self._compare_hash(report, training_args_hash)
             self._warn_skipped(skipped, f"restored {(report.path or '').rpartition('/')[2]} (step {report.step})")
             return report
@@ -398,7 +414,7 @@ class CheckpointManager:
                 "to start again", path=self.root, reasons=skipped)  # fmt: skip
         self._warn_skipped(skipped, "starting fresh")
         log.info("%s holds no checkpoint of this run: starting fresh", self.root)
-        self._begin_branch(0)
+        self._begin_branch(None, True)
         return LoadReport(fresh=True, skipped=skipped)
 
     def list(self) -> Checkpoints:
@@ -470,7 +486,9 @@ class CheckpointManager:
             asked = SaveRequest(step, self.run_id, metrics, metadata, training_args_hash, overwrite)  # type: ignore[arg-type]
             asked.overwrite |= checkpoint_name(asked.step) in self._found_damaged
             asked.after_sequence = self._root.last_sequence()
-            asked.branch, asked.seen = self._branch, self._seen
+            # Sequences of what was deleted since are not used again: they may be among the abandoned.
+            asked.after_sequence = max(asked.after_sequence, self._last_seen)
+            asked.abandoned = self._abandoned
             requests.append(asked)
             if not self._saves.failed:
                 self._saves.raise_failure()  # its warnings
@@ -507,7 +525,20 @@ class CheckpointManager:
                 "never the newest or the best, and kept by retention as a set of its own"
             )
             self._left = []
+        if self.comm.rank == 0 and info.metrics and not self._metrics_known:
+            self._check_metrics(saving, info)
         self._root.clean_up(saving.comm, self.keep, self.run_id, info, saving.told.append, self._deleted)
+
+    def _check_metrics(self, saving: Saving, info: CheckpointInfo) -> None:
+        """At the first commit that has metrics. Before retention deletes anything by a metric that is misspelt."""
+        self._metrics_known = True
+        if unknown_metric(self.keep, [info]):
+            try:
+                there = committed(scan(self.storage), self.run_id)
+            except StorageError:  # retention will say so
+                there = [info]
+            if (what := unknown_metric(self.keep, there)) is not None:
+                saving.told.append(f"{self.root}: {what}")
 
     def _deleted(self, info: CheckpointInfo) -> None:
         self._saves.tell(SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=info.size_bytes or 0))
@@ -540,23 +571,34 @@ class CheckpointManager:
             raise CheckpointNotFound(f"{self.root} has no checkpoint with a metric {metric!r}", path=self.root)
         return best
 
-    def _adopt(self, report: LoadReport, *, goes_on: bool) -> None:
+    def _adopt(self, report: LoadReport, *, goes_on: bool, back: bool = True) -> None:
         if self._run_id is None and report.manifest is not None:
             self._run_id = report.manifest.run_id
         if goes_on:
-            self._go_on_from(report)
+            self._go_on_from(report, back)
         self._saves.uploads.catch_up(self._run_id, report.step or 0)
 
-    def _go_on_from(self, report: LoadReport) -> None:
+    def _go_on_from(self, report: LoadReport, back: bool) -> None:
         """What is saved from now on comes after the checkpoint that was loaded, if that is one of this run."""
         if report.manifest is not None and report.manifest.run_id == self._run_id:
-            self._begin_branch(report.manifest.sequence)
+            self._begin_branch(report.manifest, back)
 
-    def _begin_branch(self, origin: int) -> None:
-        mine = committed(self._looked, self.run_id)
-        self._branch = Branch(secrets.token_hex(8), origin)
-        self._seen = max((info.sequence or 0 for info in mine), default=0)
-        self._left = [i for i in mine if (i.sequence or 0) > origin and i.name not in self._found_damaged]
+    def _begin_branch(self, loaded: CheckpointManifest | None, back: bool) -> None:
+        """loaded: None for a run that begins anew. back: all that was committed after it is left; else what is newer than
+        the newest that could be restored."""
+        mine = [info for info in self._looked if info.manifest and info.run_id == self.run_id]
+        self._last_seen = max((info.sequence or 0 for info in mine), default=0)
+        if loaded is None or back:
+            origin, before = (loaded.sequence, loaded.abandoned) if loaded else (0, [])
+            self._abandoned = left_by_going_back(origin, before, self._last_seen)
+        else:
+            newer = [info.sequence or 0 for info in mine if info.order > (loaded.step, loaded.sequence)]
+            self._abandoned = merged([*left_by_last(mine, self.run_id), *([number, number] for number in newer)])
+        self._left = [
+            info
+            for info in committed(mine, self.run_id)
+            if within(info.sequence or 0, self._abandoned) and info.name not in self._found_damaged
+        ]
         self._looked = []
 
     def _compare_hash(self, report: LoadReport, now: str | None) -> None:

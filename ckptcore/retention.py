@@ -29,6 +29,7 @@ __all__ = [
     "clean_up",
     "delete_all",
     "surplus",
+    "unknown_metric",
 ]
 
 
@@ -196,6 +197,15 @@ def best_rule(
         )
     known = next((rule for rule in rules if metric in (None, rule.metric)), None)
     return KeepBest(metric or rules[0].metric, mode or (known.mode if known else "min"))  # type: ignore[arg-type]
+
+
+def unknown_metric(policy: RetentionPolicy | None, infos: Sequence[CheckpointInfo]) -> str | None:
+    """What to warn of where a KeepBest goes by a metric that none of these checkpoints has, and they have others."""
+    there = sorted({name for info in infos for name in info.metrics})
+    missing = [rule.metric for rule in (_best_rules(policy) if policy else ()) if rule.metric not in there]
+    if not (there and missing):
+        return None
+    return f"KeepBest goes by {missing[0]!r}, which no checkpoint has, so it keeps none; they have: {', '.join(there)}"
 
 
 def _best_rules(policy: RetentionPolicy) -> Iterator[KeepBest]:

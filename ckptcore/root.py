@@ -26,7 +26,7 @@ from .errors import (
     StorageError,
     UnsupportedVersion,
 )
-from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, Branch, CheckpointManifest
+from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from .storage.base import Entry, Storage, open_storage
 
 __all__ = [
@@ -62,6 +62,9 @@ _FOREIGN = tuple(
         ("a folder of torch.save", r".*\.(pt|pth|bin|ckpt)"),
     )
 )
+
+
+Ranges = Sequence[Sequence[int]]  # [first, last] commit sequences
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -250,36 +253,43 @@ def _in_order(found: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def mark_abandoned(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The same with `abandoned` set: what no longer leads to the last commit of its run.
-
-    A commit names the commit that its process had loaded. So from the last one on down: those of its branch belong to
-    the run, then what is not newer than the one that the branch came from, then those of that one's branch, and so on.
-    A manifest that does not say where it came from proves nothing.
-    """
+    """The same with `abandoned` set: what the run had gone back behind, by the last commit of it."""
     infos = list(infos)
-    counted = [i for i in infos if i.manifest is not None and i.status in ("committed", "damaged")]
-    branches: dict[str | None, tuple[str | None, int | None]] = {}
-    left = set()
-    for info in sorted(counted, key=lambda info: info.sequence or 0, reverse=True):
-        branch = info.manifest.branch if info.manifest else None
-        own = branch.id if branch else None
-        current, origin = branches.get(info.run_id, (own, None))
-        if own != current and origin is not None and (info.sequence or 0) > origin:
-            left.add(info.url)
-        elif own != current or info.run_id not in branches:
-            branches[info.run_id] = own, branch.origin if branch else None
-    return [
-        info if info.abandoned == (info.url in left) else replace(info, abandoned=info.url in left) for info in infos
-    ]
+    last = {run: left_by_last(infos, run) for run in {info.run_id for info in infos if info.manifest}}
+    result = []
+    for info in infos:
+        left = info.manifest is not None and within(info.manifest.sequence, last[info.run_id])
+        result.append(info if info.abandoned == left else replace(info, abandoned=left))
+    return result
 
 
-def goes_back_behind(branch: Branch | None, seen: int, manifest: CheckpointManifest) -> bool:
-    """Whether a save of `branch` abandons this commit. seen: the last commit that was there when the branch began; later
-    ones are of another job."""
-    if branch is None or branch.origin is None:
-        return False
-    other = manifest.branch is None or manifest.branch.id != branch.id
-    return other and branch.origin < manifest.sequence <= seen
+def left_by_last(infos: Iterable[CheckpointInfo], run_id: str | None) -> Ranges:
+    """The commit sequences that a run had abandoned when it committed last."""
+    counted = [i for i in infos if i.manifest and i.run_id == run_id and i.status in ("committed", "damaged")]
+    last = max(counted, key=lambda info: info.sequence or 0, default=None)
+    return last.manifest.abandoned if last and last.manifest else []
+
+
+def within(sequence: int, ranges: Ranges) -> bool:
+    return any(first <= sequence <= last for first, last in ranges)
+
+
+def left_by_going_back(origin: int, before: Ranges, last: int) -> list[list[int]]:
+    """What a run has abandoned that goes on from the commit `origin`, which itself had abandoned `before`, when there
+    are commits up to `last`. Others that are made later are of another job."""
+    ranges = [[first, min(end, origin)] for first, end in before if first <= origin]
+    return merged([*ranges, [origin + 1, last]] if last > origin else ranges)
+
+
+def merged(ranges: Ranges) -> list[list[int]]:
+    """The same sequences in as few ranges as can be, in order."""
+    result: list[list[int]] = []
+    for first, last in sorted(map(tuple, ranges)):
+        if result and first <= result[-1][1] + 1:
+            result[-1][1] = max(result[-1][1], last)
+        else:
+            result.append([first, last])
+    return result
 
 
 def still_there(storage: Storage, folder: str, manifest: CheckpointManifest | None) -> bool:

@@ -20,7 +20,6 @@ from .strict import short, unique, whole
 
 __all__ = [
     "MANIFEST_NAME",
-    "Branch",
     "CheckpointManifest",
     "ComponentManifest",
     "Copy",
@@ -72,17 +71,6 @@ class FileRecord:
     size: int
     digest: str
     writer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """Where in its run a commit stands: those of one `id` were made one after the other, after what was loaded.
-
-    origin: commit sequence of the checkpoint that was loaded, 0 where the run began anew, None where that is not known.
-    """
-
-    id: str
-    origin: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +131,7 @@ class CheckpointManifest:
     """Everything about one checkpoint but its tensors and values. `extra` keeps fields of newer minor versions.
 
     node: where nodes share no storage, the number of the one whose part this is; None for a checkpoint that is whole.
-    branch: None for one that was saved alone, or before there were branches.
+    abandoned: [first, last] commit sequences of the run that it had gone back behind by then.
     """
 
     checkpoint_id: str
@@ -166,7 +154,7 @@ class CheckpointManifest:
     metadata: dict[str, Any] = field(default_factory=dict)
     format_version: str = VERSION
     node: int | None = None
-    branch: Branch | None = None
+    abandoned: list[list[int]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
 
@@ -208,10 +196,10 @@ class CheckpointManifest:
         """The manifest file. Sets `digest`. Raises InvalidState for metadata that JSON cannot hold."""
         document = {**self.extra, "format": FORMAT}
         for name in self.__slots__:
-            if name not in ("extra", "digest", "node", "branch"):
+            if name not in ("extra", "digest", "node", "abandoned"):
                 document[name] = getattr(self, name)
-        if self.branch is not None:
-            document["branch"] = {"id": self.branch.id, "from": self.branch.origin}
+        if self.abandoned:
+            document["abandoned"] = self.abandoned
         if self.node is not None:
             document |= {"storage_mode": "node", "node": self.node}
         document["components"] = {
@@ -389,8 +377,11 @@ _COMPONENT = {
 }  # fmt: skip
 
 
-def _branch(value: Any) -> Branch:
-    return Branch(_typed(_typed(value, dict)["id"], str), _optional(whole)(value.get("from")))
+def _ranges(value: Any) -> list[list[int]]:
+    found = [[whole(end) for end in _typed(ends, list)] for ends in _typed(value, list)]
+    if any(len(ends) != 2 or ends[0] > ends[1] for ends in found):
+        raise ValueError(f"{short(value)} are no ranges of commit sequences")
+    return found
 
 
 def _component(key: str, value: dict[str, Any]) -> ComponentManifest:
@@ -415,8 +406,8 @@ def _manifest(document: dict[str, Any]) -> CheckpointManifest:
     mode, node = document.pop("storage_mode", "shared"), _optional(whole)(document.pop("node", None))
     if mode not in ("shared", "node") or (mode == "node") != (node is not None):
         raise ValueError(f"storage mode {short(mode)} with node {node} makes no sense")
-    branch = _optional(_branch)(document.pop("branch", None))
-    manifest = CheckpointManifest(**known, node=node, branch=branch, extra=document)
+    abandoned = _ranges(document.pop("abandoned", []))
+    manifest = CheckpointManifest(**known, node=node, abandoned=abandoned, extra=document)
     if node is not None:
         ranks = sorted(rank for members in manifest.nodes for rank in members)
         if len(ranks) != manifest.world_size or any(rank != n for n, rank in enumerate(ranks)):

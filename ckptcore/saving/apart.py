@@ -15,7 +15,7 @@ from ..errors import CheckpointExists, InvalidState, RankLost, StorageError
 from ..format.manifest import CheckpointManifest
 from ..ranks.communicator import Communicator
 from ..ranks.nodes import leads, look, node_name, own_node
-from ..root import CheckpointInfo, attempts_among, goes_back_behind, join, mark_attempt, mark_name
+from ..root import CheckpointInfo, attempts_among, join, mark_attempt, mark_name, within
 from ..storage.base import Storage
 from .publish import check_place, discard, put_in_place, remove_aside, take_back
 
@@ -33,7 +33,9 @@ def agree_place(saving: Saving) -> tuple[int, bool]:
     def choose(infos: list[CheckpointInfo]) -> bool:
         there = [info for info in infos if info.name == name]
         request = saving.request
-        left = [i for i in there if i.manifest and goes_back_behind(request.branch, request.seen, i.manifest)]
+        saving.follow(infos)
+        left = [i for i in there if i.manifest and i.run_id == request.run_id
+                and within(i.manifest.sequence, request.abandoned or ())]  # fmt: skip
         if any(i.status == "committed" and i not in left for i in there) and not request.overwrite:
             where = storage.at(name)
             what = f"{where} is a committed checkpoint; pass overwrite=True to replace it"
@@ -44,7 +46,7 @@ def agree_place(saving: Saving) -> tuple[int, bool]:
         check_place(storage, name, step, saving.joined.run_id, True)
 
     agreed = look(comm, storage, choose, everyone=False, check=check)
-    return agreed.sequence + 1, bool(agreed.chosen)
+    return max(agreed.sequence, saving.request.after_sequence) + 1, bool(agreed.chosen)
 
 
 def mark_apart(comm: Communicator, storage: Storage, folder: str, attempt: str) -> None:

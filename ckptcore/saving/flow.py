@@ -27,10 +27,9 @@ from ..ranks.nodes import StorageMode, own_node
 from ..ranks.per_node import on_node, part_of, pass_on
 from ..ranks.replication import validate
 from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
-from ..root import CheckpointInfo, mark_attempt, remove_checkpoint_folder, scan
+from ..root import CheckpointInfo, left_by_last, mark_attempt, remove_checkpoint_folder, scan
 from ..state.adapters import metadata_of
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
-from ..state.names import one_walk
 from ..state.streams import settle
 from ..state.tree import Captured, capture, check_values_fit
 from ..storage.base import Storage
@@ -182,7 +181,7 @@ class Saving:
             with self._needing():
                 publish(
                     self.storage, self.joined.attempt, folder, self.name, manifest, self.overwrites,
-                    self.told.append, seen=self.request.seen)  # fmt: skip
+                    self.told.append)  # fmt: skip
             published = True
             return manifest.encode()
 
@@ -228,10 +227,16 @@ class Saving:
         return str(Attempt.new(self.request.run_id))
 
     def _next_sequence(self) -> int:
-        last = max((info.sequence or 0 for info in scan(self.storage)), default=0)
+        infos = scan(self.storage)
+        self.follow(infos)
+        last = max((info.sequence or 0 for info in infos), default=0)
         return max(last, self.request.after_sequence) + 1
 
-    @one_walk()
+    def follow(self, infos: Sequence[CheckpointInfo]) -> None:
+        """What nobody says of the way of the run is what its last commit says."""
+        if self.request.abandoned is None:
+            self.request.abandoned = [[*ends] for ends in left_by_last(infos, self.request.run_id)]
+
     def _capture(self) -> None:
         """Ask every component for its state, in the same order on all ranks, because that may itself be collective."""
         for component in self.components:
@@ -321,7 +326,7 @@ class Saving:
         request = self.request
         run = self.joined.run_id if self.mode == "node" else request.run_id
         return check_place(
-            self.storage, self.name, request.step, run, self.overwrites, branch=request.branch, seen=request.seen
+            self.storage, self.name, request.step, run, self.overwrites, abandoned=request.abandoned or ()
         )
 
     def _manifest(self, receipts: Sequence[Receipt]) -> CheckpointManifest:
@@ -347,7 +352,7 @@ class Saving:
             environment={"platform": _system(), "host": platform.node()},
             timings=self.seconds,
             metadata=request.metadata,
-            branch=request.branch,
+            abandoned=request.abandoned or [],
         )
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..arguments import check_flag, check_hash, check_mapping, checked_step, shown
 from ..errors import InvalidState, RanksDisagree
-from ..format.manifest import Branch, CheckpointManifest, ComponentManifest, Copy, check_readable, copies, private_json
+from ..format.manifest import CheckpointManifest, ComponentManifest, Copy, check_readable, copies, private_json
 from ..ranks.communicator import Communicator
 from ..ranks.groups import group_index, own_view, partitions
 from ..state.adapters import refuse_fixed_values
@@ -35,8 +35,8 @@ class SaveRequest:
     overwrite: bool = False
     after_sequence: int = 0  # another root of the run has commits up to this one
     checkpoint_id: str | None = None
-    branch: Branch | None = None
-    seen: int = 0  # the last commit that was there when the branch began
+    # [first, last] commit sequences that the run has abandoned; None: those that its last commit says.
+    abandoned: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
         self.step = checked_step(self.step)

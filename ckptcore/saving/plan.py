@@ -16,6 +16,8 @@ from ..format.tensorfile import HEADER_LIMIT, StoredTensor, lay_out
 __all__ = ["FilePlan", "TensorSpec", "hugging_face_index", "plan_component"]
 
 MAX_FILE_BYTES = 32 << 30
+# File systems take no longer names.
+NAME_BYTES = 255
 # Fewer bytes than this are not worth a file of their own on another rank.
 MIN_SHARE_BYTES = 16 << 20
 
@@ -79,12 +81,13 @@ def _planned(
     for writer in writers:
         parts += [(writer, part) for part in _split(key, shares[writer], max_file_bytes, header_limit)]
     files = []
+    beginning = _beginning(f"{file_stem(key)}{label}", len(parts))
     for number, (writer, part) in enumerate(parts, 1):
         count = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
         header, placed = lay_out((t.stored_name, t.dtype, t.shape) for t in part)
         numbers = {t.stored_name: t.number for t in part}
         places = tuple((numbers[place.name], place) for place in placed)
-        files.append(FilePlan(f"{file_stem(key)}{label}{count}.safetensors", key, writer, header, places))
+        files.append(FilePlan(f"{beginning}{count}.safetensors", key, writer, header, places))
     return tuple(files)
 
 
@@ -96,6 +99,14 @@ def file_stem(key: str) -> str:
     text = f"%2E{text[1:]}" if text.startswith(".") else text
     # File systems take 255 bytes, and label and numbering come on top.
     return text if len(text) <= 120 else f"{text[:100]}~{content_digest(text.encode())[:12]}"
+
+
+def _beginning(name: str, count: int) -> str:
+    """What the names of a copy's files begin with, such that they fit wherever files lie, with numbers and endings."""
+    ending = max(len(f"-{count:05d}-of-{count:05d}.safetensors"), len(".safetensors.index.json")) if count > 1 else 12
+    if len(name) + ending <= NAME_BYTES:
+        return name
+    return f"{name[: NAME_BYTES - 60]}~{content_digest(name.encode())[:12]}"
 
 
 def hugging_face_index(files: Sequence[FilePlan]) -> bytes:

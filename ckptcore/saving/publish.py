@@ -14,14 +14,14 @@ from ..errors import (
     StorageError,
     UnsupportedVersion,
 )
-from ..format.manifest import MANIFEST_NAME, Branch, CheckpointManifest, FileRecord, check_readable
+from ..format.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, check_readable
 from ..root import (
     PIN_NAME,
     WITHDRAWN_NAME,
+    Ranges,
     attempts_among,
     check_files,
     entries_in,
-    goes_back_behind,
     is_ours,
     join,
     mark_name,
@@ -29,6 +29,7 @@ from ..root import (
     remove_attempt,
     remove_checkpoint_folder,
     remove_if_empty,
+    within,
 )
 from ..storage.base import Entry, Storage
 
@@ -43,8 +44,7 @@ def check_place(
     overwrite: bool,
     *,
     digest: str | None = None,
-    branch: Branch | None = None,
-    seen: int = 0,
+    abandoned: Ranges = (),
 ) -> bool:
     """Whether something at `name` must give way to a new checkpoint of the run.
 
@@ -52,8 +52,8 @@ def check_place(
     abandoned left, a deletion that was not finished. All else does so only with `overwrite`: a committed checkpoint, and
     what may be somebody else's (damaged and of another run, or without a manifest that says whose it is; a copy that is
     going on looks like that). digest: of the manifest of the new one; the same commit may always take the place of
-    itself when that is damaged, pinned or not. branch, seen: a committed one gives way where the run went back behind it
-    (see `goes_back_behind`). Raises CheckpointExists for the rest: also for a pinned one, one of a newer
+    itself when that is damaged, pinned or not. abandoned: commits of the run that give way, because it went back behind them.
+    Raises CheckpointExists for the rest: also for a pinned one, one of a newer
     format, what another job may be writing in that place now, and files with names that no checkpoint has.
     """
     where = storage.at(name)
@@ -89,7 +89,7 @@ def check_place(
         return False  # deleted by somebody else meanwhile
     except UnsupportedVersion as error:
         raise CheckpointExists(f"{where} is in the way: {error}", path=where, step=step) from None
-    left = manifest.run_id == run_id and goes_back_behind(branch, seen, manifest)
+    left = manifest.run_id == run_id and within(manifest.sequence, abandoned)
     if not (overwrite or left):
         raise CheckpointExists(
             f"{where} is a committed checkpoint; pass overwrite=True to replace it", path=where, step=step
@@ -149,7 +149,6 @@ def publish(
     overwrite: bool,
     tell: Callable[[str], None],
     encoded: bytes | None = None,
-    seen: int = 0,
 ) -> None:
     """Make the files in `folder` the checkpoint `name`. On return it exists and survives a crash.
 
@@ -159,7 +158,7 @@ def publish(
     With atomic rename: manifest into the attempt, then the attempt takes the name; what had it is put aside first and
     removed after, so at every instant the old or the new one counts. Elsewhere the manifest's put is the commit.
     """
-    aside = put_in_place(storage, attempt, folder, name, manifest, overwrite, tell, encoded, seen)
+    aside = put_in_place(storage, attempt, folder, name, manifest, overwrite, tell, encoded)
     if aside is not None:
         remove_aside(storage, aside, tell)
 
@@ -181,7 +180,6 @@ def put_in_place(
     overwrite: bool,
     tell: Callable[[str], None],
     encoded: bytes | None = None,
-    seen: int = 0,
 ) -> str | None:
     """`publish` without removing what gave way: the name that this has now, None when nothing did."""
     encoded = encoded or manifest.encode()
@@ -204,14 +202,7 @@ def put_in_place(
     storage.sync_folder(folder)
     aside = f"{name}.replaced-{attempt}"
     gives_way = check_place(
-        storage,
-        name,
-        manifest.step,
-        manifest.run_id,
-        overwrite,
-        digest=manifest.digest,
-        branch=manifest.branch,
-        seen=seen,
+        storage, name, manifest.step, manifest.run_id, overwrite, digest=manifest.digest, abandoned=manifest.abandoned
     )
     if gives_way:
         storage.rename(name, aside)
@@ -221,10 +212,8 @@ def put_in_place(
         moved = True
         storage.sync_folder("")
     except StorageError as error:
-        if moved:  # it may not survive a crash, so the save has failed: nothing of it stays
-            storage.rename(name, folder)
-        if gives_way:
-            storage.rename(aside, name)
+        # If it was moved it may not survive a crash, so the save has failed: nothing of it stays.
+        _rename_back(storage, [(name, folder)] * moved + [(aside, name)] * gives_way, tell)
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             where = storage.at(name)
             raise CheckpointExists(
@@ -232,6 +221,15 @@ def put_in_place(
             ) from None
         raise
     return aside if gives_way else None
+
+
+def _rename_back(storage: Storage, renames: Sequence[tuple[str, str]], tell: Callable[[str], None]) -> None:
+    """Undo renames. Never raises: the failure that led here is the one to report, and a later sweep finishes this."""
+    for now, before in renames:
+        try:
+            storage.rename(now, before)
+        except StorageError as error:
+            tell(f"{storage.at(now)} could not be renamed back to {before}: {error}")
 
 
 def take_back(

@@ -15,6 +15,7 @@ import torch
 
 from ckptcore import CheckpointManager, CheckpointWarning, SharingPattern, StateComponent, Storage, open_storage
 from ckptcore.format.manifest import MANIFEST_NAME
+from ckptcore.root import newest_run, scan
 from ckptcore.storage.remote import FsspecStorage
 from ckptcore.testing.ranks import run_ranks
 
@@ -80,7 +81,8 @@ class Marked:
     def whole(storage: Storage, steps: list[int], run: str | None = None) -> dict[str, set[str]]:
         """What `files` must say when these steps of the run, and nothing else, are there; each is verified."""
         manager = CheckpointManager(storage, run_id=run, io_threads=1)
-        infos = manager.list()
+        infos = [i for i in scan(storage) if i.status == "committed"]  # also what the run has gone back behind
+        infos = [info for info in infos if info.run_id == (run or newest_run(infos))]
         assert [info.step for info in infos] == steps
         for info in infos:
             assert manager.verify(info.step) == []

@@ -130,8 +130,34 @@ def test_only_what_was_loaded_of_this_run_is_gone_on_from(tmp_path):
             assert [info.step for info in ckpt.list()] == [1, 2, 3, 4, 5, 6]
     with CheckpointManager(tmp_path / "run", io_threads=1) as ckpt:
         ckpt.load(state(), tmp_path / "run" / "checkpoint-2")
-        save(ckpt, 7)
+        with warns:
+            save(ckpt, 7)
         assert [info.step for info in ckpt.list()] == [1, 2, 7]
+
+
+def test_steps_that_were_saved_out_of_order_are_not_abandoned_by_a_restart(tmp_path):
+    """The newest is the one with the highest step, and to go on from it is not to go back."""
+    with CheckpointManager(tmp_path, io_threads=1) as ckpt:
+        save(ckpt, 1000, 9, 100)
+    with CheckpointManager(tmp_path, io_threads=1) as ckpt:
+        assert ckpt.restore(state()).step == 1000
+        save(ckpt, 1001)
+        assert [info.step for info in ckpt.list()] == [9, 100, 1000, 1001]
+
+
+def test_what_a_restore_found_damaged_does_not_count_in_the_place_of_a_good_one(tmp_path):
+    """KeepLast(2) keeps two that are good; the damaged one is not deleted without a word."""
+    with CheckpointManager(tmp_path, io_threads=1) as ckpt:
+        save(ckpt, 1, 2, 3)
+    file = tmp_path / "checkpoint-3" / "s.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with CheckpointManager(tmp_path, keep=KeepLast(2), io_threads=1) as ckpt:
+        with pytest.warns(CheckpointWarning, match="skipped checkpoint-3"):
+            assert ckpt.restore(state()).step == 2
+        ckpt.save(4, state(4), metrics={"loss": 9.0})
+        assert [info.step for info in ckpt.list()] == [2, 4]
+        assert file.exists()
+    assert restored(tmp_path) == 4
 
 
 def test_without_the_field_nothing_is_abandoned(tmp_path):
@@ -140,12 +166,29 @@ def test_without_the_field_nothing_is_abandoned(tmp_path):
     for info in scan_root(tmp_path):
         file = tmp_path / info.name / "checkpoint_manifest.json"
         manifest = CheckpointManifest.decode(file.read_bytes())
-        assert manifest.branch is not None and CheckpointManifest.decode(manifest.encode()) == manifest
-        manifest.branch = None
+        assert manifest.abandoned == ([[4, 5]] if info.step in (350, 360, 370) else [])
+        assert CheckpointManifest.decode(manifest.encode()) == manifest
+        manifest.abandoned = []
         file.write_bytes(manifest.encode())
-        assert b'"branch"' not in file.read_bytes()
+        assert b'"abandoned"' not in file.read_bytes()
     assert restored(tmp_path) == 500
     assert not any(info.abandoned for info in scan_root(tmp_path))
+
+
+def test_what_is_abandoned_stays_so_when_the_way_back_is_deleted(tmp_path):
+    """After two restarts retention has nothing left of the branch but its last checkpoint."""
+    with went_back(tmp_path) as ckpt:
+        for step in (100, 200, 300, 350, 360, 400):
+            ckpt.delete(step)
+    for step in (380, 390):
+        with CheckpointManager(tmp_path, keep=KeepLast(1), io_threads=1) as ckpt:
+            assert ckpt.restore(state()).step == step - 10
+            save(ckpt, step)
+            assert [info.step for info in ckpt.list()] == [step]
+    with CheckpointManager(tmp_path, run_id=scan_root(tmp_path)[0].run_id, io_threads=1) as ckpt:
+        save(ckpt, 400)  # by a process that has loaded nothing
+        assert [info.step for info in ckpt.list()] == [390, 400]
+    assert [(info.step, info.abandoned) for info in scan_root(tmp_path)] == [(390, False), (400, False), (500, True)]
 
 
 def test_a_damaged_commit_says_where_the_run_went(tmp_path):

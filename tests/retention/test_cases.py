@@ -284,3 +284,21 @@ def test_pins_go_with_a_copy(tmp_path, marked):
         ckpt.save(9, marked.state(9))
         assert [info.step for info in ckpt.list()] == [9]
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["checkpoint-9"]
+
+
+def test_a_metric_that_no_checkpoint_has_is_warned_of_once(tmp_path, marked):
+    """At the first commit that has metrics; one without any says nothing."""
+    keep = KeepLast(1) | KeepBest("eval_loss")
+    with CheckpointManager(tmp_path / "typo", keep=keep) as ckpt:
+        ckpt.save(1, marked.state(1))
+        with pytest.warns(
+            CheckpointWarning, match="'eval_loss', which no checkpoint has.* they have: acc, loss"
+        ) as told:
+            for step in (2, 3):
+                ckpt.save(step, marked.state(step), metrics={"loss": 1.0, "acc": 0.5})
+        assert len(told) == 1
+    with CheckpointManager(tmp_path / "right", keep=keep) as ckpt:
+        ckpt.save(1, marked.state(1), metrics={"eval_loss": 1.0})
+    with CheckpointManager(tmp_path / "right", keep=keep) as ckpt:  # another checkpoint has it
+        ckpt.restore(marked.state(-1))
+        ckpt.save(2, marked.state(2), metrics={"loss": 1.0})

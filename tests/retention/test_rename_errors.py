@@ -141,3 +141,23 @@ def test_a_folder_that_holds_an_nfs_file_goes_when_it_is_gone(quick_folder, mark
     manager.save(40, marked.state(40))
     assert marked.files(storage) == marked.whole(storage, [40])
     assert marked.restored(storage) == (40, 40)
+
+
+@pytest.mark.parametrize("undo", [1, 2], ids=["the new one", "the old one"])
+def test_an_undo_that_fails_hides_no_error_and_leaves_the_rest_undone_no_longer_than_needed(quick_folder, marked, undo):
+    """The error is the one of the save, the other rename is made all the same, and the old checkpoint counts."""
+    storage = open_storage(quick_folder / "run")
+    saved(storage, [10, 20], marked)
+    faults = FaultStorage(storage)
+    faults.fail(1, kind="sync_folder", path="", error=errno.ENOSPC)
+    # The old one aside, the new one in its place, then the two back.
+    faults.fail(2 + undo, kind="rename", path="checkpoint-20*", error=errno.EBUSY)
+    manager = CheckpointManager(faults, run_id="run")
+    result, told = outcome(lambda: manager.save(20, marked.state(21), overwrite=True))
+    assert isinstance(result, StorageError) and result.errno == errno.ENOSPC
+    assert any("could not be renamed back" in text for text in told)
+    assert marked.restored(storage) in ((20, 20), (20, 21))
+    manager.save(20, marked.state(22), overwrite=True)
+    manager.save(30, marked.state(30))
+    assert marked.restored(storage, which=20) == (20, 22)
+    assert marked.files(storage) == marked.whole(storage, [10, 20, 30])
