@@ -19,6 +19,7 @@ from ckptcore import (
     SharingPattern,
     StateComponent,
     ValidationLevel,
+    Value,
 )
 from ckptcore.testing.ranks import run_ranks
 
@@ -411,7 +412,7 @@ DIFFERENCES = {
         lambda rank: {"d": {[0, "0"][rank]: 5}}, ["d"],
         {"d": {"rank 0": "dict with keys [0]", "rank 1": "dict with keys ['0']"}},
     ),
-    "bare": (lambda rank: [7, 8][rank], ["value"], {"value": {"rank 0": "7 (int)", "rank 1": "8 (int)"}}),
+    "bare": (lambda rank: Value([7, 8][rank]), ["value"], {"value": {"rank 0": "7 (int)", "rank 1": "8 (int)"}}),
 }  # fmt: skip
 
 

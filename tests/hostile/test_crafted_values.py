@@ -74,11 +74,15 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
-def test_trees(crafted, bounded, tree):
-    crafted.index(lambda raw: raw["components"]["plain"].update(tree=tree))
+# Of other names than were saved, and sound: plain values come back as they are.
+SOUND = ("texts that no terminal can show", "lone surrogates", "a number of many digits", "a timestamp")
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees(crafted, bounded, name):
+    crafted.index(lambda raw: raw["components"]["plain"].update(tree=TREES[name]))
     found = bounded(crafted)
-    assert found["load"] in ("CheckpointCorrupt", "StateMismatch")
+    assert found["load"] in (("",) if name in SOUND else ("CheckpointCorrupt", "StateMismatch"))
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
@@ -221,7 +225,9 @@ def test_a_component_of_another_shape(tmp_path, crafted, measured, kind, saved):
     tree = encode(saved, lambda path, leaf: leaf if isinstance(leaf, TensorRef) else None)
     own.index(lambda raw: raw["components"]["part"].update(tree=tree))
     ended = measured(lambda: CheckpointManager(tmp_path / "run").load({"part": parts[kind]()}, 1))
-    assert ended.error[:1] == ["StateMismatch"], f"{ended.error[:1]}: {ended.text[-800:]}"
+    # Random streams are looked at by their own code.
+    expected = ["LoadFailed", "StateMismatch"] if kind == "rng" else ["StateMismatch"]
+    assert ended.error[: len(expected)] == expected, f"{ended.error[:1]}: {ended.text[-800:]}"
 
 
 def odd_sizes(document):
