@@ -57,8 +57,10 @@ class _Entry:
     """One component that is loaded: what was saved, what there is now, and what is handed over in the end."""
 
     part: Part
+    owner: Any  # who decides, also where only a part of its state is loaded
     state: Any
     live: Captured
+    held: list[Held] = field(default_factory=list)
     prepared: Any = None
     versions: dict[str, Any] | None = None
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -79,11 +81,6 @@ class _Entry:
     @property
     def stateful(self) -> Any:
         return self.part.component.stateful
-
-    @property
-    def owner(self) -> Any:
-        """Who decides, also where only a part of its state is loaded."""
-        return owner_of(self.stateful)
 
 
 class Loading:
@@ -153,7 +150,7 @@ class Loading:
                 expected=self.step, actual=self.view.manifest.step)  # fmt: skip
         for part in self._parts():
             self.entries[part.component.key] = self._entry(part)
-        self.shared = shared_memory(held for entry in self.entries.values() for held in _held(entry))
+        self.shared = shared_memory(held for entry in self.entries.values() for held in entry.held)
         for entry in self.entries.values():
             self._prepare(entry)
         hashes = {key: [_hash(name) for name in names] for key, names in self.elsewhere.items()}
@@ -211,11 +208,12 @@ class Loading:
     def _entry(self, part: Part) -> _Entry:
         component = part.component
         state = component.stateful.state_dict()
-        seen = state
-        if isinstance(owner_of(component.stateful), ModelState):
+        seen, owner = state, owner_of(component.stateful)
+        if isinstance(owner, ModelState):
             # What its own loading makes of parameters that have no shape yet is its to say.
             seen = {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and is_lazy(v))}
-        return _Entry(part, state, capture(component.key, seen, sharded=True, live_only=True))
+        live = capture(component.key, seen, sharded=True, live_only=True)
+        return _Entry(part, owner, state, live, list(_held(component.key, owner, live)))
 
     def _prepare(self, entry: _Entry) -> None:
         """The saved state with destinations in place of the tensors, none of them read yet."""
@@ -447,20 +445,20 @@ class Loading:
         return not (self.host_first or odd or place in self.shared.contested)
 
 
-def _held(entry: _Entry) -> Iterator[Held]:
+def _held(key: str, owner: Any, live: Captured) -> Iterator[Held]:
     """The live tensors of a component, and who of several owners would keep their memory."""
-    owner = entry.owner
-    for t in entry.live.tensors:
+    by_name = is_optimizer(owner)
+    for t in live.tensors:
         order = OTHER
         if isinstance(owner, ModelState):
             order = OTHER if owner.decides(t.name) and t.part.layout is None else MODULE
-        elif is_optimizer(owner):
+        elif by_name:
             order = OPTIMIZER
         elif isinstance(owner, PlainState):
             order = PLAIN
         elif t.part.layout is not None:
             order = SLICE
-        yield Held(entry.key, order, t)
+        yield Held(key, order, t)
 
 
 def _versions(stored: StoredComponent, file: str) -> dict[str, Any] | None:
@@ -496,7 +494,7 @@ class _Component:
         self.live_list = entry.live.tensors
         self.held = held
         self.numbers = {tensor.name: number for number, tensor in enumerate(entry.stored.tensors)}
-        self.order = {one.tensor.name: one.order for one in _held(entry)}
+        self.order = {one.tensor.name: one.order for one in entry.held}
         self.leaves: dict[int, Any] = {}
         self.arrays: set[int] = set()
 
