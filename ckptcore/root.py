@@ -132,6 +132,10 @@ def is_ours(file: str) -> bool:
     return _OURS.fullmatch(file) is not None
 
 
+def is_half_uploaded(file: str) -> bool:
+    return re.fullmatch(r"upload\.[0-9a-f]+\.partial", file) is not None
+
+
 def join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 

@@ -22,6 +22,7 @@ from ..root import (
     attempts_among,
     check_files,
     entries_in,
+    is_half_uploaded,
     is_ours,
     join,
     mark_name,
@@ -77,7 +78,9 @@ def check_place(
         if isinstance(error, CheckpointNotFound):
             _refuse_foreign(where, entries, step)
         there = {entry.name for entry in entries}
-        own = there <= {PIN_NAME} or WITHDRAWN_NAME in there or bool(attempts)
+        # Half of an upload was never anybody's file.
+        files = {name for name in there if not is_half_uploaded(name)}
+        own = files <= {PIN_NAME} or WITHDRAWN_NAME in there or bool(attempts)
         if manifest is not None:
             own = manifest.run_id == run_id or manifest.digest == digest
         if not overwrite:
