@@ -322,7 +322,10 @@ def load_chosen(
         except (CheckpointCorrupt, CheckpointNotFound, StorageError) as error:
             if isinstance(error, StorageError) and error.errno not in _LOST:
                 raise
-            after = look_again()
+            try:
+                after = look_again()
+            except CheckpointNotFound:  # deleted meanwhile, and nothing follows: what went wrong says more
+                raise error from None
             if after.chosen[2] in (digest, "") or (PARTLY_OVERWRITTEN in str(error) and not whole):
                 raise
             seen = after
@@ -334,11 +337,12 @@ def newest_that_loads(
 ) -> tuple[LoadReport | None, dict[str, str]]:
     """What `load` says of the first of `candidates` that verifies; and which were passed over before it, and why.
 
-    After a failure the root is looked at again: what was deleted while it was read has a newer one to follow. That
-    there is none takes two equal looks. Raises what `load` raises beside damage, and StorageError where it cannot be
+    After a failure the root is looked at again: what was deleted while it was read has a newer one to follow. Where it
+    has none, and an older one is loaded, it counts as passed over. That there is none takes two equal looks. Raises what `load` raises beside damage, and StorageError where it cannot be
     known whether there is a newer one.
     """
     failed: dict[tuple[str, str], str] = {}
+    older: dict[str, set[str]] = {}  # than one that failed, by its name
     before: list[list[str]] | None = None
     for _ in range(LOOKS):
         skipped: dict[str, str] = {}
@@ -360,13 +364,16 @@ def newest_that_loads(
             if isinstance(error, StorageError) and error.errno not in _LOST:
                 raise
             failed[name, digest] = str(error)
+            names = [candidate[0] for candidate in seen.chosen]
+            older[name] = {*names[names.index(name) + 1 :]}
             seen = look_again()
         except CheckpointError as error:
             if touched := [n for (n, _), why in failed.items() if why.endswith(PARTLY_OVERWRITTEN)]:
                 error.message += f"; live state was partly overwritten by {touched[0]}, which is damaged, before that"
             raise
         else:
-            skipped = {name: why.replace(PARTLY_OVERWRITTEN, "") for name, why in skipped.items()}
+            gone = {lost: why for (lost, _), why in failed.items() if name in older[lost]}
+            skipped = {n: why.replace(PARTLY_OVERWRITTEN, "") for n, why in (gone | skipped).items()}
             report.skipped = skipped
             return report, skipped
     raise StorageError("checkpoints are deleted faster than they can be read", errno=errno.EAGAIN)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from ckptcore.storage.urls import join_url, local_path, masked_url, mistaken_url, split_url
@@ -32,6 +33,8 @@ AROUND = st.one_of(
 @example("zip://::/x/r.zip", "run")
 def test_what_was_joined_is_split_again(around: str, name: str) -> None:
     joined = join_url(around, name)
+    # `sftp://user@host` is a host with who asks it, and nothing lies around it.
+    assume("@" not in name or not re.search("://(::|$)", around))
     assert split_url(joined) == (around, name)
     assert join_url(around, "") == around
     for slashes in ("/", "//"):
