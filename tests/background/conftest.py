@@ -208,7 +208,7 @@ class ShardedPart:
         return {**shards, "shared": self.shared}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass  # filled in place
+        self.shared.copy_(state_dict["shared"])  # slices are filled in place
 
     def plain(self) -> list[Any]:
         return [*(part.tolist() for part in self.parts), self.shared.tolist()]

@@ -26,7 +26,7 @@ def fails(ckpt):
 BEFORE = {
     "prewarm": lambda ckpt: ckpt.prewarm(state(0)),
     "run_id": lambda ckpt: ckpt.run_id,
-    "prewarm, refused": lambda ckpt: refused(UnsupportedValue, lambda: ckpt.prewarm({"m": object()})),
+    "prewarm, refused": lambda ckpt: refused(UnsupportedValue, lambda: ckpt.prewarm({"m": {"x": object()}})),
     "save, taken": lambda ckpt: refused(CheckpointExists, lambda: ckpt.save(5, state(5))),
     "save_async, taken": lambda ckpt: refused(CheckpointExists, lambda: ckpt.save_async(5, state(5))),
     "save, unsupported": lambda ckpt: refused(UnsupportedValue, lambda: ckpt.save(6, {"m": {"x": object()}})),
