@@ -30,6 +30,7 @@ from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
 from ..root import CheckpointInfo, left_by_last, mark_attempt, remove_checkpoint_folder, scan
 from ..state.adapters import metadata_of
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
+from ..state.names import one_walk
 from ..state.streams import settle
 from ..state.tree import Captured, capture, check_values_fit
 from ..storage.base import Storage
@@ -237,6 +238,7 @@ class Saving:
         if self.request.abandoned is None:
             self.request.abandoned = [[*ends] for ends in left_by_last(infos, self.request.run_id)]
 
+    @one_walk()
     def _capture(self) -> None:
         """Ask every component for its state, in the same order on all ranks, because that may itself be collective."""
         for component in self.components:
