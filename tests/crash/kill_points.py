@@ -60,7 +60,7 @@ def blank() -> dict:
 def mark_of(values: dict) -> int:
     """Which save a restored state is from, all of it; AssertionError for a mix."""
     mark = values["progress"]["mark"]
-    assert same(values, state_of(mark)), f"a mix: progress is of {mark}, the rest is not: {values}"
+    assert same(dict(values), state_of(mark)), f"a mix: progress is of {mark}, the rest is not: {values}"
     return mark
 
 
