@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +170,7 @@ class Saves:
         if report.fresh or report.manifest is None:
             return None, {}
         self.last_step = trainer.state.global_step if wanted is True else None
-        self.refuse_to_run_into(report.skipped)
+        self.refuse_to_run_into(report.skipped, report.manifest.run_id)
         metadata = dict(report.manifest.metadata)
         if Path(report.path or "").resolve().parent != Path(args.output_dir).resolve():
             trainer.callbacks.resumed_elsewhere()
@@ -199,15 +199,17 @@ class Saves:
                 f"{what}: go on with the same optimizer, or start another run from its weights", path=path
             )
 
-    def refuse_to_run_into(self, damaged: Container[str]) -> None:
+    def refuse_to_run_into(self, damaged: Iterable[str], run_id: str) -> None:
         """Later steps than the one that was restored may be there already, those of another run or of another end of this
-        one: then nothing is trained that could not be saved. Raises CheckpointExists."""
+        one: then nothing is trained that could not be saved, or would replace them without being asked. What the run has
+        abandoned before gives way: that it is to go back was decided then. Raises CheckpointExists."""
         trainer, args = self.trainer, self.trainer.args
         if self._replace or args.save_strategy == "no" or trainer.is_over():
             return
         span = range(trainer.state.global_step + 1, trainer.state.max_steps + 1)
         infos = self.committed() if self.looks else []
-        mine = [info.step for info in infos if info.step in span and info.name not in damaged]
+        gives_way = {*damaged, *(i.name for i in infos if i.abandoned and i.run_id == run_id and not i.pinned)}
+        mine = [info.step for info in infos if info.step in span and info.name not in gives_way]
         steps = sorted({step for steps in trainer.env.gather_objects(mine) for step in steps})
         if steps:
             raise CheckpointExists(

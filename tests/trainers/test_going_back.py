@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptcore import CheckpointExists, CheckpointNotFound, CheckpointWarning
+from ckptcore import CheckpointExists, CheckpointManager, CheckpointNotFound, CheckpointWarning
 
 TEN = {"max_steps": 10, "save_steps": 2, "logging_strategy": "no"}
 
@@ -34,12 +34,34 @@ def test_steps_that_are_in_the_way_are_named_before_anything_is_trained(tiny: An
     assert tiny.trainer(**{**back, "save_strategy": "no"}).train().steps_run == 6
     with pytest.raises(CheckpointExists, match="holds step 6, which"):
         tiny.trainer(**{**back, "max_steps": 7}).train()
-    assert tiny.trainer(**{**back, "max_steps": 5}).train().steps_run == 1 and tiny.steps() == [2, 4, 5, 6, 8, 10]
+    with pytest.warns(CheckpointWarning, match="gone back behind what it saved of steps 6, 8, 10"):
+        assert tiny.trainer(**{**back, "max_steps": 5}).train().steps_run == 1
+    assert tiny.steps() == [2, 4, 5, 6, 8, 10]
+    assert tiny.trainer(**{**TEN, "save_strategy": "no"}).train().resumed_from == 5
     assert tiny.trainer("elsewhere", **back).train().steps_run == 6 and tiny.steps("elsewhere") == [6, 8, 10]
     replaced = tiny.notes()
-    result = tiny.trainer(notes=replaced, overwrite_output_dir=True, **back).train()
+    with pytest.warns(CheckpointWarning, match="gone back behind what it saved of steps 5"):
+        result = tiny.trainer(notes=replaced, overwrite_output_dir=True, **back).train()
     assert (result.resumed_from, result.steps_run) == (4, 6)
     assert replaced.steps == {step: seen for step, seen in whole.steps.items() if step > 4}
+
+
+def test_what_the_run_has_abandoned_before_is_replaced_unless_it_is_pinned(tiny: Any) -> None:
+    tiny.trainer(**TEN).train()
+    back = {**TEN, "resume_from_checkpoint": str(tiny.root() / "checkpoint-4"), "overwrite_output_dir": True}
+    notes = tiny.notes()
+    notes.die_at = 7
+    with pytest.warns(CheckpointWarning, match="saved of steps 8, 10"), pytest.raises(tiny.died):
+        tiny.trainer(notes=notes, **back).train()
+    with CheckpointManager(tiny.root()) as ckpt:
+        ckpt.pin(8)
+    with pytest.raises(CheckpointExists, match="holds step 8, which the run that goes on from step 6"):
+        tiny.trainer(**TEN).train()
+    with CheckpointManager(tiny.root()) as ckpt:
+        ckpt.unpin(8)
+    assert tiny.trainer(**TEN).train().resumed_from == 6
+    with CheckpointManager(tiny.root()) as ckpt:
+        assert [info.step for info in ckpt.list()] == [2, 4, 6, 8, 10]
 
 
 def test_a_run_beside_later_steps_of_an_older_one_is_refused_when_it_goes_on(tiny: Any) -> None:
