@@ -324,8 +324,10 @@ def load_chosen(
                 raise
             try:
                 after = look_again()
-            except CheckpointNotFound:  # deleted meanwhile, and nothing follows: what went wrong says more
-                raise error from None
+            except CheckpointNotFound as gone:  # deleted while it was read, and nothing follows
+                if PARTLY_OVERWRITTEN in str(error):
+                    gone.message += PARTLY_OVERWRITTEN
+                raise gone from error
             if after.chosen[2] in (digest, "") or (PARTLY_OVERWRITTEN in str(error) and not whole):
                 raise
             seen = after
