@@ -422,7 +422,7 @@ class CheckpointManager:
 
         One rank may ask alone, unless storage_mode is "node"; what it sees may be newer than what another one saw.
         """
-        seen = self._root.look()
+        seen = self._look()
         return committed(seen.infos, self._run_id or seen.run)
 
     def latest(self) -> CheckpointInfo | None:
@@ -435,9 +435,17 @@ class CheckpointManager:
         None when no checkpoint has the metric. Who may ask: see `list`. Raises InvalidState when it is not known what
         to go by.
         """
-        seen = self._root.look()
+        seen = self._look()
         rule = best_rule(self.keep, metric, mode, seen.infos)
         return best_of(seen.infos, self._run_id or seen.run, rule)
+
+    def _look(self) -> Agreed:
+        """What lies in the root: a call of all ranks, with several rounds, where nodes share no storage."""
+        return self._look_on_all() if self.storage_mode == "node" else self._root.look()
+
+    @one_call("look")
+    def _look_on_all(self) -> Agreed:
+        return self._root.look()
 
     @one_call("pin of step ", 0)
     def pin(self, step: int) -> None:
@@ -484,7 +492,7 @@ class CheckpointManager:
 
         def request() -> str:
             asked = SaveRequest(step, self.run_id, metrics, metadata, training_args_hash, overwrite)  # type: ignore[arg-type]
-            asked.overwrite |= checkpoint_name(asked.step) in self._found_damaged
+            asked.found_damaged = checkpoint_name(asked.step) in self._found_damaged
             asked.after_sequence = self._root.last_sequence()
             # Sequences of what was deleted since are not used again: they may be among the abandoned.
             asked.after_sequence = max(asked.after_sequence, self._last_seen)
@@ -494,18 +502,19 @@ class CheckpointManager:
                 self._saves.raise_failure()  # its warnings
             return f"save of step {asked.step}"
 
-        def judge(calls: Sequence[Sequence[Any]]) -> str:
+        def judge(calls: Sequence[Sequence[Any]]) -> list[str]:
+            name = self._saves.branch_name = self._saves.branch_name or f"save-{self.comm.number}"
             if any(failed for _, _, failed in calls):
-                return "failed"
+                return ["failed", name]
             # With "wait" one that another thread has begun meanwhile is waited for before anything is copied.
             if when_busy == "wait" or not any(busy for _, busy, _ in calls):
-                return "go"
+                return ["go", name]
             if when_busy == "raise":
                 asked = requests[0].step
                 raise AsyncSaveError(f"a save is still being written; step {asked} is not saved", step=asked)
-            return "skip"
+            return ["skip", name]
 
-        coordinator, verdict = self._call(state, request, judge)
+        coordinator, (verdict, self._saves.branch_name) = self._call(state, request, judge)
         if verdict == "failed":  # told on all ranks at once, also where its end is still to come
             self._saves.settle()
             self.comm.together("failure", self._saves.raise_failure, lambda _: None)

@@ -56,6 +56,8 @@ class Saves:
         self._pool = HostPool(staging)
         self._background = Background()
         self._branch: Communicator | None = None
+        # Rank 0 says it. Ranks count no branches: one that was interrupted in an earlier call may have made fewer.
+        self.branch_name = ""
         self._pending: SaveHandle | None = None
         self._pid = os.getpid()
         # One pool, one save at a time, whichever threads they are called from.
@@ -233,7 +235,7 @@ class Saves:
         self._modest.start()
         self._background.start()
         if self._branch is None:
-            self._branch = self.comm.branch("save")
+            self._branch = self.comm.branch(self.branch_name)
             at_exit.add(self._branch)
         return self._branch
 

@@ -241,13 +241,14 @@ class BoardCommunicator(Communicator):
 
     def branch(self, name: str) -> BoardCommunicator:
         # What an earlier branch of that name left on the board is none of this one's.
-        self._named[name] += 1
+        number = self._named[name] + 1
         made = BoardCommunicator(
-            PartOfBoard(self.board.second(), f"{name}/{self._named[name]}"), self.rank, self.world_size, node=self.node,
+            PartOfBoard(self.board.second(), f"{name}/{number}"), self.rank, self.world_size, node=self.node,
             join_timeout=self.join_timeout, error_join_timeout=self.error_join_timeout,
             liveness_timeout=self.liveness_timeout, work_timeout=self.work_timeout)  # fmt: skip
         made.nodes = self.nodes
-        self._branches.append(made)
+        self._named[name] = number  # now that it is made: one that was interrupted does not count
+        self._branches = [*(branch for branch in self._branches if not branch._stop.is_set()), made]
         return made
 
     def fall_silent(self) -> None:

@@ -33,6 +33,7 @@ class SaveRequest:
     metadata: dict[str, Any] = field(default_factory=dict)
     training_args_hash: str | None = None
     overwrite: bool = False
+    found_damaged: bool = False  # what is in its place was passed over by a restore, and gives way where rank 0 knows
     after_sequence: int = 0  # another root of the run has commits up to this one
     checkpoint_id: str | None = None
     # [first, last] commit sequences that the run has abandoned; None: those that its last commit says.
@@ -92,15 +93,17 @@ def join_save(
 
     def decide(calls: list[dict[str, Any]]) -> dict[str, Any]:
         _check_equal(request, [call["call"] for call in calls])
+        request.overwrite |= request.found_damaged  # a rank that was interrupted in the restore does not know
         found = partitions([call["groups"] for call in calls])
         keys = {c.key: _group_keys(c, found, [call["group_keys"][c.key] for call in calls])
                 for c in components if c.process_group_name is not None}  # fmt: skip
         return {
-            "attempt": begin(), "run_id": request.run_id, "partitions": found,
+            "attempt": begin(), "run_id": request.run_id, "partitions": found, "overwrite": request.overwrite,
             "group_keys": {key: names for key, names in keys.items() if names is not None},
         }  # fmt: skip
 
     agreed = comm.together("save", local, decide, joining=True)
+    request.overwrite = agreed.pop("overwrite")
     made = {}
     for c in components:
         partition = agreed["partitions"].get(c.process_group_name)
