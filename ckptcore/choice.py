@@ -188,13 +188,15 @@ class Root:
         saved: CheckpointInfo,
         tell: Callable[[str], None],
         deleted: Callable[[CheckpointInfo], None],
+        listed: Sequence[CheckpointInfo] | None = None,
     ) -> None:
         """Retention and sweeping after the commit of `saved`, on every node; rank 0 decides, talking over `comm`. What fails
-        is told, and no error. What is of this run and not on all nodes goes, too."""
+        is told, and no error. What is of this run and not on all nodes goes, too. listed: what the save has found in shared
+        storage."""
         if self.mode == "shared":
             if comm.rank == 0:
                 with self.comm.keep_alive():
-                    clean_up(self.storage, policy, run_id, saved, tell, deleted)
+                    clean_up(self.storage, policy, run_id, saved, tell, deleted, listed)
             return
 
         def choose(infos: list[CheckpointInfo]) -> list[str]:

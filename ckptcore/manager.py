@@ -45,7 +45,7 @@ from .root import (
     left_by_going_back,
     left_by_last,
     merged,
-    scan,
+    with_commit,
     within,
 )
 from .saves import Saves
@@ -536,16 +536,13 @@ class CheckpointManager:
             self._left = []
         if self.comm.rank == 0 and info.metrics and not self._metrics_known:
             self._check_metrics(saving, info)
-        self._root.clean_up(saving.comm, self.keep, self.run_id, info, saving.told.append, self._deleted)
+        self._root.clean_up(saving.comm, self.keep, self.run_id, info, saving.told.append, self._deleted, saving.seen)
 
     def _check_metrics(self, saving: Saving, info: CheckpointInfo) -> None:
         """At the first commit that has metrics. Before retention deletes anything by a metric that is misspelt."""
         self._metrics_known = True
         if unknown_metric(self.keep, [info]):
-            try:
-                there = committed(scan(self.storage), self.run_id)
-            except StorageError:  # retention will say so
-                there = [info]
+            there = committed(with_commit(saving.seen or (), info), self.run_id)
             if (what := unknown_metric(self.keep, there)) is not None:
                 saving.told.append(f"{self.root}: {what}")
 

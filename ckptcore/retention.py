@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .arguments import check_choice, check_count, check_number, shown
 from .errors import CheckpointCorrupt, InvalidState, StorageError
-from .root import CheckpointInfo, committed, delete_checkpoint, scan, sweep
+from .root import CheckpointInfo, committed, delete_checkpoint, scan, sweep, with_commit
 from .storage.base import Storage
 
 __all__ = [
@@ -139,11 +139,22 @@ def clean_up(
     saved: CheckpointInfo,
     tell: Callable[[str], None],
     deleted: Callable[[CheckpointInfo], None],
+    listed: Sequence[CheckpointInfo] | None = None,
 ) -> None:
-    """Retention and sweeping, after the commit of `saved`. What fails is told, and no error: the checkpoint is safe."""
+    """Retention and sweeping, after the commit of `saved`. What fails is told, and no error: the checkpoint is safe.
+
+    listed: what `scan` has found before that commit, so that nothing is read again. None: it looks now.
+    """
     try:
-        infos = scan(storage)
-        delete_all(storage, surplus(infos, policy, run_id, saved.name), tell, deleted)
+        infos = scan(storage) if listed is None else with_commit(listed, saved)
+        going = surplus(infos, policy, run_id, saved.name)
+        fresh: set[str] = set() if listed is not None else {info.name for info in going}
+        while again := {info.name for info in going} - fresh:
+            # Others may have saved, deleted, replaced or pinned meanwhile: what is to go is read again, the rest listed.
+            fresh |= again
+            infos = scan(storage, known=[info for info in infos if info.name not in again])
+            going = surplus(infos, policy, run_id, saved.name)
+        delete_all(storage, going, tell, deleted)
         sweep(storage, infos, run_id, tell)
     except Exception as error:  # a policy of the user's own may raise anything
         tell(f"{storage.url}: cleaning up after step {saved.step} failed: {error!r}")

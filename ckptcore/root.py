@@ -188,15 +188,16 @@ def check_files(
     return set(sizes)
 
 
-def scan(storage: Storage, *, sure: bool = False) -> list[CheckpointInfo]:
+def scan(storage: Storage, *, sure: bool = False, known: Iterable[CheckpointInfo] = ()) -> list[CheckpointInfo]:
     """Every checkpoint-like entry, ordered by (step, commit sequence). A root that does not exist has none.
 
     Somebody else may save and delete meanwhile, and a listing may take its time: an entry that is gone, or on its way out,
     when it is looked at proves that the listing is out of date, so the root is listed again until nothing new is in it.
     sure: list it a second time where none is committed, for callers that conclude something from that.
+    known: committed checkpoints that are taken as they are where their names are still there, without reading them again.
     Raises StorageError, also where the root changes faster than it can be looked at.
     """
-    found: dict[str, CheckpointInfo] = {}
+    found = {info.name: info for info in known if info.status == "committed"}
     before: set[str] = set()
     lost_before: set[str] = set()
     for again in range(LOOKS):
@@ -254,6 +255,11 @@ def _in_order(found: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
             )
         result.append(info)
     return mark_abandoned(sorted(result, key=lambda info: (*info.order, info.name)))
+
+
+def with_commit(infos: Iterable[CheckpointInfo], saved: CheckpointInfo) -> list[CheckpointInfo]:
+    """The entries of `scan` when `saved` has come to them, or has taken the place of one."""
+    return _in_order({**{info.name: info for info in infos}, saved.name: saved})
 
 
 def mark_abandoned(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:

@@ -134,16 +134,17 @@ class TieredRoot(Root):
         saved: CheckpointInfo,
         tell: Callable[[str], None],
         deleted: Callable[[CheckpointInfo], None],
+        listed: Sequence[CheckpointInfo] | None = None,
     ) -> None:
         if comm.rank != 0:
             return
         self.uploads.committed(saved)
 
-        def clean(tell: Callable[[str], None]) -> None:
+        def clean(tell: Callable[[str], None], listed: Sequence[CheckpointInfo] | None = None) -> None:
             with self._cleaning:
                 holding = None if policy is None else _Holding(policy, self.uploads.held)
-                clean_up(self.storage, holding, run_id, saved, tell, deleted)
+                clean_up(self.storage, holding, run_id, saved, tell, deleted, listed)
 
         self._again = clean  # when one that was held goes, too
         with self.comm.keep_alive():
-            clean(tell)
+            clean(tell, listed)

@@ -33,6 +33,7 @@ def agree_place(saving: Saving) -> tuple[int, bool]:
     def choose(infos: list[CheckpointInfo]) -> bool:
         there = [info for info in infos if info.name == name]
         request = saving.request
+        saving.seen = infos
         saving.follow(infos)
         left = [i for i in there if i.manifest and i.run_id == request.run_id
                 and within(i.manifest.sequence, request.abandoned or ())]  # fmt: skip

@@ -81,6 +81,7 @@ class Saving:
     sharded: dict[str, ShardedState] = field(default_factory=dict)
     truths: dict[str, Captured] = field(default_factory=dict)  # global state that rank 0 has passed on to this node
     replaces: bool = False  # what is in the place of this checkpoint is on some nodes alone, and gives way
+    seen: list[CheckpointInfo] | None = None  # in the root, before anything was written; on rank 0
     shares: list[Share] = field(default_factory=list)
     staged: StagedCopy | None = None
     failed: Exception | None = None
@@ -228,9 +229,9 @@ class Saving:
         return str(Attempt.new(self.request.run_id))
 
     def _next_sequence(self) -> int:
-        infos = scan(self.storage)
-        self.follow(infos)
-        last = max((info.sequence or 0 for info in infos), default=0)
+        self.seen = scan(self.storage)
+        self.follow(self.seen)
+        last = max((info.sequence or 0 for info in self.seen), default=0)
         return max(last, self.request.after_sequence) + 1
 
     def follow(self, infos: Sequence[CheckpointInfo]) -> None:
