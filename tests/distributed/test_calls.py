@@ -56,7 +56,9 @@ EXPECTED = {
     "save": {"ok"}, "thread": {"ok"}, "state_dict fails": {"RankFailed"}, "signal, idle": {"ok"},
     "signal, in a save": {"ok, InvalidState"}, "stop, short": {"ok"}, "stop, long": {"RankLost"},
     "async": {"ok, ['ok', 'ok'], [False, False]", "ok, ['ok', 'ok'], [False, True]", "AsyncSaveError, ['ok'], [False]"},
-    "Ctrl-C": {"ok", "RankFailed"}, "Ctrl-C, async": {"ok", "RankFailed", "AsyncSaveError"},
+    # JoinTimeout: on a busy machine the signal may come before that rank has called at all.
+    "Ctrl-C": {"ok", "RankFailed", "JoinTimeout"},
+    "Ctrl-C, async": {"ok", "RankFailed", "AsyncSaveError", "JoinTimeout"},
     "signal, any time": {"ok", "RanksDisagree", "JoinTimeout", "RankFailed"},
 }  # fmt: skip
 
