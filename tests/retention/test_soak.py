@@ -29,6 +29,17 @@ if not Path("/proc/self/statm").exists():
     pytest.skip("the system does not tell what a process uses", allow_module_level=True)
 
 
+# Threads that were there before a test, of tests before it, say: they may end meanwhile.
+OTHERS = set()
+
+
+@pytest.fixture(autouse=True)
+def know_the_others():
+    OTHERS.update(threading.enumerate())
+    yield
+    OTHERS.clear()
+
+
 def usage():
     """What the process holds now: open files, threads, resident bytes, objects that the garbage collector knows."""
     gc.collect()
@@ -38,7 +49,7 @@ def usage():
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "files": len(os.listdir("/proc/self/fd")),
-        "threads": len(threading.enumerate()),
+        "threads": len({*threading.enumerate()} - OTHERS),
         "resident": resident,
         "objects": len(gc.get_objects()),
     }
