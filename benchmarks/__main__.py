@@ -91,6 +91,10 @@ settle_option = click.option(
     help="Seconds of rest before each round [default: 3, or 1 for saves in the background].",
 )
 tensors_option = click.option("--tensors", type=click.IntRange(1), default=10_000, show_default=True)
+counts_option = click.option(
+    "--counts", type=click.IntRange(1), multiple=True,
+    help="Tensors of `calls`; may be given several times [default: 100, 1000, 10000].",
+)  # fmt: skip
 device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 only_option = click.option(
     "--only", multiple=True, type=click.Choice(SAVERS_BY_NAME), help="These savers only; may be given several times."
@@ -354,13 +358,7 @@ def reshard_command(**given: Any) -> None:
 
 @main.command("calls")
 @common
-@click.option(
-    "--tensors",
-    "counts",
-    type=click.IntRange(1),
-    multiple=True,
-    help="May be given several times [default: 100, 1000, 10000].",
-)
+@counts_option
 def calls_command(**given: Any) -> None:
     """Work per tensor: the call of an async save, and a load, over many small ones."""
     carry_out([run_calls], given)
@@ -396,6 +394,7 @@ def validate_command(**given: Any) -> None:
 @memory_option
 @settle_option
 @tensors_option
+@counts_option
 @only_option
 @window_option
 @step_option

@@ -1,4 +1,4 @@
-"""Work per tensor: `python -m benchmarks calls [--tensors 100 --tensors 10000]`.
+"""Work per tensor: `python -m benchmarks calls [--counts 100 --counts 10000]`.
 
 Tiny tensors, so that bytes cost nothing: the call of an async save, and the whole of a load. Plain tensors on one
 process, and DTensors on two real gloo processes. Seconds are those of the slower rank.

@@ -165,18 +165,20 @@ def test_system_calls_are_added_up_by_file() -> None:
     assert _sum_reads(log, Path("/c")) == {"a": 100, "b": 4096}
 
 
+@pytest.mark.timeout(400)
 def test_all_from_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     files = [f"--json={tmp_path / 'r.json'}", f"--markdown={tmp_path / 'r.md'}"]
     tiny = ["--quick", "--size", "1MiB", "--only", "ours-copy", "--device", "cpu"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "all", *tiny, *files],
-        cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=100, check=False,
+        cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "r.json").read_text())["benchmarks"]
     assert [report["name"] for report in found] == [
-        "save", "load", "stall", "background", "memory", "reshard", "plan", "validate", "inspect",
+        "save", "load", "stall", "background", "memory", "reshard", "calls", "plan", "validate",
+        "inspect",
     ]  # fmt: skip
     for report in found:
         ours = [row for row in report["rows"] if row["kind"] == "ours"]
