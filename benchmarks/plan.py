@@ -15,6 +15,7 @@ from ckptcore.format.index import ComponentIndex, FileEntry, Index, Piece, index
 from ckptcore.format.layout import decode_layouts, encode_layouts
 from ckptcore.format.manifest import CheckpointManifest, ComponentManifest, FileRecord
 from ckptcore.format.values import TensorRef, encode
+from ckptcore.ranks import sharding
 from ckptcore.ranks.sharding import ShardedState, merge_descriptions
 from ckptcore.saving.plan import FilePlan, TensorSpec, plan_component
 
@@ -78,10 +79,12 @@ def _description(ranks: int) -> bytes:
     names = _names()
     tree = encode({name: object() for name in names}, lambda path, _: TensorRef(names.index(path[0])) if path else None)
     rows = [[name, "BF16", [4096, 1024], None, [0, ["S0"]]] for name in names]
-    return encode({"tree": tree, "tensors": rows, "meshes": [[[ranks], list(range(ranks))]]})
+    table = encode({"tensors": rows, "meshes": [[[ranks], list(range(ranks))]]})
+    return encode({"tree": tree, "table": table, "versions": None})
 
 
 def _plan(description: bytes, ranks: int, rank: int) -> tuple[ShardedState, list[FilePlan]]:
+    sharding._table.cache_clear()  # the first save of a run is what is measured
     state = merge_descriptions("model", [description], [list(range(ranks))])
     specs = []
     for number, tensor in enumerate(state.tensors):
