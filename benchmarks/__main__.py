@@ -21,8 +21,17 @@ from .report import as_json, as_markdown, machine, show
 __all__ = ["main"]
 
 SAVERS_BY_NAME = [
-    "torch", "dcp", "dcp-async", "dcp-kept", "dcp-pinned", "tc", "ours", "ours-copy", "ours-overlap", "ours-auto",
-]  # fmt: skip
+    "torch",
+    "dcp",
+    "dcp-async",
+    "dcp-kept",
+    "dcp-pinned",
+    "tc",
+    "ours",
+    "ours-copy",
+    "ours-overlap",
+    "ours-auto",
+]
 
 
 class Size(click.ParamType):
@@ -44,10 +53,19 @@ def progress(text: str) -> None:
         sys.stderr.flush()
 
 
-# What --quick makes of options that are not given: a run of seconds that shows whether everything works.
+# What --quick makes of options that are not given: a run of seconds that shows whether everything
+# works.
 QUICK = {
-    "size": 2 * MIB, "memory_size": 0, "settle": 0.0, "rounds": 1, "tensors": 50, "counts": [50], "window": 4, "saves": 3, "step_ms": 2.0,
-}  # fmt: skip
+    "size": 2 * MIB,
+    "memory_size": 0,
+    "settle": 0.0,
+    "rounds": 1,
+    "tensors": 50,
+    "counts": [50],
+    "window": 4,
+    "saves": 3,
+    "step_ms": 2.0,
+}
 
 
 def quick(context: click.Context, _: click.Parameter, value: bool) -> bool:
@@ -59,11 +77,23 @@ def quick(context: click.Context, _: click.Parameter, value: bool) -> bool:
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that every benchmark takes."""
     options = [
-        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all figures here as JSON."),
         click.option(
-            "--markdown", "markdown_file", type=click.Path(path_type=Path), help="Write the tables here as Markdown."
+            "--json",
+            "json_file",
+            type=click.Path(path_type=Path),
+            help="Write all figures here as JSON.",
         ),
-        click.option("--rounds", type=click.IntRange(1), help="Counted rounds [default: by benchmark, 2 to 7]."),
+        click.option(
+            "--markdown",
+            "markdown_file",
+            type=click.Path(path_type=Path),
+            help="Write the tables here as Markdown.",
+        ),
+        click.option(
+            "--rounds",
+            type=click.IntRange(1),
+            help="Counted rounds [default: by benchmark, 2 to 7].",
+        ),
         click.option(
             "--dir",
             "parent",
@@ -71,44 +101,69 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Folder on the disk to be measured [default: the temp folder].",
         ),
         click.option(
-            "--quick", is_flag=True, is_eager=True, expose_value=False, callback=quick,
-            help="Tiny sizes and one round: shows that everything works, its figures mean nothing."),
-    ]  # fmt: skip
+            "--quick",
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=quick,
+            help="Tiny sizes and one round: shows that everything works, its figures mean nothing.",
+        ),
+    ]
     for option in reversed(options):
         command = option(command)
     return command
 
 
 size_option = click.option(
-    "--size", type=Size(), help="Bytes of state [default: 1GiB; on a GPU 6GiB; cost on the CPU 48MiB; memory 256MiB]."
+    "--size",
+    type=Size(),
+    help="Bytes of state [default: 1GiB; on a GPU 6GiB; cost on the CPU 48MiB; memory 256MiB].",
 )
 memory_option = click.option(
-    "--memory-size", type=Size(), default=2 * GIB, show_default="2GiB", help="State of the memory check; 0: none."
+    "--memory-size",
+    type=Size(),
+    default=2 * GIB,
+    show_default="2GiB",
+    help="State of the memory check; 0: none.",
 )
 settle_option = click.option(
     "--settle",
     type=click.FloatRange(0),
     help="Seconds of rest before each round [default: 3, or 1 for saves in the background].",
 )
-tensors_option = click.option("--tensors", type=click.IntRange(1), default=10_000, show_default=True)
-counts_option = click.option(
-    "--counts", type=click.IntRange(1), multiple=True,
-    help="Tensors of `calls`; may be given several times [default: 100, 1000, 10000].",
-)  # fmt: skip
-device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-only_option = click.option(
-    "--only", multiple=True, type=click.Choice(SAVERS_BY_NAME), help="These savers only; may be given several times."
+tensors_option = click.option(
+    "--tensors", type=click.IntRange(1), default=10_000, show_default=True
 )
-window_option = click.option("--window", type=click.IntRange(2), default=270, show_default=True, help="Steps a window.")
+counts_option = click.option(
+    "--counts",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Tensors of `calls`; may be given several times [default: 100, 1000, 10000].",
+)
+device_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True
+)
+only_option = click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice(SAVERS_BY_NAME),
+    help="These savers only; may be given several times.",
+)
+window_option = click.option(
+    "--window", type=click.IntRange(2), default=270, show_default=True, help="Steps a window."
+)
 step_option = click.option(
     "--step-ms",
     type=click.FloatRange(0.1),
     help="What a training step is to take [default: 40; background on the CPU 30].",
 )
 limit_option = click.option(
-    "--limit-seconds", type=click.FloatRange(1), default=470.0, show_default=True,
+    "--limit-seconds",
+    type=click.FloatRange(1),
+    default=470.0,
+    show_default=True,
     help="No further round of `cost` is begun that would end later than this.",
-)  # fmt: skip
+)
 saves_option = click.option("--saves", type=click.IntRange(2), default=50, show_default=True)
 
 Measure = Callable[[Path, dict[str, Any]], Report]
@@ -132,11 +187,17 @@ def run_save(folder: Path, given: dict[str, Any]) -> Report:
 
     size, rest = size_of(given), settle_of(given, 3.0)
     if device_of(given) != "cpu":
-        return cuda.run_save(folder, size=size, rounds=given["rounds"] or 3, settle_seconds=rest, progress=progress)
+        return cuda.run_save(
+            folder, size=size, rounds=given["rounds"] or 3, settle_seconds=rest, progress=progress
+        )
     return save.run(
-        folder, size=size, rounds=given["rounds"] or 5, settle=rest, memory_size=given["memory_size"] or None,
+        folder,
+        size=size,
+        rounds=given["rounds"] or 5,
+        settle=rest,
+        memory_size=given["memory_size"] or None,
         progress=progress,
-    )  # fmt: skip
+    )
 
 
 def run_load(folder: Path, given: dict[str, Any]) -> Report:
@@ -145,10 +206,18 @@ def run_load(folder: Path, given: dict[str, Any]) -> Report:
     size = size_of(given)
     if device_of(given) != "cpu":
         return cuda.run_load(
-            folder, size=size, rounds=given["rounds"] or 5, settle_seconds=settle_of(given, 0.0), progress=progress
+            folder,
+            size=size,
+            rounds=given["rounds"] or 5,
+            settle_seconds=settle_of(given, 0.0),
+            progress=progress,
         )
     return load.run(
-        folder, size=size, rounds=given["rounds"] or 7, settle_seconds=settle_of(given, 3.0), progress=progress
+        folder,
+        size=size,
+        rounds=given["rounds"] or 7,
+        settle_seconds=settle_of(given, 3.0),
+        progress=progress,
     )
 
 
@@ -156,19 +225,31 @@ def run_stall(folder: Path, given: dict[str, Any]) -> Report:
     from . import stall
 
     return stall.run(
-        folder, size=size_of(given), rounds=given["rounds"] or (7 if device_of(given) == "cpu" else 3),
-        device=device_of(given), settle_seconds=settle_of(given, 1.0), only=given.get("only", ()), progress=progress,
-    )  # fmt: skip
+        folder,
+        size=size_of(given),
+        rounds=given["rounds"] or (7 if device_of(given) == "cpu" else 3),
+        device=device_of(given),
+        settle_seconds=settle_of(given, 1.0),
+        only=given.get("only", ()),
+        progress=progress,
+    )
 
 
 def run_cost(folder: Path, given: dict[str, Any]) -> Report:
     from . import cost
 
     return cost.run(
-        folder, size=size_of(given, cpu=48 * MIB), rounds=given["rounds"] or 2, device=device_of(given),
-        window=given["window"], step_seconds=(given["step_ms"] or 40.0) / 1000, limit_seconds=given["limit_seconds"],
-        settle_seconds=settle_of(given, 0.0), only=given.get("only", ()), progress=progress,
-    )  # fmt: skip
+        folder,
+        size=size_of(given, cpu=48 * MIB),
+        rounds=given["rounds"] or 2,
+        device=device_of(given),
+        window=given["window"],
+        step_seconds=(given["step_ms"] or 40.0) / 1000,
+        limit_seconds=given["limit_seconds"],
+        settle_seconds=settle_of(given, 0.0),
+        only=given.get("only", ()),
+        progress=progress,
+    )
 
 
 def run_background(folder: Path, given: dict[str, Any]) -> Report:
@@ -176,25 +257,38 @@ def run_background(folder: Path, given: dict[str, Any]) -> Report:
 
     cpu = device_of(given) == "cpu"
     return background.run(
-        folder, size=size_of(given), rounds=given["rounds"] or (7 if cpu else 3), device=device_of(given),
-        step_seconds=(given["step_ms"] or (30.0 if cpu else 40.0)) / 1000, settle_seconds=settle_of(given, 1.0),
-        only=given.get("only", ()), progress=progress,
-    )  # fmt: skip
+        folder,
+        size=size_of(given),
+        rounds=given["rounds"] or (7 if cpu else 3),
+        device=device_of(given),
+        step_seconds=(given["step_ms"] or (30.0 if cpu else 40.0)) / 1000,
+        settle_seconds=settle_of(given, 1.0),
+        only=given.get("only", ()),
+        progress=progress,
+    )
 
 
 def run_memory(folder: Path, given: dict[str, Any]) -> Report:
     from . import held
 
     return held.run(
-        folder, size=size_of({**given, "size": given.get("held_size") or given["size"]}, GIB // 4, GIB // 4),
-        saves=given["saves"], device=device_of(given), only=given.get("only", ()), progress=progress,
-    )  # fmt: skip
+        folder,
+        size=size_of(
+            {**given, "size": given.get("held_size") or given["size"]}, GIB // 4, GIB // 4
+        ),
+        saves=given["saves"],
+        device=device_of(given),
+        only=given.get("only", ()),
+        progress=progress,
+    )
 
 
 def run_inspect(folder: Path, given: dict[str, Any]) -> Report:
     from . import inspect
 
-    return inspect.run(folder, tensors=given["tensors"], rounds=given["rounds"] or 7, progress=progress)
+    return inspect.run(
+        folder, tensors=given["tensors"], rounds=given["rounds"] or 7, progress=progress
+    )
 
 
 def run_reshard(folder: Path, given: dict[str, Any]) -> Report:
@@ -235,9 +329,17 @@ def run_validate(folder: Path, given: dict[str, Any]) -> Report:
 
 
 ALL: list[Measure] = [
-    run_save, run_load, run_stall, run_background, run_memory, run_reshard, run_calls, run_plan, run_validate,
+    run_save,
+    run_load,
+    run_stall,
+    run_background,
+    run_memory,
+    run_reshard,
+    run_calls,
+    run_plan,
+    run_validate,
     run_inspect,
-]  # fmt: skip
+]
 ON_GPU: list[Measure] = [run_save, run_load, run_stall, run_cost, run_background, run_memory]
 
 
@@ -246,7 +348,8 @@ def on_gpu(measure: Measure) -> Measure:
 
 
 def carry_out(measures: list[Measure], given: dict[str, Any]) -> None:
-    """Run, print and write; the exit code says nothing about targets, only whether it could be measured."""
+    """Run, print and write; the exit code says nothing about targets, only whether it could be
+    measured."""
     where = machine()
     reports: list[Report] = []
     try:
@@ -266,7 +369,10 @@ def carry_out(measures: list[Measure], given: dict[str, Any]) -> None:
     click.echo(f"load average at the start {where['load'][0]}, at the end {machine()['load'][0]}")
 
 
-@click.group(help=(__doc__ or "").partition("\n")[0], context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    help=(__doc__ or "").partition("\n")[0],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 def main() -> None:
     pass
 
@@ -401,7 +507,9 @@ def validate_command(**given: Any) -> None:
 @limit_option
 @saves_option
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="Only what runs there [default: everything that can run]."
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Only what runs there [default: everything that can run].",
 )
 def all_command(device: str | None, **given: Any) -> None:
     """Every benchmark, one after another."""

@@ -1,7 +1,8 @@
-"""Everything that can save a training run while it goes on, and the synchronous saves that they are compared with.
+"""Everything that can save a training run while it goes on, and the synchronous saves that they are
+compared with.
 
-Used by `stall`, `cost`, `background` and `memory`. A saver is started once, saves many times, and is stopped; only
-`begin` and what the guard costs are what training waits for.
+Used by `stall`, `cost`, `background` and `memory`. A saver is started once, saves many times, and
+is stopped; only `begin` and what the guard costs are what training waits for.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ DEADLINE = 120.0  # seconds that any save may take
 
 
 class AsyncSaver:
-    """One way to save `self.trainee` under `self.folder`. This class: what saves at once has to say."""
+    """One way to save `self.trainee` under `self.folder`. This class: what saves at once has to
+    say."""
 
     kind: Kind = "peer"
     needs: str | None = None
@@ -152,8 +154,9 @@ class OursAsync(Ours):
 
 
 class BytesAlone(AsyncSaver):
-    """No save: as many bytes, hashed and written by a process of low priority that has them already, past the page cache
-    where that is possible. What this takes from training is the bytes' own cost."""
+    """No save: as many bytes, hashed and written by a process of low priority that has them
+    already, past the page cache where that is possible. What this takes from training is the bytes'
+    own cost."""
 
     kind: Kind = "note"
     in_background = True
@@ -228,8 +231,8 @@ class Dcp(AsyncSaver):
 
 
 class DcpAsync(AsyncSaver):
-    """dcp.async_save. options: those of a stager that is kept from save to save (None: its default, a new one for each
-    save); threads: that write one file each (0: its default)."""
+    """dcp.async_save. options: those of a stager that is kept from save to save (None: its default,
+    a new one for each save); threads: that write one file each (0: its default)."""
 
     in_background = True
     staging: Future[Any] | None = None
@@ -293,7 +296,8 @@ class DcpAsync(AsyncSaver):
 
 
 class TorchCheckpointing(AsyncSaver):
-    """torch_checkpointing's async manager. It stages into shared memory in a thread, and another process writes."""
+    """torch_checkpointing's async manager. It stages into shared memory in a thread, and another
+    process writes."""
 
     needs = "torch_checkpointing"
     in_background = True
@@ -303,9 +307,16 @@ class TorchCheckpointing(AsyncSaver):
     def missing(self, trainee: Trainee) -> str | None:
         absent = super().missing(trainee)
         shared = Path("/dev/shm")
-        if absent is None and shared.is_dir() and (free := shutil.disk_usage(shared).free) < 1.1 * trainee.nbytes:
+        if (
+            absent is None
+            and shared.is_dir()
+            and (free := shutil.disk_usage(shared).free) < 1.1 * trainee.nbytes
+        ):
             # It would be killed by a signal when it touches what is not there.
-            return f"needs {size_text(trainee.nbytes)} of shared memory; /dev/shm has {size_text(free)}"
+            return (
+                f"needs {size_text(trainee.nbytes)} of shared memory; /dev/shm has "
+                f"{size_text(free)}"
+            )
         return absent
 
     def start(self, trainee: Trainee, folder: Path) -> None:
@@ -314,10 +325,14 @@ class TorchCheckpointing(AsyncSaver):
 
         super().start(trainee, folder)
         config = CheckpointManager.Config.with_async_save()
-        config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # its default fails with EINVAL
+        config.storage_config = LocalFileSystemStorageConfig(
+            use_direct_io=False
+        )  # its default fails with EINVAL
         self.manager = config.build()
         process = getattr(self.manager._saver, "_checkpoint_process", None)
-        if process is not None:  # a job is minutes old at its first save; its process is there by then
+        if (
+            process is not None
+        ):  # a job is minutes old at its first save; its process is there by then
             process.wait_for_init()
 
     def prewarm(self) -> None:
@@ -350,22 +365,34 @@ class TorchCheckpointing(AsyncSaver):
 def savers_for(device: str) -> dict[str, Callable[[], AsyncSaver]]:
     """By a short name: everything that makes sense on `device`, in the order of the tables."""
     stagings = ("copy",) if device == "cpu" else ("copy", "overlap", "auto")
-    kept = {"use_pinned_memory": False, "use_shared_memory": False,
-            "use_async_staging": False, "use_non_blocking_copy": False}  # fmt: skip
+    kept = {
+        "use_pinned_memory": False,
+        "use_shared_memory": False,
+        "use_async_staging": False,
+        "use_non_blocking_copy": False,
+    }
     found: dict[str, Callable[[], AsyncSaver]] = {
         "torch": lambda: TorchSave("torch.save + fsync"),
         "dcp": lambda: Dcp("dcp.save"),
         "dcp-async": lambda: DcpAsync("dcp.async_save, default"),
-        "dcp-kept": lambda: DcpAsync(f"dcp.async_save, kept stager, {cores()} threads", kept, cores()),
+        "dcp-kept": lambda: DcpAsync(
+            f"dcp.async_save, kept stager, {cores()} threads", kept, cores()
+        ),
     }
     if device != "cpu":
         found["dcp-pinned"] = lambda: DcpAsync(
             "dcp.async_save, pinned + async stager",
-            {**kept, "use_pinned_memory": True, "use_async_staging": True, "use_non_blocking_copy": True},
+            {
+                **kept,
+                "use_pinned_memory": True,
+                "use_async_staging": True,
+                "use_non_blocking_copy": True,
+            },
         )
     found["tc"] = lambda: TorchCheckpointing("torch_checkpointing async")
     found["ours"] = lambda: Ours("ckptcore save")
     for staging in stagings:
         name = "ckptcore save_async" if device == "cpu" else f'ckptcore save_async, "{staging}"'
-        found[f"ours-{staging}"] = lambda name=name, staging=staging: OursAsync(name, staging)  # type: ignore[misc]
+        # type: ignore[misc]
+        found[f"ours-{staging}"] = lambda name=name, staging=staging: OursAsync(name, staging)
     return found

@@ -1,7 +1,8 @@
 """Work per tensor: `python -m benchmarks calls [--counts 100 --counts 10000]`.
 
-Tiny tensors, so that bytes cost nothing: the call of an async save, and the whole of a load. Plain tensors on one
-process, and DTensors on two real gloo processes. Seconds are those of the slower rank.
+Tiny tensors, so that bytes cost nothing: the call of an async save, and the whole of a load. Plain
+tensors on one process, and DTensors on two real gloo processes. Seconds are those of the slower
+rank.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ LAYOUTS = {"plain": 1, "DTensor": 2}  # kind of the tensors -> processes
 ITEMS = 16  # of each tensor, on all ranks together
 DEADLINE = 300.0  # seconds that the processes of one layout may take
 
-# Microseconds a tensor at the largest count: (later saves, loads), for each layout. A first save may take this many times
-# as long as a later one.
+# Microseconds a tensor at the largest count: (later saves, loads), for each layout. A first save
+# may take this many times as long as a later one.
 TARGETS = {"plain": (8.0, 60.0), "DTensor": (15.0, 100.0)}
 FIRST = 5.0
 
 
 def run(
-    folder: Path, *, counts: Sequence[int] = COUNTS, rounds: int = 5, layouts: Sequence[str] = tuple(LAYOUTS),
+    folder: Path,
+    *,
+    counts: Sequence[int] = COUNTS,
+    rounds: int = 5,
+    layouts: Sequence[str] = tuple(LAYOUTS),
     progress: Callable[[str], None] = lambda _: None,
-) -> Report:  # fmt: skip
-    """Rows: for each layout and count, ours (first save, later saves, load) and the peers beside it."""
+) -> Report:
+    """Rows: for each layout and count, ours (first save, later saves, load) and the peers beside
+    it."""
     rows: list[Row] = []
     for layout in layouts:
         for count in counts:
@@ -43,19 +49,27 @@ def run(
             rows += _rows(_spawn(folder, layout, count, rounds), layout, count)
     judge(rows, max(counts))
     return Report(
-        "calls", "The call of an async save, and a load, over many small tensors", rows,
+        "calls",
+        "The call of an async save, and a load, over many small tensors",
+        rows,
         {"counts": list(counts), "rounds": rounds},
         [
-            "save: until the call returns; the background work is waited for before the next one. first: of a new saver.",
-            f"tensors of {ITEMS} float32 items. plain: one process; DTensor: two processes, cut along dimension 0.",
+            "save: until the call returns; the background work is waited for before the next one. "
+            "first: of a new saver.",
+            f"tensors of {ITEMS} float32 items. plain: one process; DTensor: two processes, cut "
+            "along dimension 0.",
         ],
-    )  # fmt: skip
+    )
 
 
 def _rows(found: dict[str, Any], layout: str, count: int) -> list[Row]:
     rows = []
     for name, seconds in found.items():
-        row = Row(f"{name}: {count:,} {layout}", None, kind="ours" if name.startswith("ckptcore") else "peer")
+        row = Row(
+            f"{name}: {count:,} {layout}",
+            None,
+            kind="ours" if name.startswith("ckptcore") else "peer",
+        )
         if isinstance(seconds, str):
             row.problem = seconds
         else:
@@ -93,10 +107,22 @@ def _spawn(folder: Path, layout: str, count: int, rounds: int) -> dict[str, Any]
     arguments = [str(folder), str(store), str(ranks)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.calls", *arguments, str(rank), layout, str(count), str(rounds)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.calls",
+                *arguments,
+                str(rank),
+                layout,
+                str(count),
+                str(rounds),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     try:
         answers = [process.communicate(timeout=DEADLINE) for process in processes]
     finally:
@@ -104,7 +130,9 @@ def _spawn(folder: Path, layout: str, count: int, rounds: int) -> dict[str, Any]
             process.kill()
     for process, (_, errors) in zip(processes, answers, strict=True):
         if process.returncode:
-            raise RuntimeError(f"a rank ended with exit code {process.returncode}: {errors[-2000:]}")
+            raise RuntimeError(
+                f"a rank ended with exit code {process.returncode}: {errors[-2000:]}"
+            )
     found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
     return found
 
@@ -125,12 +153,16 @@ class _State:
         return {"model": self._tensors}
 
 
-def _rank(folder: Path, store: Path, ranks: int, rank: int, layout: str, count: int, rounds: int) -> None:
+def _rank(
+    folder: Path, store: Path, ranks: int, rank: int, layout: str, count: int, rounds: int
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks
+    )
     state = _State(_tensors(layout, count, ranks))
     found: dict[str, Any] = {}
     work = folder / f"calls-{layout}-{count}"
@@ -153,7 +185,9 @@ def _tensors(layout: str, count: int, ranks: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    made = {f"layers.{n // 10}.w{n % 10}": torch.full((ITEMS // ranks,), float(n)) for n in range(count)}
+    made = {
+        f"layers.{n // 10}.w{n % 10}": torch.full((ITEMS // ranks,), float(n)) for n in range(count)
+    }
     if layout == "plain":
         return made
     mesh = init_device_mesh("cpu", (ranks,))
@@ -168,7 +202,9 @@ def _contenders(ranks: int) -> dict[str, Measure]:
     from .savers import missing_package
 
     def peer(saver: Any) -> Measure:
-        return lambda found, name, state, folder, rounds: _peer(found, name, saver, state, folder, rounds)
+        return lambda found, name, state, folder, rounds: _peer(
+            found, name, saver, state, folder, rounds
+        )
 
     found: dict[str, Measure] = {"ckptcore": _ours, "dcp": peer(DcpAsync("dcp"))}
     # On two ranks its processes do not come up in time on two cores.
@@ -188,7 +224,9 @@ def _ours(found: dict[str, Any], name: str, state: _State, folder: Path, rounds:
                 handles: list[Any] = []
                 seconds = _slowest(
                     lambda step=step, manager=manager, handles=handles: handles.append(  # type: ignore[misc]
-                        manager.save_async(step, state.state())))  # fmt: skip
+                        manager.save_async(step, state.state())
+                    )
+                )
                 handles[0].result(DEADLINE)
                 if number or step == 3:
                     (first if step == 1 else later).append(seconds)
@@ -203,14 +241,17 @@ def _ours(found: dict[str, Any], name: str, state: _State, folder: Path, rounds:
     found[f"{name} load"] = loads
 
 
-def _peer(found: dict[str, Any], name: str, saver: Any, state: _State, folder: Path, rounds: int) -> None:
+def _peer(
+    found: dict[str, Any], name: str, saver: Any, state: _State, folder: Path, rounds: int
+) -> None:
     import torch.distributed.checkpoint as dcp
 
     saver.start(state, folder)
     seconds = []
     try:
         for step in range(rounds + 1):
-            # dcp talks over the same group from a thread of its own, so the ranks compare when it has ended.
+            # dcp talks over the same group from a thread of its own, so the ranks compare when it
+            # has ended.
             each = _seconds(lambda step=step: saver.begin(step))  # type: ignore[misc]
             with saver.guard():
                 pass
@@ -221,7 +262,10 @@ def _peer(found: dict[str, Any], name: str, saver: Any, state: _State, folder: P
         found[f"{name} async save, later"] = seconds
         if name == "dcp":
             live = state.plain()
-            loads = [_slowest(lambda: dcp.load(live, checkpoint_id=str(saver.place))) for _ in range(rounds + 1)]
+            loads = [
+                _slowest(lambda: dcp.load(live, checkpoint_id=str(saver.place)))
+                for _ in range(rounds + 1)
+            ]
             found[f"{name} load"] = loads[1:]
     finally:
         saver.stop()
@@ -252,5 +296,12 @@ def _of_all_ranks(seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5],
-          int(sys.argv[6]), int(sys.argv[7]))  # fmt: skip
+    _rank(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+        sys.argv[5],
+        int(sys.argv[6]),
+        int(sys.argv[7]),
+    )

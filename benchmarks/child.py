@@ -1,4 +1,5 @@
-"""Runs a command in a child process and reports what it cost. Used by `python -m benchmarks inspect`."""
+"""Runs a command in a child process and reports what it cost. Used by `python -m benchmarks
+inspect`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from pathlib import Path
 
 __all__ = ["Cost", "Reads", "cost_of", "imports_torch", "reads_below"]
 
-# A child starts with the peak memory of the process that forked it, so a small one has to do the forking.
+# A child starts with the peak memory of the process that forked it, so a small one has to do the
+# forking.
 LAUNCHER = """
 import json, os, subprocess, sys, time
 with open(os.devnull, "wb") as sink:
@@ -24,7 +26,8 @@ with open(os.devnull, "wb") as sink:
     error = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)
     seconds = time.perf_counter() - start
-print(json.dumps([seconds, usage.ru_maxrss * 1024, os.waitstatus_to_exitcode(status), error.decode()[-2000:]]))
+code = os.waitstatus_to_exitcode(status)
+print(json.dumps([seconds, usage.ru_maxrss * 1024, code, error.decode()[-2000:]]))
 """
 
 # pread64(5</path/file>, ..., count, offset) = result
@@ -47,9 +50,13 @@ class Reads:
 
 
 def cost_of(command: Sequence[str]) -> Cost:
-    """Wall time and peak resident memory of `command`. Raises RuntimeError when it does not end with code 0."""
+    """Wall time and peak resident memory of `command`. Raises RuntimeError when it does not end
+    with code 0."""
     done = subprocess.run(
-        [sys.executable, "-S", "-E", "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-S", "-E", "-c", LAUNCHER, *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     seconds, peak, code, error = json.loads(done.stdout)
     if code != 0:
@@ -58,7 +65,8 @@ def cost_of(command: Sequence[str]) -> Cost:
 
 
 def reads_below(command: Sequence[str], folder: Path) -> Reads | None:
-    """What `command` reads of the files in `folder`, by strace; None where strace is not there or may not trace."""
+    """What `command` reads of the files in `folder`, by strace; None where strace is not there or
+    may not trace."""
     strace = shutil.which("strace")
     if strace is None:
         return None
@@ -101,5 +109,9 @@ def imports_torch(command: Sequence[str]) -> bool:
         text=True,
         check=False,
     )
-    names = {line.rpartition("|")[2].strip() for line in times.stderr.splitlines() if line.startswith("import time:")}
+    names = {
+        line.rpartition("|")[2].strip()
+        for line in times.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     return "torch" in names

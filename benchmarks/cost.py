@@ -1,8 +1,10 @@
-"""Seconds of training that one checkpoint costs: `python -m benchmarks cost [--device cuda] [--size 6GiB]`.
+"""Seconds of training that one checkpoint costs: `python -m benchmarks cost [--device cuda] [--size
+6GiB]`.
 
-A window is `window` training steps with a save at its start; what it takes longer than the same steps without one is what
-the checkpoint costs. Plain windows stand between the others in every round. Savers that do all of their work in the call
-get shorter windows: nothing of theirs is left after it.
+A window is `window` training steps with a save at its start; what it takes longer than the same
+steps without one is what the checkpoint costs. Plain windows stand between the others in every
+round. Savers that do all of their work in the call get shorter windows: nothing of theirs is left
+after it.
 """
 
 from __future__ import annotations
@@ -29,13 +31,24 @@ __all__ = ["Costs", "Window", "judge", "run"]
 PEER = "torch_checkpointing async"
 SYNC_SHARE = 9  # a synchronous saver's windows are this much shorter
 PLAIN = 2  # plain windows in each round
-DEFAULT = ("torch", "dcp", "dcp-async", "dcp-pinned", "tc", "ours", "ours-copy", "ours-overlap", "ours-auto")
+DEFAULT = (
+    "torch",
+    "dcp",
+    "dcp-async",
+    "dcp-pinned",
+    "tc",
+    "ours",
+    "ours-copy",
+    "ours-overlap",
+    "ours-auto",
+)
 MARGIN = 1 << 30  # of device memory, beyond a snapshot of the state
 
 
 @dataclass(frozen=True)
 class Window:
-    """seconds: of all of it; call: until the save returned; written: until it was durable, from the window's start."""
+    """seconds: of all of it; call: until the save returned; written: until it was durable, from the
+    window's start."""
 
     steps: int
     seconds: float
@@ -64,11 +77,20 @@ class Costs:
 
 
 def run(
-    folder: Path, *, size: int, rounds: int = 2, device: str = "cuda", window: int = 270, step_seconds: float = 0.04,
-    limit_seconds: float = 470.0, settle_seconds: float = 0.0, only: Sequence[str] = (),
+    folder: Path,
+    *,
+    size: int,
+    rounds: int = 2,
+    device: str = "cuda",
+    window: int = 270,
+    step_seconds: float = 0.04,
+    limit_seconds: float = 470.0,
+    settle_seconds: float = 0.0,
+    only: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> Report:  # fmt: skip
-    """Rows: one for each saver of `only` (DEFAULT). No round is begun that would end later than `limit_seconds`."""
+) -> Report:
+    """Rows: one for each saver of `only` (DEFAULT). No round is begun that would end later than
+    `limit_seconds`."""
     began = time.perf_counter()
     check_device(device)
     progress("making the training run")
@@ -76,7 +98,9 @@ def run(
     step = trainee.calibrate(step_seconds)
     roomy = device != "cpu" and torch.cuda.mem_get_info()[0] > trainee.nbytes + MARGIN
     copy = _host_copy(trainee) if device != "cpu" else None
-    all_costs = [Costs(make()) for short, make in savers_for(device).items() if short in (only or DEFAULT)]
+    all_costs = [
+        Costs(make()) for short, make in savers_for(device).items() if short in (only or DEFAULT)
+    ]
     plain: list[list[float]] = []
     try:
         _start(all_costs, trainee, folder, progress)
@@ -98,18 +122,34 @@ def run(
     if copy is not None:
         rows.insert(0, Row("copy of the state into pinned memory", copy, kind="note"))
     return Report(
-        "cost", f"Seconds of training that one checkpoint of {size_text(trainee.nbytes)} costs, on {device}", rows,
-        {"size": size, "rounds": done, "device": device, "window": window, "step_seconds": step, "plain": plain},
+        "cost",
+        f"Seconds of training that one checkpoint of {size_text(trainee.nbytes)} costs, on "
+        f"{device}",
+        rows,
+        {
+            "size": size,
+            "rounds": done,
+            "device": device,
+            "window": window,
+            "step_seconds": step,
+            "plain": plain,
+        },
         [
-            f"AdamW on fp32 weights, {len(trainee.tensors())} tensors saved; a step takes {base * 1000:.1f} ms (asked for: "
-            f"{step_seconds * 1000:g}) and ends with a look at the loss. {window} steps a window, with a save at its start, "
-            f"against windows without in the same round: {done} interleaved rounds after two warm-up saves.",
-            f"Plain windows differ by +-{noise:.3f} s: differences below that are noise, and where "
-            "torch_checkpointing costs less than that nothing is said of its targets. Synchronous savers have windows of "
-            f"{_steps_of(all_costs, window)} steps. First save: after a prewarm, where the saver has one, outside its window.",
+            f"AdamW on fp32 weights, {len(trainee.tensors())} tensors saved; a step takes "
+            f"{base * 1000:.1f} ms (asked for: "
+            f"{step_seconds * 1000:g}) and ends with a look at the loss. {window} steps a window, "
+            "with a save at its start, "
+            f"against windows without in the same round: {done} interleaved rounds after two "
+            "warm-up saves.",
+            f"Plain windows differ by +-{noise:.3f} s: differences below that are noise, and "
+            "where "
+            "torch_checkpointing costs less than that nothing is said of its targets. Synchronous "
+            "savers have windows of "
+            f"{_steps_of(all_costs, window)} steps. First save: after a prewarm, where the saver "
+            "has one, outside its window.",
             "same bytes: some tensors as they were at the call were compared with what was saved.",
         ],
-    )  # fmt: skip
+    )
 
 
 def judge(rows: Sequence[Row], all_costs: Sequence[Costs], *, roomy: bool, noise: float) -> None:
@@ -129,15 +169,24 @@ def judge(rows: Sequence[Row], all_costs: Sequence[Costs], *, roomy: bool, noise
         if row.kind != "ours" or not costs.saver.in_background or row.name.endswith('"copy"'):
             continue
         bound = 0.2 if row.name.endswith('"auto"') and roomy else 1.0
-        row.checks.append(Check("torch_checkpointing", bound, _over(mine, peer), at_least=False, unit="x"))
+        row.checks.append(
+            Check("torch_checkpointing", bound, _over(mine, peer), at_least=False, unit="x")
+        )
         if row.name.endswith('"auto"'):
             row.checks.append(
-                Check("torch_checkpointing, first save", 2 * bound, _over(first, peer), at_least=False, unit="x")
+                Check(
+                    "torch_checkpointing, first save",
+                    2 * bound,
+                    _over(first, peer),
+                    at_least=False,
+                    unit="x",
+                )
             )
 
 
 def _over(mine: float | None, peer: float | None) -> float | None:
-    """A save that is lost in the noise costs nothing; against a peer of which that is true nothing can be said."""
+    """A save that is lost in the noise costs nothing; against a peer of which that is true nothing
+    can be said."""
     return max(mine, 0.0) / peer if mine is not None and peer is not None and peer > 0 else None
 
 
@@ -149,7 +198,9 @@ def _steps_of(all_costs: Sequence[Costs], window: int) -> int:
     return next((_steps(c.saver, window) for c in all_costs if not c.saver.in_background), window)
 
 
-def _start(all_costs: Sequence[Costs], trainee: Trainee, folder: Path, progress: Callable[[str], None]) -> None:
+def _start(
+    all_costs: Sequence[Costs], trainee: Trainee, folder: Path, progress: Callable[[str], None]
+) -> None:
     for number, costs in enumerate(all_costs):
         progress(f"starting {costs.saver.name}")
         costs.problem = costs.saver.missing(trainee)
@@ -178,11 +229,17 @@ class _noting:
 
 
 def _round(
-    number: int, all_costs: Sequence[Costs], trainee: Trainee, window: int, rest: float, progress: Callable[[str], None]
+    number: int,
+    all_costs: Sequence[Costs],
+    trainee: Trainee,
+    window: int,
+    rest: float,
+    progress: Callable[[str], None],
 ) -> list[float]:
     """One window for every saver, and plain ones among them; seconds a step of the plain ones.
 
-    Round 0 has the first save of each, in a window that is half as long, and then a second one that is not counted.
+    Round 0 has the first save of each, in a window that is half as long, and then a second one that
+    is not counted.
     """
     order: list[Costs | None] = [costs for costs in all_costs if costs.problem is None]
     random.Random(number).shuffle(order)
@@ -200,7 +257,9 @@ def _round(
         progress(f"round {number}: {costs.saver.name}")
         with _noting(costs):
             steps = _steps(costs.saver, length)
-            found.append((costs, _saved_window(costs, trainee, steps, 3 * number + 1, first=number == 0)))
+            found.append(
+                (costs, _saved_window(costs, trainee, steps, 3 * number + 1, first=number == 0))
+            )
             if number == 0:
                 _saved_window(costs, trainee, 2, 2)
         if costs.problem is not None:
@@ -223,7 +282,9 @@ def _plain_window(trainee: Trainee, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def _saved_window(costs: Costs, trainee: Trainee, steps: int, step: int, first: bool = False) -> Window:
+def _saved_window(
+    costs: Costs, trainee: Trainee, steps: int, step: int, first: bool = False
+) -> Window:
     saver = costs.saver
     trainee.step()
     wait_for(trainee.device)
@@ -250,7 +311,13 @@ def _saved_window(costs: Costs, trainee: Trainee, steps: int, step: int, first: 
 
 
 def _row(costs: Costs) -> Row:
-    row = Row(costs.saver.name, costs.median(), kind=costs.saver.kind, problem=costs.problem, rounds=costs.added())
+    row = Row(
+        costs.saver.name,
+        costs.median(),
+        kind=costs.saver.kind,
+        problem=costs.problem,
+        rounds=costs.added(),
+    )
     if first := costs.added(first=True):
         row.extra["first save adds"] = f"{first[0]:.3f} s"
     if costs.checked:
@@ -263,7 +330,9 @@ def _row(costs: Costs) -> Row:
     row.extra["call returns after"] = f"{statistics.median(w.call for w in counted):.3f} s"
     if costs.saver.in_background:
         late = any(w.written > w.seconds for w in counted)
-        row.extra["written after"] = f"{statistics.median(w.written for w in counted):.2f} s{' (window ended)' * late}"
+        row.extra["written after"] = (
+            f"{statistics.median(w.written for w in counted):.2f} s{' (window ended)' * late}"
+        )
     return row
 
 

@@ -1,4 +1,5 @@
-"""Durable saves of a GPU's tensors, and loads onto it: `python -m benchmarks save --device cuda`, `load --device cuda`."""
+"""Durable saves of a GPU's tensors, and loads onto it: `python -m benchmarks save --device cuda`,
+`load --device cuda`."""
 
 from __future__ import annotations
 
@@ -11,10 +12,31 @@ from pathlib import Path
 
 import torch
 
-from .frame import PEER_ERRORS, Check, Contender, Kind, Report, best_limit, measure, rows_of, times_faster
+from .frame import (
+    PEER_ERRORS,
+    Check,
+    Contender,
+    Kind,
+    Report,
+    best_limit,
+    measure,
+    rows_of,
+    times_faster,
+)
 from .ground import MIB, clean_folder, make_state, memory_of, read_tree, settle, size_text
 from .memory import peak_added
-from .savers import SAVERS, Saver, State, cores, dcp_load, in_threads, missing_package, ours_load, ours_save, raw_save
+from .savers import (
+    SAVERS,
+    Saver,
+    State,
+    cores,
+    dcp_load,
+    in_threads,
+    missing_package,
+    ours_load,
+    ours_save,
+    raw_save,
+)
 from .training import check_device, wait_for
 
 __all__ = ["run_load", "run_save"]
@@ -28,10 +50,16 @@ THREADS = min(8, cores())
 
 
 def run_save(
-    folder: Path, *, size: int, rounds: int = 3, settle_seconds: float = 1.0, device: str = "cuda",
+    folder: Path,
+    *,
+    size: int,
+    rounds: int = 3,
+    settle_seconds: float = 1.0,
+    device: str = "cuda",
     progress: Callable[[str], None] = lambda _: None,
-) -> Report:  # fmt: skip
-    """Time all savers on a state of the device. The limit writes the same bytes from host memory that has them already."""
+) -> Report:
+    """Time all savers on a state of the device. The limit writes the same bytes from host memory
+    that has them already."""
     check_device(device)
     progress("making the state")
     host = make_state(size, TENSORS)
@@ -42,8 +70,10 @@ def run_save(
     savers = [_from(saver, host) if saver.kind == "limit" else saver for saver in savers]
     samples = measure(
         [_save_contender(saver, state, folder / "save", settle_seconds) for saver in savers],
-        rounds, progress=progress, strict=device == "cpu",
-    )  # fmt: skip
+        rounds,
+        progress=progress,
+        strict=device == "cpu",
+    )
     rows = rows_of(samples)
     for row in rows:
         if row.median:
@@ -55,13 +85,16 @@ def run_save(
             added = _memory_added(state, folder / "save-memory") if row.problem is None else None
             row.checks.append(Check("host memory added", 96.0, added, at_least=False, unit=" MiB"))
     return Report(
-        "save-cuda", f"Durable save of {size_text(size)} in {TENSORS} float32 tensors on {device}", rows,
+        "save-cuda",
+        f"Durable save of {size_text(size)} in {TENSORS} float32 tensors on {device}",
+        rows,
         {"size": size, "rounds": rounds, "device": device},
         [
-            f"{rounds} interleaved rounds after one that is not counted; limit: the best of the raw writes, from host memory "
-            "that has the bytes already.",
+            f"{rounds} interleaved rounds after one that is not counted; limit: the best of the "
+            "raw writes, from host memory "
+            "that has the bytes already."
         ],
-    )  # fmt: skip
+    )
 
 
 def _from(saver: Saver, host: State) -> Saver:
@@ -78,12 +111,18 @@ def _save_contender(saver: Saver, state: State, folder: Path, rest: float) -> Co
         _wait(state)
 
     return Contender(
-        saver.name, save, saver.kind, prepare=prepare, finish=partial(shutil.rmtree, folder), missing=saver.missing
+        saver.name,
+        save,
+        saver.kind,
+        prepare=prepare,
+        finish=partial(shutil.rmtree, folder),
+        missing=saver.missing,
     )
 
 
 def _memory_added(state: State, folder: Path) -> float | None:
-    """MiB that one save adds to this process at its highest; other savers have filled its pools before."""
+    """MiB that one save adds to this process at its highest; other savers have filled its pools
+    before."""
     folder.mkdir()
     try:
         return peak_added(lambda: ours_save(state, folder)) / MIB
@@ -105,9 +144,14 @@ class _Loader:
 
 
 def run_load(
-    folder: Path, *, size: int, rounds: int = 5, settle_seconds: float = 0.0, device: str = "cuda",
+    folder: Path,
+    *,
+    size: int,
+    rounds: int = 5,
+    settle_seconds: float = 0.0,
+    device: str = "cuda",
     progress: Callable[[str], None] = lambda _: None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Time loads onto the device, page cache warm; what was loaded is compared in every round."""
     check_device(device)
     progress("making the state")
@@ -116,15 +160,26 @@ def run_load(
     live = {name: torch.empty_like(tensor) for name, tensor in truth.items()}
     block = _host_block(size, device)
     loaders = [
-        *(_Loader(f"raw preadv + copy to the device, {n} thread{'s' * (n > 1)}", _raw(host, block, n),
-                  "raw write+fsync, 1 thread", "limit") for n in sorted({1, THREADS})),
+        *(
+            _Loader(
+                f"raw preadv + copy to the device, {n} thread{'s' * (n > 1)}",
+                _raw(host, block, n),
+                "raw write+fsync, 1 thread",
+                "limit",
+            )
+            for n in sorted({1, THREADS})
+        ),
         _Loader(OURS_LOAD, _filling(ours_load), OURS_SAVE, "ours"),
-        _Loader(SAFETENSORS, _safetensors(device), "safetensors save_file + fsync", needs="safetensors"),
+        _Loader(
+            SAFETENSORS, _safetensors(device), "safetensors save_file + fsync", needs="safetensors"
+        ),
         _Loader("torch.load(mmap)", _torch_load(device), "torch.save + fsync"),
         _Loader("dcp.load", _filling(dcp_load), "dcp.save, default"),
-    ]  # fmt: skip
+    ]
     places, problems = _write_all({loader.saved_by for loader in loaders}, host, folder, progress)
-    contenders = [_load_contender(each, truth, live, places, problems, settle_seconds) for each in loaders]
+    contenders = [
+        _load_contender(each, truth, live, places, problems, settle_seconds) for each in loaders
+    ]
     samples = measure(contenders, rounds, progress=progress, strict=device == "cpu")
     for place in places.values():
         shutil.rmtree(place)
@@ -137,13 +192,16 @@ def run_load(
             faster = times_faster(samples, OURS_LOAD, SAFETENSORS)
             row.checks.append(Check("safetensors load_file", 1.0, faster, unit="x"))
     return Report(
-        "load-cuda", f"Load of {size_text(size)} in {TENSORS} float32 tensors onto {device}, page cache warm", rows,
+        "load-cuda",
+        f"Load of {size_text(size)} in {TENSORS} float32 tensors onto {device}, page cache warm",
+        rows,
         {"size": size, "rounds": rounds, "device": device, "limit": limit},
         [
-            f"{rounds} interleaved rounds after one that is not counted. ckptcore and dcp fill live tensors; safetensors and "
-            "torch.load make new ones. limit: read whole into pinned memory, then copied.",
+            f"{rounds} interleaved rounds after one that is not counted. ckptcore and dcp fill "
+            "live tensors; safetensors and "
+            "torch.load make new ones. limit: read whole into pinned memory, then copied."
         ],
-    )  # fmt: skip
+    )
 
 
 def _wait(state: State) -> None:
@@ -170,7 +228,12 @@ def _write_all(
 
 
 def _load_contender(
-    loader: _Loader, truth: State, live: State, places: dict[str, Path], problems: dict[str, str], rest: float
+    loader: _Loader,
+    truth: State,
+    live: State,
+    places: dict[str, Path],
+    problems: dict[str, str],
+    rest: float,
 ) -> Contender:
     loaded: dict[str, torch.Tensor] = {}
 
@@ -186,13 +249,19 @@ def _load_contender(
         _wait(live)
 
     def finish() -> None:
-        wrong = [name for name, tensor in truth.items() if name not in loaded or not torch.equal(loaded[name], tensor)]
+        wrong = [
+            name
+            for name, tensor in truth.items()
+            if name not in loaded or not torch.equal(loaded[name], tensor)
+        ]
         loaded.clear()
         if wrong:
             raise AssertionError(f"{len(wrong)} tensors were not loaded, the first is {wrong[0]}")
 
     missing = missing_package(loader.needs) or problems.get(loader.saved_by)
-    return Contender(loader.name, load, loader.kind, prepare=prepare, finish=finish, missing=missing)
+    return Contender(
+        loader.name, load, loader.kind, prepare=prepare, finish=finish, missing=missing
+    )
 
 
 def _filling(load: Callable[[State, Path], None]) -> Callable[[State, Path], State]:
@@ -215,7 +284,9 @@ def _safetensors(device: str) -> Callable[[State, Path], State]:
 
 def _torch_load(device: str) -> Callable[[State, Path], State]:
     def load(_: State, folder: Path) -> State:
-        found: State = torch.load(folder / "state.pt", mmap=True, map_location=device, weights_only=True)
+        found: State = torch.load(
+            folder / "state.pt", mmap=True, map_location=device, weights_only=True
+        )
         return found
 
     return load

@@ -1,4 +1,5 @@
-"""The frame of every benchmark: interleaved rounds, medians, ratio to the machine's limit, targets and verdicts.
+"""The frame of every benchmark: interleaved rounds, medians, ratio to the machine's limit, targets
+and verdicts.
 
 Used by each `python -m benchmarks NAME`; it measures nothing by itself.
 """
@@ -13,13 +14,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Check", "Contender", "Kind", "Report", "Row", "Sample", "best_limit", "measure", "problem_of", "rows_of"]
+__all__ = [
+    "Check",
+    "Contender",
+    "Kind",
+    "Report",
+    "Row",
+    "Sample",
+    "best_limit",
+    "measure",
+    "problem_of",
+    "rows_of",
+]
 
 Kind = Literal["limit", "ours", "peer", "note"]
 
 # What a peer may reasonably raise; our own errors derive from these too, and are let through.
-PEER_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
-               TypeError, ValueError)  # fmt: skip
+PEER_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +70,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Check:
-    """A target, with the figure that was measured for it in this run (None: it could not be measured)."""
+    """A target, with the figure that was measured for it in this run (None: it could not be
+    measured)."""
 
     text: str
     bound: float
@@ -65,7 +87,8 @@ class Check:
 
     @property
     def target(self) -> str:
-        return f"{'>=' if self.at_least else '<='} {_plain(self.bound)}{self.unit} {self.text}".rstrip()
+        sign = ">=" if self.at_least else "<="
+        return f"{sign} {_plain(self.bound)}{self.unit} {self.text}".rstrip()
 
     @property
     def verdict(self) -> str:
@@ -115,11 +138,12 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     strict: bool = True,
 ) -> dict[str, Sample]:
-    """Time all contenders in interleaved rounds, each round in another order, so that drift meets all of them alike.
+    """Time all contenders in interleaved rounds, each round in another order, so that drift meets
+    all of them alike.
 
-    The first `warmup` rounds are not counted. A peer that fails is left out from then on, with its reason; an error
-    of ours or of the machine's limit is raised, unless `strict` is False: on a machine that is there for minutes the
-    other rows are worth having.
+    The first `warmup` rounds are not counted. A peer that fails is left out from then on, with its
+    reason; an error of ours or of the machine's limit is raised, unless `strict` is False: on a
+    machine that is there for minutes the other rows are worth having.
     """
     samples = {c.name: Sample(c, problem=c.missing) for c in contenders}
     if len(samples) != len(contenders):
@@ -129,7 +153,9 @@ def measure(
         which = [c for c in contenders if samples[c.name].problem is None]
         order.shuffle(which)
         for contender in which:
-            progress(f"round {number + 1 if number >= 0 else 'warm-up'} of {rounds}: {contender.name}")
+            progress(
+                f"round {number + 1 if number >= 0 else 'warm-up'} of {rounds}: {contender.name}"
+            )
             try:
                 seconds = _timed(contender, clock)
             except PEER_ERRORS as error:
@@ -162,17 +188,26 @@ def _timed(contender: Contender, clock: Callable[[], float]) -> float:
 
 def best_limit(samples: Mapping[str, Sample]) -> float | None:
     """The median of the fastest contender that stands for the machine's own limit."""
-    medians = [s.median for s in samples.values() if s.contender.kind == "limit" and s.median is not None]
+    medians = [
+        s.median for s in samples.values() if s.contender.kind == "limit" and s.median is not None
+    ]
     return min(medians, default=None)
 
 
 def rows_of(samples: Mapping[str, Sample]) -> list[Row]:
-    """One row for each contender, in the order given; `ratio` is its speed over that of the machine's limit."""
+    """One row for each contender, in the order given; `ratio` is its speed over that of the
+    machine's limit."""
     limit = best_limit(samples)
     rows = []
     for name, sample in samples.items():
         median = sample.median
-        row = Row(name, median, kind=sample.contender.kind, problem=sample.problem, rounds=list(sample.seconds))
+        row = Row(
+            name,
+            median,
+            kind=sample.contender.kind,
+            problem=sample.problem,
+            rounds=list(sample.seconds),
+        )
         if median is not None:
             row.low, row.high = min(sample.seconds), max(sample.seconds)
             row.ratio = limit / median if limit is not None and median > 0 else None
@@ -181,7 +216,8 @@ def rows_of(samples: Mapping[str, Sample]) -> list[Row]:
 
 
 def times_faster(samples: Mapping[str, Sample], ours: str, other: str) -> float | None:
-    """How many times faster `ours` is than `other`, by medians; None when one of them has no figure."""
+    """How many times faster `ours` is than `other`, by medians; None when one of them has no
+    figure."""
     mine, theirs = samples[ours].median, samples[other].median
     return theirs / mine if mine and theirs is not None else None
 

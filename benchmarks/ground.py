@@ -1,4 +1,5 @@
-"""The ground that benchmarks run on: a folder on a real disk, the state to save, the machine's state between rounds.
+"""The ground that benchmarks run on: a folder on a real disk, the state to save, the machine's
+state between rounds.
 
 Used by `python -m benchmarks save` and its like.
 """
@@ -17,7 +18,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GIB", "MIB", "clean_folder", "fsync_tree", "make_state", "memory_of", "settle", "work_folder"]
+__all__ = [
+    "GIB",
+    "MIB",
+    "clean_folder",
+    "fsync_tree",
+    "make_state",
+    "memory_of",
+    "settle",
+    "work_folder",
+]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -26,15 +36,20 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 @contextmanager
 def work_folder(parent: Path | None) -> Iterator[Path]:
-    """A new folder on a disk, removed at the end. Default parent: the temp folder, or the current one where the temp
-    folder lies in memory. Raises ValueError when `parent` lies in memory: its figures would mean nothing."""
+    """A new folder on a disk, removed at the end. Default parent: the temp folder, or the current
+    one where the temp folder lies in memory. Raises ValueError when `parent` lies in memory: its
+    figures would mean nothing."""
     if parent is None:
         candidates = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
-        parent = next((p for p in candidates if p.is_dir() and filesystem_of(p) not in IN_MEMORY), None)
+        parent = next(
+            (p for p in candidates if p.is_dir() and filesystem_of(p) not in IN_MEMORY), None
+        )
         if parent is None:
             raise ValueError("no folder on a disk was found; name one with --dir")
     elif filesystem_of(parent) in IN_MEMORY:
-        raise ValueError(f"{parent} lies in memory ({filesystem_of(parent)}); --dir must be on a disk")
+        raise ValueError(
+            f"{parent} lies in memory ({filesystem_of(parent)}); --dir must be on a disk"
+        )
     folder = Path(tempfile.mkdtemp(prefix="ckptcore-bench-", dir=parent))
     try:
         yield folder
@@ -87,11 +102,13 @@ def clean_folder(folder: Path, settle_seconds: float) -> None:
 
 
 def settle(seconds: float) -> None:
-    """Write back what is pending and wait, so that every round starts from the same state of the machine.
+    """Write back what is pending and wait, so that every round starts from the same state of the
+    machine.
 
-    Virtual machines may hand memory that was freed back to their host a second or two later; whoever needs fresh
-    pages next (a page cache, a new tensor) pays for getting them again. Without the pause a round would meet warm or
-    cold memory by chance, which is worth a factor of five. A training run saves minutes apart: it meets the cold one.
+    Virtual machines may hand memory that was freed back to their host a second or two later;
+    whoever needs fresh pages next (a page cache, a new tensor) pays for getting them again. Without
+    the pause a round would meet warm or cold memory by chance, which is worth a factor of five. A
+    training run saves minutes apart: it meets the cold one.
     """
     os.sync()
     time.sleep(seconds)
@@ -129,7 +146,9 @@ def parse_size(text: str) -> int:
     try:
         return int(float(digits) * units[unit])
     except ValueError:
-        raise ValueError(f"{text!r} is not a size; write for example 1GiB, 512MiB or 4096") from None
+        raise ValueError(
+            f"{text!r} is not a size; write for example 1GiB, 512MiB or 4096"
+        ) from None
 
 
 def size_text(size: float) -> str:

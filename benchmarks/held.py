@@ -1,7 +1,9 @@
-"""Host memory that async saves hold: `python -m benchmarks memory [--size 256MiB] [--saves 50] [--device cuda]`.
+"""Host memory that async saves hold: `python -m benchmarks memory [--size 256MiB] [--saves 50]
+[--device cuda]`.
 
-Each saver runs in a process of its own, which saves once in small before anything is measured (imports, threads), and is
-asked for its resident memory by the kernel's own count. By hand: `python -m benchmarks.held NAME --size 256MiB --dir D`.
+Each saver runs in a process of its own, which saves once in small before anything is measured
+(imports, threads), and is asked for its resident memory by the kernel's own count. By hand: `python
+-m benchmarks.held NAME --size 256MiB --dir D`.
 """
 
 from __future__ import annotations
@@ -28,10 +30,16 @@ GROWTH = 0.05  # of the state, over all saves after the second
 
 
 def run(
-    folder: Path, *, size: int, saves: int = 50, device: str = "cpu", only: Sequence[str] = (),
+    folder: Path,
+    *,
+    size: int,
+    saves: int = 50,
+    device: str = "cpu",
+    only: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> Report:  # fmt: skip
-    """Rows: the most that a save held at any time, as a multiple of the state; what the saves after the second added."""
+) -> Report:
+    """Rows: the most that a save held at any time, as a multiple of the state; what the saves after
+    the second added."""
     check_device(device)
     rows = []
     for short, make in savers_for(device).items():
@@ -40,17 +48,21 @@ def run(
             continue
         progress(saver.name)
         count = saves if saver.kind == "ours" else min(saves, PEER_SAVES)
-        rows.append(row_of(saver.name, saver.kind, _in_process(short, size, count, device, folder), count))
+        rows.append(
+            row_of(saver.name, saver.kind, _in_process(short, size, count, device, folder), count)
+        )
     return Report(
         "memory" if device == "cpu" else "memory-cuda",
-        f"Host memory that async saves of {size_text(size)} on {device} hold", rows,
+        f"Host memory that async saves of {size_text(size)} on {device} hold",
+        rows,
         {"size": size, "saves": saves, "device": device},
         [
-            "median: the highest resident memory in all saves, less that before the first one, as a multiple of the state; "
+            "median: the highest resident memory in all saves, less that before the first one, as "
+            "a multiple of the state; "
             "of the training process only.",
             "growth: resident memory after the last save, less that after the second.",
         ],
-    )  # fmt: skip
+    )
 
 
 def row_of(name: str, kind: str, found: dict[str, object], saves: int) -> Row:
@@ -59,7 +71,9 @@ def row_of(name: str, kind: str, found: dict[str, object], saves: int) -> Row:
         row = Row(name, None, kind=kind, problem=str(found["problem"]))
         held = growth = share = None
     else:
-        size, before, after, peak = (int(str(found[key])) for key in ("state", "before", "last", "peak"))
+        size, before, after, peak = (
+            int(str(found[key])) for key in ("state", "before", "last", "peak")
+        )
         held, growth = (peak - before) / size, after - int(str(found["second"]))
         share = growth / size
         row = Row(name, held, kind=kind, unit="x state")
@@ -67,14 +81,27 @@ def row_of(name: str, kind: str, found: dict[str, object], saves: int) -> Row:
         row.extra["growth"] = f"{growth / MIB:+.1f} MiB in {max(0, saves - 2)} saves"
     if kind == "ours":
         row.checks.append(Check("of the state held", BOUND, held, at_least=False, unit="x"))
-        row.checks.append(Check(f"growth over {saves} saves", GROWTH, share, at_least=False, unit="x"))
+        row.checks.append(
+            Check(f"growth over {saves} saves", GROWTH, share, at_least=False, unit="x")
+        )
     return row
 
 
 def _in_process(short: str, size: int, saves: int, device: str, folder: Path) -> dict[str, object]:
     command = [
-        sys.executable, "-m", "benchmarks.held", short, "--size", str(size), "--saves", str(saves),
-        "--device", device, "--dir", str(folder / f"held-{short}")]  # fmt: skip
+        sys.executable,
+        "-m",
+        "benchmarks.held",
+        short,
+        "--size",
+        str(size),
+        "--saves",
+        str(saves),
+        "--device",
+        device,
+        "--dir",
+        str(folder / f"held-{short}"),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=900)
     if done.returncode != 0 or not done.stdout:
         return {"problem": f"failed: its process ended with exit code {done.returncode}"}
@@ -99,7 +126,13 @@ def _measure(short: str, size: int, saves: int, device: str, folder: Path) -> di
         levels.append(resident())
     saver.stop()
     second = levels[min(1, len(levels) - 1)]
-    return {"state": trainee.nbytes, "before": before, "second": second, "last": levels[-1], "peak": peak}
+    return {
+        "state": trainee.nbytes,
+        "before": before,
+        "second": second,
+        "last": levels[-1],
+        "peak": peak,
+    }
 
 
 def _save(saver: AsyncSaver, number: int) -> None:

@@ -23,14 +23,17 @@ def run(
     settle_seconds: float = 0.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Time all loaders; each loads what its own saver wrote, and every round is checked to have loaded it."""
+    """Time all loaders; each loads what its own saver wrote, and every round is checked to have
+    loaded it."""
     import torch
 
     progress("making the state")
     truth = make_state(size)
     live = {name: torch.zeros_like(tensor).fill_(7) for name, tensor in truth.items()}
     places, problems = _write_all(truth, folder, progress)
-    contenders = [_contender(loader, truth, live, places, problems, settle_seconds) for loader in LOADERS]
+    contenders = [
+        _contender(loader, truth, live, places, problems, settle_seconds) for loader in LOADERS
+    ]
     samples = measure(contenders, rounds, progress=progress)
     for place in places.values():
         shutil.rmtree(place)
@@ -41,22 +44,30 @@ def run(
             row.extra["GB/s"] = f"{size / row.median / 1e9:.2f}"
         if row.name == OURS:
             mine = samples[OURS].median
-            row.checks.append(Check("of raw preadv", 0.8, limit / mine if limit and mine else None, unit="x"))
-            row.checks.append(Check("dcp.load", 4.0, times_faster(samples, OURS, "dcp.load"), unit="x"))
+            row.checks.append(
+                Check("of raw preadv", 0.8, limit / mine if limit and mine else None, unit="x")
+            )
+            row.checks.append(
+                Check("dcp.load", 4.0, times_faster(samples, OURS, "dcp.load"), unit="x")
+            )
     return Report(
         "load",
         f"Load of {size_text(size)} into 64 live float32 CPU tensors, page cache warm",
         rows,
         {"size": size, "rounds": rounds, "settle": settle_seconds},
         [
-            f"{rounds} interleaved rounds after one that is not counted; before each round the live tensors are "
-            "overwritten and the contender's files are read once; after it the live tensors are compared with the truth.",
+            f"{rounds} interleaved rounds after one that is not counted; before each round the "
+            "live tensors are "
+            "overwritten and the contender's files are read once; after it the live tensors are "
+            "compared with the truth.",
             "'+ copy': the loader makes new tensors, which are then copied into the live ones.",
         ],
     )
 
 
-def _write_all(truth: State, folder: Path, progress: Callable[[str], None]) -> tuple[dict[str, Path], dict[str, str]]:
+def _write_all(
+    truth: State, folder: Path, progress: Callable[[str], None]
+) -> tuple[dict[str, Path], dict[str, str]]:
     places: dict[str, Path] = {}
     problems: dict[str, str] = {}
     savers = {saver.name: saver for saver in SAVERS}
@@ -78,7 +89,12 @@ def _write_all(truth: State, folder: Path, progress: Callable[[str], None]) -> t
 
 
 def _contender(
-    loader: Loader, truth: State, live: State, places: dict[str, Path], problems: dict[str, str], settle_seconds: float
+    loader: Loader,
+    truth: State,
+    live: State,
+    places: dict[str, Path],
+    problems: dict[str, str],
+    settle_seconds: float,
 ) -> Contender:
     def prepare() -> None:
         for tensor in live.values():

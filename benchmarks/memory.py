@@ -1,10 +1,11 @@
 """How much resident memory a save adds, for each saver in a child process of its own.
 
-Launch by hand: `python -m benchmarks.memory --size 2GiB --dir /some/disk`. `python -m benchmarks save` does it.
-Prints one JSON object: by saver name, {"added": bytes} or {"problem": text}.
+Launch by hand: `python -m benchmarks.memory --size 2GiB --dir /some/disk`. `python -m benchmarks
+save` does it. Prints one JSON object: by saver name, {"added": bytes} or {"problem": text}.
 
-One process makes the state and then forks a child for each saver, so that all of them save the same pages. The
-child saves once in small (imports, pools), resets the kernel's high-water mark, saves the state and reads the mark.
+One process makes the state and then forks a child for each saver, so that all of them save the same
+pages. The child saves once in small (imports, pools), resets the kernel's high-water mark, saves
+the state and reads the mark.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def added_by_saves(size: int, folder: Path) -> dict[str, dict[str, int | str]]:
     command = [sys.executable, "-m", "benchmarks.memory", "--size", str(size), "--dir", str(folder)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"the memory measurement ended with exit code {done.returncode}; its error is above")
+        raise RuntimeError(
+            f"the memory measurement ended with exit code {done.returncode}; its error is above"
+        )
     found: dict[str, dict[str, int | str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -101,7 +104,9 @@ def main() -> None:
     folder.mkdir(parents=True)
     results = {}
     for saver in SAVERS:
-        results[saver.name] = {"problem": saver.missing} if saver.missing else _in_child(saver, state, small, folder)
+        results[saver.name] = (
+            {"problem": saver.missing} if saver.missing else _in_child(saver, state, small, folder)
+        )
         os.sync()
     shutil.rmtree(folder)
     print(json.dumps(results))

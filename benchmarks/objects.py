@@ -1,7 +1,9 @@
-"""A server that speaks as much S3 as `python -m benchmarks remote` needs, from memory: so that clients are what is measured.
+"""A server that speaks as much S3 as `python -m benchmarks remote` needs, from memory: so that
+clients are what is measured.
 
-Launch by hand: `python -m benchmarks.objects`. It prints its port, and ends when its standard input does. Servers made for
-tests take ten times as long for a byte as any client. It checks no signature and no digest, and keeps what it is given.
+Launch by hand: `python -m benchmarks.objects`. It prints its port, and ends when its standard input
+does. Servers made for tests take ten times as long for a byte as any client. It checks no signature
+and no digest, and keeps what it is given.
 """
 
 from __future__ import annotations
@@ -62,13 +64,23 @@ class _Handler(socketserver.StreamRequestHandler):
                 return False
             got += count
         target = urlsplit(line[1].decode())
-        query = {name: values[0] for name, values in parse_qs(target.query, keep_blank_values=True).items()}
+        query = {
+            name: values[0]
+            for name, values in parse_qs(target.query, keep_blank_values=True).items()
+        }
         bucket, _, key = unquote(target.path).lstrip("/").partition("/")
         method = line[0].decode()
         getattr(self, method.lower())(bucket, key, query, headers, body)
         return headers.get("connection", "").lower() != "close"
 
-    def put(self, bucket: str, key: str, query: dict[str, str], headers: dict[str, str], body: memoryview) -> None:
+    def put(
+        self,
+        bucket: str,
+        key: str,
+        query: dict[str, str],
+        headers: dict[str, str],
+        body: memoryview,
+    ) -> None:
         if "uploadId" in query:
             self.server.uploads[query["uploadId"]][int(query["partNumber"])] = body
         elif "x-amz-copy-source" in headers:
@@ -82,11 +94,20 @@ class _Handler(socketserver.StreamRequestHandler):
                 self.server.objects[key] = [body]
         return self.answer(200, more={"ETag": '"e"'})
 
-    def post(self, bucket: str, key: str, query: dict[str, str], headers: dict[str, str], body: memoryview) -> None:
+    def post(
+        self,
+        bucket: str,
+        key: str,
+        query: dict[str, str],
+        headers: dict[str, str],
+        body: memoryview,
+    ) -> None:
         if "uploads" in query:
             number = str(len(self.server.uploads) + 1)
             self.server.uploads[number] = {}
-            return self.answer(200, f"<R><Key>{key}</Key><UploadId>{number}</UploadId></R>".encode())
+            return self.answer(
+                200, f"<R><Key>{key}</Key><UploadId>{number}</UploadId></R>".encode()
+            )
         if "delete" in query:
             for name in re.findall(rb"<Key>(.*?)</Key>", bytes(body)):
                 self.server.objects.pop(name.decode(), None)
@@ -95,18 +116,38 @@ class _Handler(socketserver.StreamRequestHandler):
         self.server.objects[key] = [parts[number] for number in sorted(parts)]
         return self.answer(200, f"<R><Key>{key}</Key><ETag>e</ETag></R>".encode())
 
-    def delete(self, bucket: str, key: str, query: dict[str, str], headers: dict[str, str], body: memoryview) -> None:
+    def delete(
+        self,
+        bucket: str,
+        key: str,
+        query: dict[str, str],
+        headers: dict[str, str],
+        body: memoryview,
+    ) -> None:
         if "uploadId" in query:
             self.server.uploads.pop(query["uploadId"], None)
         else:
             self.server.objects.pop(key, None)
         self.answer(204)
 
-    def head(self, bucket: str, key: str, query: dict[str, str], headers: dict[str, str], body: memoryview) -> None:
+    def head(
+        self,
+        bucket: str,
+        key: str,
+        query: dict[str, str],
+        headers: dict[str, str],
+        body: memoryview,
+    ) -> None:
         self.get(bucket, key, query, headers, body, send=False)
 
     def get(
-        self, bucket: str, key: str, query: dict[str, str], headers: dict[str, str], body: memoryview, send: bool = True
+        self,
+        bucket: str,
+        key: str,
+        query: dict[str, str],
+        headers: dict[str, str],
+        body: memoryview,
+        send: bool = True,
     ) -> None:
         if not key:
             self.answer(200, self.listing(query))
@@ -136,7 +177,8 @@ class _Handler(socketserver.StreamRequestHandler):
     def listing(self, query: dict[str, str]) -> bytes:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         if "uploads" in query:
-            return b"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"
+            kind = b"ListMultipartUploadsResult"
+            return b"<%b><IsTruncated>false</IsTruncated></%b>" % (kind, kind)
         keys, folders = [], set()
         for key in sorted(k for k in self.server.objects if k.startswith(prefix)):
             rest = key[len(prefix) :]
@@ -144,10 +186,15 @@ class _Handler(socketserver.StreamRequestHandler):
                 folders.add(prefix + rest.split(delimiter)[0] + delimiter)
             else:
                 size = sum(len(part) for part in self.server.objects[key])
-                keys.append(f"<Contents><Key>{key}</Key><Size>{size}</Size><ETag>e</ETag></Contents>")
-        found = [f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in sorted(folders)]
+                keys.append(
+                    f"<Contents><Key>{key}</Key><Size>{size}</Size><ETag>e</ETag></Contents>"
+                )
+        found = [
+            f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in sorted(folders)
+        ]
         inside = "".join(keys + found)
-        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{inside}</ListBucketResult>".encode()
+        inside = f"<IsTruncated>false</IsTruncated>{inside}"
+        return f"<ListBucketResult>{inside}</ListBucketResult>".encode()
 
     def answer(self, status: int, body: bytes = b"", more: dict[str, Any] | None = None) -> None:
         self.start(status, len(body), more or {})
@@ -155,7 +202,11 @@ class _Handler(socketserver.StreamRequestHandler):
             self.request.sendall(body)
 
     def start(self, status: int, length: int, more: dict[str, Any]) -> None:
-        lines = [f"HTTP/1.1 {status} X", f"Content-Length: {length}", *(f"{n}: {v}" for n, v in more.items())]
+        lines = [
+            f"HTTP/1.1 {status} X",
+            f"Content-Length: {length}",
+            *(f"{n}: {v}" for n, v in more.items()),
+        ]
         self.request.sendall("\r\n".join([*lines, "", ""]).encode())
 
 

@@ -1,7 +1,8 @@
 """Planning and metadata of sharded saves, simulated in one process: `python -m benchmarks plan`.
 
-What one rank does at a save (merge the description of all ranks, choose writers, lay out its own file) and what it must
-read at a load (manifest, table, its own index), for 2,500 DTensors cut over all ranks.
+What one rank does at a save (merge the description of all ranks, choose writers, lay out its own
+file) and what it must read at a load (manifest, table, its own index), for 2,500 DTensors cut over
+all ranks.
 """
 
 from __future__ import annotations
@@ -34,34 +35,45 @@ def run(*, rounds: int = 5, progress: Callable[[str], None] = lambda _: None) ->
     for ranks, bound in TARGETS.items():
         progress(f"{ranks} ranks")
         description = _description(ranks)
-        planned = [_timed(lambda d=description, n=ranks: _plan(d, n, n // 2)) for _ in range(rounds)]  # type: ignore[misc]
+        planned = [
+            _timed(lambda d=description, n=ranks: _plan(d, n, n // 2)) for _ in range(rounds)
+        ]  # type: ignore[misc]
         row = _row(f"plan on one rank, {ranks:,} ranks", [seconds for seconds, _ in planned])
         if bound is not None:
             row.checks.append(Check("planning", bound, row.median, at_least=False, unit=" s"))
         rows.append(row)
         state, files = planned[0][1]
         parts = _metadata(state, files, ranks)
-        read = [_timed(lambda p=parts, n=ranks: _read(p, n))[0] for _ in range(rounds)]  # type: ignore[misc]
+        # type: ignore[misc]
+        read = [_timed(lambda p=parts, n=ranks: _read(p, n))[0] for _ in range(rounds)]
         row = _row(f"read what one rank needs, {ranks:,} ranks", read)
         needed = sum(len(data) for data in parts)
+        stored = len(parts[0]) + len(parts[1]) + (ranks - 1) * len(parts[2])
         row.extra = {
             "bytes read": f"{needed / 1e6:.2f} MB",
-            "all on disk": f"{(len(parts[0]) + len(parts[1]) + (ranks - 1) * len(parts[2])) / 1e6:.1f} MB",
+            "all on disk": f"{stored / 1e6:.1f} MB",
         }
         if ranks == 4096:
-            row.checks.append(Check("read by one rank", 2.0, needed / 1e6, at_least=False, unit=" MB"))
+            row.checks.append(
+                Check("read by one rank", 2.0, needed / 1e6, at_least=False, unit=" MB")
+            )
         rows.append(row)
     return Report(
         "plan",
         f"Planning and metadata, {TENSORS:,} DTensors cut over all ranks",
         rows,
         {"rounds": rounds, "tensors": TENSORS},
-        ["simulated in one process; 'all on disk' takes every rank's index to be as large as the one that was made."],
+        [
+            "simulated in one process; 'all on disk' takes every rank's index to be as large as "
+            "the one that was made."
+        ],
     )
 
 
 def _row(name: str, seconds: list[float]) -> Row:
-    return Row(name, statistics.median(seconds), min(seconds), max(seconds), kind="ours", rounds=seconds)
+    return Row(
+        name, statistics.median(seconds), min(seconds), max(seconds), kind="ours", rounds=seconds
+    )
 
 
 def _timed(call: Callable[[], object]) -> tuple[float, object]:
@@ -77,7 +89,10 @@ def _names() -> list[str]:
 def _description(ranks: int) -> bytes:
     """What every rank of an FSDP job says of its state: the same on all of them."""
     names = _names()
-    tree = encode({name: object() for name in names}, lambda path, _: TensorRef(names.index(path[0])) if path else None)
+    tree = encode(
+        {name: object() for name in names},
+        lambda path, _: TensorRef(names.index(path[0])) if path else None,
+    )
     rows = [[name, "BF16", [4096, 1024], None, [0, ["S0"]]] for name in names]
     table = encode({"tensors": rows, "meshes": [[[ranks], list(range(ranks))]]})
     return encode({"tree": tree, "table": table, "versions": None})
@@ -90,19 +105,24 @@ def _plan(description: bytes, ranks: int, rank: int) -> tuple[ShardedState, list
     for number, tensor in enumerate(state.tensors):
         box = tensor.layout.box_of(tensor.shape, rank) if tensor.layout is not None else None
         if box is not None:
-            specs.append(TensorSpec(number, tensor.name, tensor.dtype, box[1], 2 * box[1][0] * box[1][1]))
+            specs.append(
+                TensorSpec(number, tensor.name, tensor.dtype, box[1], 2 * box[1][0] * box[1][1])
+            )
     return state, plan_component("model", specs, [rank], f".rank{rank:05d}")
 
 
 def _metadata(state: ShardedState, files: list[FilePlan], ranks: int) -> tuple[bytes, bytes, bytes]:
-    """Manifest, rank 0's index (with the table) and another rank's index, as they would be stored."""
+    """Manifest, rank 0's index (with the table) and another rank's index, as they would be
+    stored."""
     pieces = [
         Piece(n, plan.name, place.start, bytes(8 * chunk_count(place.nbytes)))
         for plan in files
         for n, place in plan.places
     ]
     entries = {plan.name: FileEntry(plan.size, len(plan.header), bytes(16)) for plan in files}
-    first = Index(0, entries, {"model": ComponentIndex(state.tree, [], encode_layouts(state.tensors), pieces)})
+    first = Index(
+        0, entries, {"model": ComponentIndex(state.tree, [], encode_layouts(state.tensors), pieces)}
+    )
     other = Index(1, entries, {"model": ComponentIndex(None, [], None, pieces)})
     manifest = CheckpointManifest(
         "0" * 32, 1, "run", "attempt", 1, "2026-01-01T00:00:00.000Z", ranks, [list(range(ranks))]
@@ -111,7 +131,9 @@ def _metadata(state: ShardedState, files: list[FilePlan], ranks: int) -> tuple[b
         manifest.files[index_file_name(rank)] = FileRecord(123456, "0" * 32, rank)
         manifest.files[f"model.rank{rank:05d}.safetensors"] = FileRecord(12345678, "0" * 32, rank)
     names = [f"model.rank{rank:05d}.safetensors" for rank in range(ranks)]
-    manifest.components["model"] = ComponentManifest("model", "SHARDED", list(range(ranks)), files=names)
+    manifest.components["model"] = ComponentManifest(
+        "model", "SHARDED", list(range(ranks)), files=names
+    )
     return manifest.encode(), first.encode(), other.encode()
 
 

@@ -1,4 +1,5 @@
-"""Shows reports: a table on a terminal, plain text elsewhere, JSON and Markdown files. Used by `python -m benchmarks`."""
+"""Shows reports: a table on a terminal, plain text elsewhere, JSON and Markdown files. Used by
+`python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PACKAGES = ("torch", "safetensors", "torch_checkpointing", "xxhash", "numpy")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, memory, system, versions, and how busy the machine is right now."""
+    """What the figures depend on: processor, memory, system, versions, and how busy the machine is
+    right now."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -54,7 +56,9 @@ def show(report: Report, out: TextIO = sys.stdout) -> None:
     head, body = _cells(report)
     table = Table(title=report.title, title_justify="left", title_style="bold")
     for position, name in enumerate(head):
-        table.add_column(name, justify="left" if position == 0 or name in ("target", "verdict") else "right")
+        table.add_column(
+            name, justify="left" if position == 0 or name in ("target", "verdict") else "right"
+        )
     for row, cells in zip(report.rows, body, strict=True):
         missed = any(not check.met for check in row.checks)
         style = {"ours": "bold red" if missed else "bold green", "limit": "cyan"}.get(row.kind, "")
@@ -81,9 +85,11 @@ def as_text(report: Report) -> str:
 
 
 def as_markdown(reports: Sequence[Report], where: dict[str, Any]) -> str:
-    """All reports as Markdown tables, the README's small one before them, with the machine that gave the figures."""
+    """All reports as Markdown tables, the README's small one before them, with the machine that
+    gave the figures."""
     parts = [
-        f"Measured {where['time']} on {where['cores']} cores ({where['processor']}), {where['system']}, "
+        f"Measured {where['time']} on {where['cores']} cores ({where['processor']}), "
+        f"{where['system']}, "
         f"Python {where['python']}, "
         + ", ".join(f"{name} {version}" for name, version in where["versions"].items())
         + (f", {where['gpu']}" if where.get("gpu") else "")
@@ -93,8 +99,16 @@ def as_markdown(reports: Sequence[Report], where: dict[str, Any]) -> str:
         parts.append(table)
     for report in reports:
         head, body = _cells(report)
-        lines = [f"**{report.title}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        lines += ["| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in row) + " |" for row in body]
+        lines = [
+            f"**{report.title}**",
+            "",
+            "| " + " | ".join(head) + " |",
+            "|" + "---|" * len(head),
+        ]
+        lines += [
+            "| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in row) + " |"
+            for row in body
+        ]
         parts.append("\n".join(lines))
         if report.notes:
             parts.append("\n".join(f"- {note}" for note in report.notes))
@@ -107,7 +121,10 @@ def as_json(reports: Sequence[Report], where: dict[str, Any]) -> str:
     for report in reports:
         plain = asdict(report)
         for row, full in zip(plain["rows"], report.rows, strict=True):
-            row["checks"] = [{**asdict(c), "target": c.target, "met": c.met, "verdict": c.verdict} for c in full.checks]
+            row["checks"] = [
+                {**asdict(c), "target": c.target, "met": c.met, "verdict": c.verdict}
+                for c in full.checks
+            ]
         found.append(plain)
     return json.dumps({"machine": where, "benchmarks": found}, indent=1, default=str) + "\n"
 
@@ -122,7 +139,11 @@ def _row_cells(row: Row, extras: Sequence[str]) -> list[str]:
     if row.median is None:
         figures = [row.problem or "not measured", "", ""]
     else:
-        span = "" if row.low is None or row.high is None else f"{_number(row.low)}..{_number(row.high)}"
+        span = (
+            ""
+            if row.low is None or row.high is None
+            else f"{_number(row.low)}..{_number(row.high)}"
+        )
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         figures = [f"{_number(row.median)} {row.unit}".rstrip(), ratio, span]
     targets = "\n".join(check.target for check in row.checks)

@@ -1,7 +1,9 @@
-"""Resharded loads with real processes, against dcp.load in the same run: `python -m benchmarks reshard [--size 256MiB]`.
+"""Resharded loads with real processes, against dcp.load in the same run: `python -m benchmarks
+reshard [--size 256MiB]`.
 
-Four gloo processes save float32 DTensors cut along dimension 0; two processes load them cut along dimension 0, and along
-dimension 1. Seconds are those of the slower rank, bytes what both read (rchar of /proc/self/io, so of both libraries).
+Four gloo processes save float32 DTensors cut along dimension 0; two processes load them cut along
+dimension 0, and along dimension 1. Seconds are those of the slower rank, bytes what both read
+(rchar of /proc/self/io, so of both libraries).
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ TENSORS = 16
 
 
 def run(
-    folder: Path, *, size: int = 256 * MIB, rounds: int = 5, progress: Callable[[str], None] = lambda _: None
+    folder: Path,
+    *,
+    size: int = 256 * MIB,
+    rounds: int = 5,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Rows: ours and dcp for both target layouts."""
     rows_each = size // (4 * COLUMNS * TENSORS)
@@ -38,7 +44,13 @@ def run(
         for name in ("ckptcore", "ckptcore, load_broadcast", "dcp"):
             seconds, nbytes = found[f"{name} {dim}"]
             medians[name] = statistics.median(seconds)
-            row = Row(f"{name}: S(0) on 4 -> S({dim}) on 2", medians[name], min(seconds), max(seconds), rounds=seconds)
+            row = Row(
+                f"{name}: S(0) on 4 -> S({dim}) on 2",
+                medians[name],
+                min(seconds),
+                max(seconds),
+                rounds=seconds,
+            )
             row.kind = "peer" if name == "dcp" else "ours"
             row.extra = {"bytes read": f"{nbytes / size:.2f} x needed"}
             rows.append(row)
@@ -47,12 +59,16 @@ def run(
         read = found[f"ckptcore {dim}"][1] / size
         ours.checks.append(Check("bytes needed", 1.05, read, at_least=False, unit="x"))
     return Report(
-        "reshard", f"Resharded load of {size_text(size)}, page cache warm", rows, {"size": size, "rounds": rounds},
+        "reshard",
+        f"Resharded load of {size_text(size)}, page cache warm",
+        rows,
+        {"size": size, "rounds": rounds},
         [
-            "with S(0) -> S(1), every chunk of 4 MiB holds something that each rank needs, and is read whole to be verified.",
+            "with S(0) -> S(1), every chunk of 4 MiB holds something that each rank needs, and is "
+            "read whole to be verified.",
             "load_broadcast: every chunk is read by one rank, which passes it on.",
         ],
-    )  # fmt: skip
+    )
 
 
 def _spawn(folder: Path, ranks: int, what: list[str]) -> str:
@@ -61,13 +77,17 @@ def _spawn(folder: Path, ranks: int, what: list[str]) -> str:
     store.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.reshard", str(folder), str(store), str(ranks)]
     processes = [
-        subprocess.Popen([*command, str(rank), *what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), *what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(ranks)
     ]
     answers = [process.communicate(timeout=300) for process in processes]
     for process, (_, errors) in zip(processes, answers, strict=True):
         if process.returncode:
-            raise RuntimeError(f"a rank ended with exit code {process.returncode}: {errors[-2000:]}")
+            raise RuntimeError(
+                f"a rank ended with exit code {process.returncode}: {errors[-2000:]}"
+            )
     return answers[0][0]
 
 
@@ -78,7 +98,9 @@ def _rank(folder: Path, store: Path, ranks: int, rank: int, what: list[str]) -> 
     from torch.distributed.tensor import DTensor, Shard
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks
+    )
     mesh = init_device_mesh("cpu", (ranks,))
     total = int(what[1])
 
@@ -135,7 +157,9 @@ def _loaders(folder: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
     from ckptcore import CheckpointManager
 
     if not _managers:
-        _managers.extend(CheckpointManager(folder / "ours", load_broadcast=once) for once in (False, True))
+        _managers.extend(
+            CheckpointManager(folder / "ours", load_broadcast=once) for once in (False, True)
+        )
     return {
         "ckptcore": lambda live: _managers[0].load({"model": live}),
         "ckptcore, load_broadcast": lambda live: _managers[1].load({"model": live}),
@@ -146,7 +170,9 @@ def _loaders(folder: Path) -> dict[str, Callable[[dict[str, Any]], Any]]:
 _managers: list[Any] = []
 
 
-def _measured(load: Callable[[dict[str, Any]], Any], live: dict[str, Any], mesh: Any) -> tuple[float, int]:
+def _measured(
+    load: Callable[[dict[str, Any]], Any], live: dict[str, Any], mesh: Any
+) -> tuple[float, int]:
     """Seconds of the slowest rank and bytes that all ranks read."""
     import time
 

@@ -30,7 +30,9 @@ def run(
     progress("making the state")
     state = make_state(size)
     samples = measure(
-        [_contender(saver, state, folder / "save", settle) for saver in SAVERS], rounds, progress=progress
+        [_contender(saver, state, folder / "save", settle) for saver in SAVERS],
+        rounds,
+        progress=progress,
     )
     del state
     added: dict[str, dict[str, int | str]] = {}
@@ -46,21 +48,38 @@ def run(
             row.extra["memory added"] = _memory_text(added.get(row.name, {}))
         if row.name == OURS:
             mine = samples[OURS].median
-            row.checks.append(Check("of the limit's speed", 0.95, limit / mine if limit and mine else None, unit="x"))
             row.checks.append(
-                Check("dcp.save default", 2.0, times_faster(samples, OURS, "dcp.save, default"), unit="x")
+                Check(
+                    "of the limit's speed", 0.95, limit / mine if limit and mine else None, unit="x"
+                )
+            )
+            row.checks.append(
+                Check(
+                    "dcp.save default",
+                    2.0,
+                    times_faster(samples, OURS, "dcp.save, default"),
+                    unit="x",
+                )
             )
             if memory_size is not None:
                 grown = added.get(OURS, {}).get("added")
                 value = grown / MIB if isinstance(grown, int) else None
-                row.checks.append(Check("memory added", MEMORY_TARGET, value, at_least=False, unit=" MiB"))
+                row.checks.append(
+                    Check("memory added", MEMORY_TARGET, value, at_least=False, unit=" MiB")
+                )
     notes = [
-        f"{len(SAVERS)} contenders, {rounds} interleaved rounds after one that is not counted; every round starts "
-        f"from an empty folder, after sync and {settle:g} s of rest; every save ends with fsync of files and folder.",
-        "limit: the better of the two raw writes. raw O_DIRECT is no limit of the targets: it passes the page cache.",
+        f"{len(SAVERS)} contenders, {rounds} interleaved rounds after one that is not counted; "
+        "every round starts "
+        f"from an empty folder, after sync and {settle:g} s of rest; every save ends with fsync "
+        "of files and folder.",
+        "limit: the better of the two raw writes. raw O_DIRECT is no limit of the targets: it "
+        "passes the page cache.",
     ]
     if memory_size is not None:
-        notes.append(f"memory added: peak resident memory during one save of {size_text(memory_size)}, own process.")
+        notes.append(
+            f"memory added: peak resident memory during one save of {size_text(memory_size)}, own "
+            "process."
+        )
     return Report(
         "save",
         f"Durable save of {size_text(size)} in 64 float32 CPU tensors",

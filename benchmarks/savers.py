@@ -1,7 +1,9 @@
-"""Everything that can save or load a dict of CPU tensors: the raw system calls, ours, and the peers.
+"""Everything that can save or load a dict of CPU tensors: the raw system calls, ours, and the
+peers.
 
-Used by `python -m benchmarks save`, `load` and the memory measurement. A peer is imported when it is first used.
-Every `save` is durable when it returns: file contents and folder are fsynced, by the saver or by us.
+Used by `python -m benchmarks save`, `load` and the memory measurement. A peer is imported when it
+is first used. Every `save` is durable when it returns: file contents and folder are fsynced, by the
+saver or by us.
 """
 
 from __future__ import annotations
@@ -23,13 +25,24 @@ from .ground import MIB, fsync_tree, memory_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LOADERS", "SAVERS", "Loader", "Saver", "State", "cores", "dcp_errors", "in_threads", "missing_package"]
+__all__ = [
+    "LOADERS",
+    "SAVERS",
+    "Loader",
+    "Saver",
+    "State",
+    "cores",
+    "dcp_errors",
+    "in_threads",
+    "missing_package",
+]
 
 State = Mapping[str, "torch.Tensor"]
 PIECE = 4 * MIB
-# A safetensors file of this state begins with about this much header. The raw writes leave room for it, because the
-# place of the data matters: at multiples of large powers of two some kernels fill the page cache in huge pages, which
-# was three times slower on a virtual machine whose host has to provide them.
+# A safetensors file of this state begins with about this much header. The raw writes leave room for
+# it, because the place of the data matters: at multiples of large powers of two some kernels fill
+# the page cache in huge pages, which was three times slower on a virtual machine whose host has to
+# provide them.
 HEADER = 6184
 
 
@@ -49,7 +62,8 @@ class Saver:
 
 @dataclass(frozen=True)
 class Loader:
-    """`load(live, folder)` fills the live tensors in place from what the saver of the name `saved_by` wrote."""
+    """`load(live, folder)` fills the live tensors in place from what the saver of the name
+    `saved_by` wrote."""
 
     name: str
     load: Callable[[State, Path], None]
@@ -64,7 +78,11 @@ class Loader:
 
 def missing_package(name: str | None) -> str | None:
     """Why a row is empty: the package is not installed. None when it is there."""
-    return f"not installed: pip install -c constraints.txt {name}" if name and find_spec(name) is None else None
+    return (
+        f"not installed: pip install -c constraints.txt {name}"
+        if name and find_spec(name) is None
+        else None
+    )
 
 
 def cores() -> int:
@@ -103,7 +121,8 @@ def in_threads(threads: int, work: Callable[[int], None]) -> None:
 
 
 def raw_save(threads: int) -> Callable[[State, Path], None]:
-    """pwrite from the tensors' memory to one file by `threads` threads, then fsync: the machine's own limit."""
+    """pwrite from the tensors' memory to one file by `threads` threads, then fsync: the machine's
+    own limit."""
 
     def save(state: State, folder: Path) -> None:
         pieces = _pieces(state)
@@ -126,8 +145,8 @@ def raw_save(threads: int) -> Callable[[State, Path], None]:
 
 
 def direct_save(state: State, folder: Path) -> None:
-    """As raw_save with two threads, past the page cache (O_DIRECT) through aligned buffers. Not a limit of the
-    targets; shows what the disk gives where the page cache costs."""
+    """As raw_save with two threads, past the page cache (O_DIRECT) through aligned buffers. Not a
+    limit of the targets; shows what the disk gives where the page cache costs."""
     pieces = _pieces(state, 0)
     fd = os.open(folder / "raw.bin", os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_DIRECT, 0o644)
     end = pieces[-1][0] + len(pieces[-1][1])
@@ -179,7 +198,8 @@ def safetensors_save(state: State, folder: Path) -> None:
 
 @contextmanager
 def dcp_errors() -> Iterator[None]:
-    """Its CheckpointException is a BaseException, which would end the whole run; and it warns when used alone."""
+    """Its CheckpointException is a BaseException, which would end the whole run; and it warns when
+    used alone."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -220,7 +240,9 @@ def _torch_checkpointing_manager() -> Iterator[object]:
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
     config = CheckpointManager.Config.with_sync_save()
-    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # its default fails on ext4 here
+    config.storage_config = LocalFileSystemStorageConfig(
+        use_direct_io=False
+    )  # its default fails on ext4 here
     manager = config.build()
     try:
         yield manager
@@ -236,7 +258,9 @@ SAVERS = [
     Saver("safetensors save_file + fsync", safetensors_save, needs="safetensors"),
     Saver("dcp.save, default", dcp_save),
     Saver(f"dcp.save, {cores()} threads", dcp_best_save),
-    Saver("torch_checkpointing sync + fsync", torch_checkpointing_save, needs="torch_checkpointing"),
+    Saver(
+        "torch_checkpointing sync + fsync", torch_checkpointing_save, needs="torch_checkpointing"
+    ),
     Saver("raw O_DIRECT, 2 threads", direct_save, "note"),
 ]
 
@@ -286,7 +310,8 @@ class _Live:
 
 
 def _copy_into(live: State, loaded: Mapping[str, torch.Tensor]) -> None:
-    """What load_state_dict of a module does; free where the loader filled the live tensors themselves."""
+    """What load_state_dict of a module does; free where the loader filled the live tensors
+    themselves."""
     for name, tensor in live.items():
         if loaded[name].data_ptr() != tensor.data_ptr():
             tensor.copy_(loaded[name])
@@ -321,7 +346,12 @@ LOADERS = [
     Loader("raw preadv, 1 thread", raw_load(1), "raw write+fsync, 1 thread", "limit"),
     Loader("raw preadv, 2 threads", raw_load(2), "raw write+fsync, 1 thread", "note"),
     Loader("ckptcore load, verified", ours_load, "ckptcore save", "ours"),
-    Loader("safetensors load_file + copy", safetensors_load, "safetensors save_file + fsync", needs="safetensors"),
+    Loader(
+        "safetensors load_file + copy",
+        safetensors_load,
+        "safetensors save_file + fsync",
+        needs="safetensors",
+    ),
     Loader("dcp.load", dcp_load, "dcp.save, default"),
     Loader("torch.load + copy", torch_load, "torch.save + fsync"),
     Loader(

@@ -1,7 +1,9 @@
-"""Seconds that an async save holds training: `python -m benchmarks stall [--size 1GiB] [--device cuda]`.
+"""Seconds that an async save holds training: `python -m benchmarks stall [--size 1GiB] [--device
+cuda]`.
 
-The limit is the same bytes copied to where they are needed: by memcpy into warm memory, or from the device into pinned
-memory. The background work of every round is waited for before the next one, outside the timed part.
+The limit is the same bytes copied to where they are needed: by memcpy into warm memory, or from the
+device into pinned memory. The background work of every round is waited for before the next one,
+outside the timed part.
 """
 
 from __future__ import annotations
@@ -29,18 +31,29 @@ COLD = "ckptcore save_async, first, not prewarmed"
 
 
 class _Held:
-    """A contender made of a saver: timed is what training waits for, until it may change the state."""
+    """A contender made of a saver: timed is what training waits for, until it may change the
+    state."""
 
-    def __init__(self, name: str, saver: AsyncSaver, trainee: Trainee, folder: Path, first: str, rest: float) -> None:
+    def __init__(
+        self, name: str, saver: AsyncSaver, trainee: Trainee, folder: Path, first: str, rest: float
+    ) -> None:
         self.name, self.saver, self.trainee, self.folder = name, saver, trainee, folder
-        self.first, self.rest = first, rest  # first: "", "cold" or "prewarmed", of a saver that is new in each round
+        self.first, self.rest = (
+            first,
+            rest,
+        )  # first: "", "cold" or "prewarmed", of a saver that is new in each round
         self.started = False
         self.saves = 0
 
     def contender(self) -> Contender:
         return Contender(
-            self.name, self.run, self.saver.kind, prepare=self.prepare, finish=self.finish,
-            missing=self.saver.missing(self.trainee))  # fmt: skip
+            self.name,
+            self.run,
+            self.saver.kind,
+            prepare=self.prepare,
+            finish=self.finish,
+            missing=self.saver.missing(self.trainee),
+        )
 
     def prepare(self) -> None:
         if not self.started:
@@ -71,10 +84,17 @@ class _Held:
 
 
 def run(
-    folder: Path, *, size: int, rounds: int = 7, device: str = "cpu", settle_seconds: float = 1.0,
-    only: Sequence[str] = (), progress: Callable[[str], None] = lambda _: None,
-) -> Report:  # fmt: skip
-    """Rows: the copy that nothing can do without, ours (from the second save on, first saves), the peers."""
+    folder: Path,
+    *,
+    size: int,
+    rounds: int = 7,
+    device: str = "cpu",
+    settle_seconds: float = 1.0,
+    only: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Rows: the copy that nothing can do without, ours (from the second save on, first saves), the
+    peers."""
     check_device(device)
     progress("making the state")
     trainee = Trainee(size, device)
@@ -95,17 +115,24 @@ def run(
             row.extra["GB/s"] = f"{trainee.nbytes / row.median / 1e9:.1f}"
     judge(rows, samples, device)
     notes = [
-        f"{rounds} interleaved rounds after one that is not counted. Timed: from the call until the state may be changed "
-        "(torch_checkpointing and dcp's async stager return before; their copy has to end before the optimizer's step).",
+        f"{rounds} interleaved rounds after one that is not counted. Timed: from the call until "
+        "the state may be changed "
+        "(torch_checkpointing and dcp's async stager return before; their copy has to end before "
+        "the optimizer's step).",
         f"limit: {_limit_name(samples)}.",
     ]
     if device != "cpu":
-        notes.append('"overlap" and "auto": the call alone; `cost` has what they cost a training run.')
+        notes.append(
+            '"overlap" and "auto": the call alone; `cost` has what they cost a training run.'
+        )
     return Report(
         "stall" if device == "cpu" else "stall-cuda",
-        f"Stall of an async save of {size_text(trainee.nbytes)} in {len(trainee.tensors())} tensors on {device}",
-        rows, {"size": size, "rounds": rounds, "device": device, "settle": settle_seconds}, notes,
-    )  # fmt: skip
+        f"Stall of an async save of {size_text(trainee.nbytes)} in {len(trainee.tensors())} "
+        f"tensors on {device}",
+        rows,
+        {"size": size, "rounds": rounds, "device": device, "settle": settle_seconds},
+        notes,
+    )
 
 
 def judge(rows: Sequence[Row], samples: dict[str, Sample], device: str) -> None:
@@ -134,7 +161,9 @@ def _savers(device: str, only: Sequence[str]) -> list[tuple[str, AsyncSaver, str
                 (COLD, OursAsync("", "copy"), "cold"),
             ]
             continue
-        if isinstance(saver, TorchCheckpointing) or (isinstance(saver, DcpAsync) and "async" in name.partition(",")[2]):
+        if isinstance(saver, TorchCheckpointing) or (
+            isinstance(saver, DcpAsync) and "async" in name.partition(",")[2]
+        ):
             name += ", until the copy is made"
         found.append((name, saver, ""))
     return sorted(found, key=lambda each: each[1].kind != "ours")
@@ -142,8 +171,14 @@ def _savers(device: str, only: Sequence[str]) -> list[tuple[str, AsyncSaver, str
 
 def _limit_name(samples: dict[str, Sample]) -> str:
     limit = best_limit(samples)
-    return next((f"{s.contender.name}, the fastest of its kind" for s in samples.values()
-                 if s.contender.kind == "limit" and s.median == limit), "not measured")  # fmt: skip
+    return next(
+        (
+            f"{s.contender.name}, the fastest of its kind"
+            for s in samples.values()
+            if s.contender.kind == "limit" and s.median == limit
+        ),
+        "not measured",
+    )
 
 
 def _limits(trainee: Trainee, rest: float) -> list[Contender]:
@@ -159,9 +194,12 @@ def _limits(trainee: Trainee, rest: float) -> list[Contender]:
         return [
             Contender(
                 f"memcpy into a warm buffer, {threads} thread{'s' * (threads > 1)}",
-                partial(_copy, pairs, threads), "limit", prepare=prepare)
+                partial(_copy, pairs, threads),
+                "limit",
+                prepare=prepare,
+            )
             for threads in (1, 2)
-        ]  # fmt: skip
+        ]
     device = [t for t in tensors if t.device.type != "cpu"]
     pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in device]
 
@@ -174,7 +212,9 @@ def _limits(trainee: Trainee, rest: float) -> list[Contender]:
 
 
 def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], threads: int) -> None:
-    pieces = [(a[at : at + PIECE], b[at : at + PIECE]) for a, b in pairs for at in range(0, len(a), PIECE)]
+    pieces = [
+        (a[at : at + PIECE], b[at : at + PIECE]) for a, b in pairs for at in range(0, len(a), PIECE)
+    ]
 
     def work(number: int) -> None:
         for target, source in pieces[number::threads]:

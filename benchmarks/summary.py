@@ -1,4 +1,5 @@
-"""The one small table of the README: what each saver and loader took, gathered from the reports of a run."""
+"""The one small table of the README: what each saver and loader took, gathered from the reports of
+a run."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ COLUMNS = ("ckptcore", "machine's limit", "dcp", "torch", "safetensors", "torch_
 
 @dataclass(frozen=True)
 class _Line:
-    """One line: the figures of `report`; ours is the row of that name, limit the fastest of its kind. Of each peer, the
-    fastest row whose name begins with that of the column."""
+    """One line: the figures of `report`; ours is the row of that name, limit the fastest of its
+    kind. Of each peer, the fastest row whose name begins with that of the column."""
 
     report: str
     what: str
@@ -27,18 +28,30 @@ LINES = (
     _Line("save", "durable save", "ckptcore save"),
     _Line("load", "verified load into live tensors", "ckptcore load, verified"),
     _Line("stall", "stall of an async save", "ckptcore save_async, from the second on"),
-    _Line("stall", "stall of the first one, prewarmed", "ckptcore save_async, first, prewarmed", False),
-    _Line("background", "longer steps while it is written (ours net of the bytes' own CPU cost)", "ckptcore save_async"),
+    _Line(
+        "stall", "stall of the first one, prewarmed", "ckptcore save_async, first, prewarmed", False
+    ),
+    _Line(
+        "background",
+        "longer steps while it is written (ours net of the bytes' own CPU cost)",
+        "ckptcore save_async",
+    ),
     _Line("memory", "host memory held by async saves", "ckptcore save_async"),
     _Line("save-cuda", "GPU: durable save", "ckptcore save"),
     _Line("load-cuda", "GPU: verified load", "ckptcore load, verified"),
-    _Line("stall-cuda", "GPU: stall, staging=\"copy\"", "ckptcore save_async, from the second on"),
-    _Line("cost", "seconds of training that one async save costs, \"overlap\"", 'ckptcore save_async, "overlap"'),
-    _Line("cost", "the same, \"auto\"", 'ckptcore save_async, "auto"'),
-    _Line("background-cuda", "GPU: longer steps while it is written", 'ckptcore save_async, "auto"'),
+    _Line("stall-cuda", 'GPU: stall, staging="copy"', "ckptcore save_async, from the second on"),
+    _Line(
+        "cost",
+        'seconds of training that one async save costs, "overlap"',
+        'ckptcore save_async, "overlap"',
+    ),
+    _Line("cost", 'the same, "auto"', 'ckptcore save_async, "auto"'),
+    _Line(
+        "background-cuda", "GPU: longer steps while it is written", 'ckptcore save_async, "auto"'
+    ),
     _Line("reshard", "reshard S(0) on 4 -> S(0) on 2", "ckptcore: S(0) on 4 -> S(0) on 2"),
     _Line("reshard", "reshard S(0) on 4 -> S(1) on 2", "ckptcore: S(0) on 4 -> S(1) on 2"),
-)  # fmt: skip
+)
 
 
 def as_table(reports: Sequence[Report]) -> str:
@@ -50,11 +63,15 @@ def as_table(reports: Sequence[Report]) -> str:
         ours = next((row for row in report.rows if row.name == line.ours), None) if report else None
         if report is not None and ours is not None and ours.median is not None:
             lines.append(
-                f"| {line.what} | " + " | ".join(_cell(column, report, ours, line.peers) for column in COLUMNS) + " |"
+                f"| {line.what} | "
+                + " | ".join(_cell(column, report, ours, line.peers) for column in COLUMNS)
+                + " |"
             )
     if not lines:
         return ""
-    return "\n".join(["| what | " + " | ".join(COLUMNS) + " |", "|" + "---|" * (len(COLUMNS) + 1), *lines])
+    return "\n".join(
+        ["| what | " + " | ".join(COLUMNS) + " |", "|" + "---|" * (len(COLUMNS) + 1), *lines]
+    )
 
 
 def _cell(column: str, report: Report, ours: Row, peers: bool) -> str:
@@ -68,13 +85,19 @@ def _cell(column: str, report: Report, ours: Row, peers: bool) -> str:
             for row in report.rows
             if peers and row.kind == "peer" and _of(row.name) == column and _same_task(row, ours)
         ]
-    best = min((row for row in rows if row.median is not None), key=lambda row: row.median or 0.0, default=None)
+    best = min(
+        (row for row in rows if row.median is not None),
+        key=lambda row: row.median or 0.0,
+        default=None,
+    )
     return "" if best is None else f"{_figure(best)}, {best.name.partition(': ')[0]}"
 
 
 def _of(name: str) -> str:
     """The column of a peer's row: torch_checkpointing is not torch."""
-    return next((column for column in sorted(COLUMNS, key=len, reverse=True) if name.startswith(column)), "")
+    return next(
+        (column for column in sorted(COLUMNS, key=len, reverse=True) if name.startswith(column)), ""
+    )
 
 
 def _same_task(row: Row, ours: Row) -> bool:

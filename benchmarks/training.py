@@ -1,6 +1,8 @@
-"""A training run to be saved: linear layers under AdamW, on the CPU or on a GPU, its step as long as wanted.
+"""A training run to be saved: linear layers under AdamW, on the CPU or on a GPU, its step as long
+as wanted.
 
-Used by the benchmarks of saves that go on while training does: `stall`, `cost`, `background`, `memory`.
+Used by the benchmarks of saves that go on while training does: `stall`, `cost`, `background`,
+`memory`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from .ground import make_state
 __all__ = ["Trainee", "check_device", "has_cuda", "wait_for"]
 
 LAYERS = 64  # with two moments each: 192 tensors
-LEARNING_RATE = 1e-6  # every step changes every tensor, thousands of them leave the run where it was
+LEARNING_RATE = (
+    1e-6  # every step changes every tensor, thousands of them leave the run where it was
+)
 
 
 def has_cuda() -> bool:
@@ -44,7 +48,9 @@ class Trainee:
     ballast: bytes of further tensors that are saved with them and that no step touches.
     """
 
-    def __init__(self, size: int, device: str = "cpu", *, layers: int = LAYERS, ballast: int = 0) -> None:
+    def __init__(
+        self, size: int, device: str = "cpu", *, layers: int = LAYERS, ballast: int = 0
+    ) -> None:
         self.device = device
         torch.manual_seed(0)
         self.width = max(8, 8 * round(math.sqrt(size / (12 * layers * 2)) / 8))
@@ -52,11 +58,15 @@ class Trainee:
         self.model = torch.nn.Sequential(
             *(torch.nn.Linear(*shapes[n % 2], bias=False, device=device) for n in range(layers))
         )
-        with torch.no_grad():  # each layer keeps the size of its activations: no number vanishes or overflows
+        with (
+            torch.no_grad()
+        ):  # each layer keeps the size of its activations: no number vanishes or overflows
             for layer in self.model:
                 layer.weight.normal_(0, layer.in_features**-0.5)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
-        self.ballast = {n: t.to(device) for n, t in (make_state(ballast) if ballast else {}).items()}
+        self.ballast = {
+            n: t.to(device) for n, t in (make_state(ballast) if ballast else {}).items()
+        }
         self.use_rows(8)
         self.step()  # the moments come to be
         wait_for(device)
@@ -75,7 +85,8 @@ class Trainee:
         return loss.item()  # waits for the device, as a loop does that logs its loss
 
     def calibrate(self, seconds: float) -> float:
-        """Choose a batch with which a step takes about `seconds`, as far as the optimizer leaves a choice; what it takes."""
+        """Choose a batch with which a step takes about `seconds`, as far as the optimizer leaves a
+        choice; what it takes."""
         unit = 1 if self.device == "cpu" else 256
         if self.device != "cpu":
             torch.set_float32_matmul_precision("high")  # tensor cores
@@ -93,7 +104,9 @@ class Trainee:
         self.use_rows(rows)
         return statistics.median(self.timed_steps(5, warm=2))
 
-    def timed_steps(self, count: int, warm: int = 0, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    def timed_steps(
+        self, count: int, warm: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> list[float]:
         """Seconds of each of `count` steps, after `warm` that are not counted."""
         for _ in range(warm):
             self.step()
@@ -112,14 +125,20 @@ class Trainee:
 
     def plain(self) -> dict[str, Any]:
         """Plain dicts of the live tensors, as the peers take them."""
-        state: dict[str, Any] = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
         return {**state, "ballast": dict(self.ballast)} if self.ballast else state
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By the names that ours stores them by."""
         found = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
         for name, p in self.model.named_parameters():
-            found |= {f"optimizer/state/{name}/{key}": value for key, value in self.optimizer.state[p].items()}
+            found |= {
+                f"optimizer/state/{name}/{key}": value
+                for key, value in self.optimizer.state[p].items()
+            }
         return found | {f"ballast/{name}": tensor for name, tensor in self.ballast.items()}
 
     @property
@@ -127,9 +146,12 @@ class Trainee:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def sample(self) -> dict[str, torch.Tensor]:
-        """Host copies of some tensors, to compare with what was saved: of the first layer, the middle and the last."""
+        """Host copies of some tensors, to compare with what was saved: of the first layer, the
+        middle and the last."""
         layers = (0, len(self.model) // 2, len(self.model) - 1)
         names = [f"model/{n}.weight" for n in layers]
-        names += [f"optimizer/state/{n}.weight/{key}" for n in layers for key in ("exp_avg", "exp_avg_sq")]
+        names += [
+            f"optimizer/state/{n}.weight/{key}" for n in layers for key in ("exp_avg", "exp_avg_sq")
+        ]
         live = self.tensors()
         return {name: live[name].to("cpu", copy=True) for name in names}

@@ -1,7 +1,7 @@
 """ckptcore: a distributed checkpoint engine for any PyTorch training loop.
 
-Names are imported when they are first used: `from ckptcore import open_checkpoint` does not import torch,
-`from ckptcore import CheckpointManager` does.
+Names are imported when they are first used: `from ckptcore import open_checkpoint` does not import
+torch, `from ckptcore import CheckpointManager` does.
 """
 
 from __future__ import annotations
@@ -75,7 +75,13 @@ _HOMES = {
     "root": ["CheckpointInfo", "scan_root"],
     "saving.background": ["SaveHandle"],
     "state.adapters": ["ModelState", "OptimizerState", "RNGState", "Value"],
-    "state.component": ["SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"],
+    "state.component": [
+        "SharingPattern",
+        "StateComponent",
+        "Stateful",
+        "StatefulProvider",
+        "ValidationLevel",
+    ],
     "state.layout": ["Shard"],
     "storage.base": ["Storage", "open_storage"],
     "storage.urls": ["join_url", "masked_url", "split_url"],

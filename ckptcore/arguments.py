@@ -1,7 +1,8 @@
-"""Checks of what users pass in: each raises InvalidState that names the argument, what it was, and what it may be.
+"""Checks of what users pass in: each raises InvalidState that names the argument, what it was, and
+what it may be.
 
-An argument is checked where it comes in. What is wrong with one then shows in the line that the user wrote, and never as a
-checkpoint that nobody can read.
+An argument is checked where it comes in. What is wrong with one then shows in the line that the
+user wrote, and never as a checkpoint that nobody can read.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def check_flags(**flags: Any) -> None:
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     """`value` if it is one of these words."""
     if not isinstance(value, str) or value not in allowed:
-        raise InvalidState(f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}")
+        raise InvalidState(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}"
+        )
     return value
 
 
@@ -99,12 +102,15 @@ def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
     """`value` as a float if it is a time that threads can wait for. zero: 0 is one."""
     number = check_number(name, value)
     if not (number > 0 or zero) or number > threading.TIMEOUT_MAX:
-        raise InvalidState(f"{name} must be a number of seconds {'>= 0' if zero else '> 0'}, not {shown(value)}")
+        raise InvalidState(
+            f"{name} must be a number of seconds {'>= 0' if zero else '> 0'}, not {shown(value)}"
+        )
     return number
 
 
 def checked_timeout(value: Any) -> float | None:
-    """A time to wait for: None for as long as it takes; what is less than 0 is 0, as for threads."""
+    """A time to wait for: None for as long as it takes; what is less than 0 is 0, as for
+    threads."""
     if value is None:
         return None
     try:
@@ -119,7 +125,9 @@ def checked_timeout(value: Any) -> float | None:
 def check_callable(name: str, value: Any) -> None:
     """None, or something that can be called."""
     if value is not None and not callable(value):
-        raise InvalidState(f"{name} must be None or something that can be called, not {shown(value)}")
+        raise InvalidState(
+            f"{name} must be None or something that can be called, not {shown(value)}"
+        )
 
 
 def check_mapping(name: str, value: Any) -> dict[str, Any]:
@@ -131,7 +139,9 @@ def check_mapping(name: str, value: Any) -> dict[str, Any]:
     made = dict(value)
     for key in made:
         if not isinstance(key, str):
-            raise InvalidState(f"{name}: the name {shown(key)} must be text, not a {type(key).__qualname__}")
+            raise InvalidState(
+                f"{name}: the name {shown(key)} must be text, not a {type(key).__qualname__}"
+            )
     return made
 
 
@@ -143,7 +153,9 @@ def checked_options(name: str, value: Any) -> dict[str, Any] | None:
 def check_hash(value: Any) -> None:
     """Raises InvalidState for a hash of arguments that is neither text nor None."""
     if value is not None and not isinstance(value, str):
-        raise InvalidState(f"training_args_hash must be text, not {shown(value)}; pass str(...) of it")
+        raise InvalidState(
+            f"training_args_hash must be text, not {shown(value)}; pass str(...) of it"
+        )
 
 
 def check_name(name: str, value: Any) -> str:
@@ -151,7 +163,10 @@ def check_name(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise InvalidState(f"{name} must be printable text that is not empty, not {shown(value)}")
     if len(value.encode()) > NAME_BYTES:  # printable text has no lone surrogates
-        raise InvalidState(f"{name} must have at most {NAME_BYTES} bytes, not {len(value.encode()):,}: {shown(value)}")
+        raise InvalidState(
+            f"{name} must have at most {NAME_BYTES} bytes, not {len(value.encode()):,}: "
+            f"{shown(value)}"
+        )
     return value
 
 
@@ -166,14 +181,19 @@ def check_path(name: str, value: Any) -> str:
         raise InvalidState(what) from None
     if not text.strip():
         raise InvalidState(
-            f"{name} is empty ({shown(value)}): is a variable not set? Pass '.' for the working directory"
+            f"{name} is empty ({shown(value)}): is a variable not set? Pass '.' for the working "
+            "directory"
         )
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
-        raise InvalidState(f"{name} has characters that no file name can have: {shown(value)}") from None
+        raise InvalidState(
+            f"{name} has characters that no file name can have: {shown(value)}"
+        ) from None
     if "\0" in text:
-        raise InvalidState(f"{name} has a null character, which no file name can have: {shown(value)}")
+        raise InvalidState(
+            f"{name} has a null character, which no file name can have: {shown(value)}"
+        )
     return text
 
 
@@ -193,7 +213,8 @@ def _is_bool(value: Any) -> bool:
 
 
 def checked_which(step: Any, *, paths: bool = True) -> int | str:
-    """Which checkpoint is meant: a step as an int, "latest", "best", or (with `paths`) the text of a path or URL."""
+    """Which checkpoint is meant: a step as an int, "latest", "best", or (with `paths`) the text of
+    a path or URL."""
     if isinstance(step, str) and step in ("latest", "best"):
         return step
     if isinstance(step, str | os.PathLike):

@@ -1,4 +1,5 @@
-"""Who tries to write a checkpoint, so that what is left of dead attempts can be told from work in progress."""
+"""Who tries to write a checkpoint, so that what is left of dead attempts can be told from work in
+progress."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ __all__ = ["Attempt"]
 
 @cache
 def _machine() -> str:
-    """8 hex digits for this boot of this machine and its process ids (containers number theirs afresh)."""
+    """8 hex digits for this boot of this machine and its process ids (containers number theirs
+    afresh)."""
     parts = [socket.gethostname()]
     if os.path.exists("/proc/sys/kernel/random/boot_id"):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -28,7 +30,8 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot; "0" where the system does not tell; None when it is gone."""
+    """When a process started, in clock ticks since boot; "0" where the system does not tell; None
+    when it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         fields = stat.rpartition(")")[2].split()
@@ -56,7 +59,8 @@ _in_flight: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Who tries to write a checkpoint: run, machine and process, so that leftovers can be told from work in progress."""
+    """Who tries to write a checkpoint: run, machine and process, so that leftovers can be told from
+    work in progress."""
 
     run: str
     machine: str
@@ -90,8 +94,9 @@ class Attempt:
             _in_flight.discard(str(self))
 
     def is_abandoned(self, run_id: str) -> bool:
-        """True when nobody can still be writing: its process is gone, or is this one and has moved on; from another
-        machine, only when it belongs to this very run, which has one job at a time."""
+        """True when nobody can still be writing: its process is gone, or is this one and has moved
+        on; from another machine, only when it belongs to this very run, which has one job at a
+        time."""
         if self.machine != _machine():
             return self.run == _run(run_id)
         if self.pid == os.getpid() and self.started == (_started(self.pid) or "0"):

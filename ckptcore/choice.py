@@ -1,6 +1,8 @@
-"""Which checkpoint of a root is meant: the newest, the best, a step; and what a run may be restored from.
+"""Which checkpoint of a root is meant: the newest, the best, a step; and what a run may be restored
+from.
 
-Where nodes share no storage, what is there is agreed on by all ranks first, and what is done is done on every node.
+Where nodes share no storage, what is there is agreed on by all ranks first, and what is done is
+done on every node.
 """
 
 from __future__ import annotations
@@ -55,20 +57,23 @@ T = TypeVar("T")
 Wanted = Callable[[], int | str]
 Choose = Callable[[list[CheckpointInfo], int | str], CheckpointInfo]
 
-# What the storage says of bytes that are lost, and of a file that went, or became something else, meanwhile: another
-# checkpoint may still be whole. Anything else (no permission, no connection) is no verdict on this one.
+# What the storage says of bytes that are lost, and of a file that went, or became something else,
+# meanwhile: another checkpoint may still be whole. Anything else (no permission, no connection) is
+# no verdict on this one.
 _LOST = frozenset({errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
 
 
 class Root:
-    """The root of a run as its ranks see it. Where nodes share no storage (mode "node") it is one on every node: what
-    lies there is agreed on, and what is done is done by one rank of each node. Then all is for every rank to call."""
+    """The root of a run as its ranks see it. Where nodes share no storage (mode "node") it is one
+    on every node: what lies there is agreed on, and what is done is done by one rank of each node.
+    Then all is for every rank to call."""
 
     def __init__(self, comm: Communicator, storage: Storage, mode: StorageMode) -> None:
         self.comm, self.storage, self.mode = comm, storage, mode
 
     def scan(self) -> list[CheckpointInfo]:
-        """Every checkpoint-like entry, ordered by (step, commit sequence), for callers that conclude from what is missing."""
+        """Every checkpoint-like entry, ordered by (step, commit sequence), for callers that
+        conclude from what is missing."""
         return scan(self.storage, sure=True)
 
     @property
@@ -77,9 +82,12 @@ class Root:
         return [self.storage]
 
     def named(self, url: str) -> tuple[Storage, str] | None:
-        """The storage and folder of what is called `url` here, if that lies in one of `storages`."""
+        """The storage and folder of what is called `url` here, if that lies in one of
+        `storages`."""
         around, folder = split_url(url)
-        return next(((s, folder) for s in self.storages if s.at(folder) == join_url(around, folder)), None)
+        return next(
+            ((s, folder) for s in self.storages if s.at(folder) == join_url(around, folder)), None
+        )
 
     def place(self, name: str) -> tuple[Storage, str]:
         """Where an entry of `scan` lies: a storage, and its folder there."""
@@ -97,7 +105,9 @@ class Root:
         return Agreed(infos, newest_run(infos), 0, None)
 
     def meet_and_look(
-        self, meet: Callable[[Callable[[Any], Any]], tuple[T, Any]], choose: Callable[[list[CheckpointInfo]], Any]
+        self,
+        meet: Callable[[Callable[[Any], Any]], tuple[T, Any]],
+        choose: Callable[[list[CheckpointInfo]], Any],
     ) -> tuple[T, Agreed]:
         """What `meet` makes on every rank, and what rank 0 chooses from what lies there."""
         if self.mode == "node":
@@ -113,21 +123,29 @@ class Root:
         chosen = self.comm.together("look", lambda: None, lambda _: choose(self.scan()))
         return Agreed([], None, 0, chosen)
 
-    def act(self, what: str, wanted: Wanted, choose: Choose, work: Callable[[CheckpointInfo], Any]) -> list[Any]:
-        """Do `work` with the checkpoint that is `wanted`: on rank 0, or on one rank of each node. On every rank.
+    def act(
+        self, what: str, wanted: Wanted, choose: Choose, work: Callable[[CheckpointInfo], Any]
+    ) -> list[Any]:
+        """Do `work` with the checkpoint that is `wanted`: on rank 0, or on one rank of each node.
+        On every rank.
 
-        What it returns there, which must be plain values, is for all; and what one raises, all raise. Raises
-        RanksDisagree for different steps.
+        What it returns there, which must be plain values, is for all; and what one raises, all
+        raise. Raises RanksDisagree for different steps.
         """
 
         def same(told: list[int | str]) -> int | str:
             if wrong := [rank for rank, which in enumerate(told) if which != told[0]]:
-                calls = f"rank 0 calls for a {what} of step {told[0]}, rank {wrong[0]} for one of step {told[wrong[0]]}"
+                calls = (
+                    f"rank 0 calls for a {what} of step {told[0]}, rank {wrong[0]} for one of "
+                    f"step {told[wrong[0]]}"
+                )
                 raise RanksDisagree(calls, ranks=wrong)
             return told[0]
 
         if self.mode == "shared":
-            done = self.comm.together(what, wanted, lambda told: work(choose(self.entries(), same(told))), joining=True)
+            done = self.comm.together(
+                what, wanted, lambda told: work(choose(self.entries(), same(told))), joining=True
+            )
             return [done]
         which = self.comm.together(what, wanted, same, joining=True)
         seen = look(self.comm, self.storage, lambda infos: choose(infos, which).name, sure=True)
@@ -170,11 +188,19 @@ class Root:
         def work(info: CheckpointInfo) -> list[list[Any]]:
             view = CheckpointView(*self.place(info.name))
             found = view.verify(io_threads)
-            if found and self.mode == "shared" and not still_there(view.storage, view.folder, view.manifest):
-                raise CheckpointNotFound(f"{info.url} was deleted or replaced while it was verified", path=info.url)
+            if (
+                found
+                and self.mode == "shared"
+                and not still_there(view.storage, view.folder, view.manifest)
+            ):
+                raise CheckpointNotFound(
+                    f"{info.url} was deleted or replaced while it was verified", path=info.url
+                )
             if self.mode == "node":
                 where = node_name(self.comm.nodes, own_node(self.comm))
-                found = [replace(problem, message=f"{where}: {problem.message}") for problem in found]
+                found = [
+                    replace(problem, message=f"{where}: {problem.message}") for problem in found
+                ]
             return [list(astuple(problem)) for problem in found]
 
         found = self.act("verification", wanted, choose, work)
@@ -190,9 +216,9 @@ class Root:
         deleted: Callable[[CheckpointInfo], None],
         listed: Sequence[CheckpointInfo] | None = None,
     ) -> None:
-        """Retention and sweeping after the commit of `saved`, on every node; rank 0 decides, talking over `comm`. What fails
-        is told, and no error. What is of this run and not on all nodes goes, too. listed: what the save has found in shared
-        storage."""
+        """Retention and sweeping after the commit of `saved`, on every node; rank 0 decides,
+        talking over `comm`. What fails is told, and no error. What is of this run and not on all
+        nodes goes, too. listed: what the save has found in shared storage."""
         if self.mode == "shared":
             if comm.rank == 0:
                 with self.comm.keep_alive():
@@ -208,11 +234,23 @@ class Root:
                 names = {seen.here(name) for name in seen.chosen}
                 told = deleted if comm.rank == 0 else lambda _: None
                 stray = [info for info in seen.infos if info.status == "elsewhere"]
-                mine = [i for i in stray if i.run_id == run_id and i.name != saved.name and not i.pinned]
+                mine = [
+                    i for i in stray if i.run_id == run_id and i.name != saved.name and not i.pinned
+                ]
                 with self.comm.keep_alive():
-                    delete_all(self.storage, [info for info in seen.infos if info.name in names], tell, told)
+                    delete_all(
+                        self.storage,
+                        [info for info in seen.infos if info.name in names],
+                        tell,
+                        told,
+                    )
                     delete_all(self.storage, mine, tell, lambda _: None)
-                    sweep(self.storage, [info for info in seen.infos if info not in stray], run_id, tell)
+                    sweep(
+                        self.storage,
+                        [info for info in seen.infos if info not in stray],
+                        run_id,
+                        tell,
+                    )
         except Exception as error:  # a policy of the user's own may raise anything
             tell(f"{self.storage.url}: cleaning up after step {saved.step} failed: {error!r}")
 
@@ -221,17 +259,23 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-def restore_candidates(infos: Sequence[CheckpointInfo], run_id: str | None = None) -> list[CheckpointInfo]:
-    """What `CheckpointManager.restore` would try, in its order: the newest first, also what is damaged.
+def restore_candidates(
+    infos: Sequence[CheckpointInfo], run_id: str | None = None
+) -> list[CheckpointInfo]:
+    """What `CheckpointManager.restore` would try, in its order: the newest first, also what is
+    damaged.
 
-    infos: what `scan_root` found, in its order. run_id: the run to go on with, by default the one that committed last.
-    `restore` takes the first that is committed and whose bytes verify, and passes over those before it.
+    infos: what `scan_root` found, in its order. run_id: the run to go on with, by default the one
+    that committed last. `restore` takes the first that is committed and whose bytes verify, and
+    passes over those before it.
     """
     run = run_id or newest_run(infos)
     return [
         info
         for info in reversed(infos)
-        if info.status != "partial" and not info.abandoned and (run is None or info.run_id in (None, run))
+        if info.status != "partial"
+        and not info.abandoned
+        and (run is None or info.run_id in (None, run))
     ]
 
 
@@ -246,22 +290,29 @@ def _digest(info: CheckpointInfo) -> str:
 
 
 def choice(infos: Sequence[CheckpointInfo], info: CheckpointInfo | None) -> list[Any]:
-    """What all ranks have to know of the checkpoint to load: names of its copies, its step, its manifest's digest."""
+    """What all ranks have to know of the checkpoint to load: names of its copies, its step, its
+    manifest's digest."""
     return [[], None, ""] if info is None else [copies(infos, info), info.step, _digest(info)]
 
 
-def best_of(infos: Sequence[CheckpointInfo], run_id: str | None, rule: KeepBest) -> CheckpointInfo | None:
+def best_of(
+    infos: Sequence[CheckpointInfo], run_id: str | None, rule: KeepBest
+) -> CheckpointInfo | None:
     """The best committed checkpoint of a run, None when none has the metric."""
     return next(iter(rule.ranked(committed(infos, run_id or newest_run(infos)))), None)
 
 
-def find(url: str, infos: Sequence[CheckpointInfo], run_id: str | None, step: int | str) -> CheckpointInfo:
+def find(
+    url: str, infos: Sequence[CheckpointInfo], run_id: str | None, step: int | str
+) -> CheckpointInfo:
     """The checkpoint of `step`, or the newest for "latest". Raises CheckpointNotFound.
 
-    What is there and damaged, or cannot be read, is not passed over: opening it says what is wrong. A step that only
-    another run of this root has is good enough when it is asked for.
+    What is there and damaged, or cannot be read, is not passed over: opening it says what is wrong.
+    A step that only another run of this root has is good enough when it is asked for.
     """
-    passed_over = ("partial", "uncommitted", "elsewhere") if step == "latest" else ("partial", "elsewhere")
+    passed_over = (
+        ("partial", "uncommitted", "elsewhere") if step == "latest" else ("partial", "elsewhere")
+    )
     found = [i for i in infos if i.status not in passed_over]
     stray = [i for i in infos if i.status == "elsewhere" and step in ("latest", i.step)]
     run = run_id or newest_run(found)
@@ -277,13 +328,18 @@ def find(url: str, infos: Sequence[CheckpointInfo], run_id: str | None, step: in
         lacking = "".join(f"; {i.name}: {i.reason}" for i in stray)
         raise CheckpointNotFound(
             f"{url} has {what}; steps there: {', '.join(map(str, steps)) or 'none'}{lacking}",
-            path=url, step=step if isinstance(step, int) else None, available=steps)  # fmt: skip
+            path=url,
+            step=step if isinstance(step, int) else None,
+            available=steps,
+        )
     return matching[-1]
 
 
 def entry(infos: Sequence[CheckpointInfo], name: str) -> CheckpointInfo | None:
     """The entry of that name, of the first root that has one."""
-    found = [i for i in infos if split_url(i.url)[1] == name and i.status not in ("partial", "elsewhere")]
+    found = [
+        i for i in infos if split_url(i.url)[1] == name and i.status not in ("partial", "elsewhere")
+    ]
     return found[-1] if found else None
 
 
@@ -291,7 +347,9 @@ def copies(infos: Sequence[CheckpointInfo], info: CheckpointInfo) -> list[str]:
     """Names of a checkpoint and of other copies of the same commit, the one to prefer first."""
     if info.manifest is None:
         return [info.name]
-    same = [i for i in infos if i.manifest is not None and i.manifest.digest == info.manifest.digest]
+    same = [
+        i for i in infos if i.manifest is not None and i.manifest.digest == info.manifest.digest
+    ]
     return [i.name for i in reversed(same)]
 
 
@@ -312,10 +370,11 @@ def load_chosen(
     *,
     whole: bool,
 ) -> LoadReport:
-    """What `load` says of a `choice`. Where that was deleted or replaced meanwhile, the next choice is loaded.
+    """What `load` says of a `choice`. Where that was deleted or replaced meanwhile, the next choice
+    is loaded.
 
-    whole: the next one replaces all that was read of the one before. Raises what `load` raises of a checkpoint that is
-    still the one to choose, and what `look_again` raises.
+    whole: the next one replaces all that was read of the one before. Raises what `load` raises of a
+    checkpoint that is still the one to choose, and what `look_again` raises.
     """
     for _ in range(LOOKS):
         names, step, digest = seen.chosen
@@ -333,17 +392,21 @@ def load_chosen(
             if after.chosen[2] in (digest, "") or (PARTLY_OVERWRITTEN in str(error) and not whole):
                 raise
             seen = after
-    raise StorageError(f"{names[0]} and what came after it were deleted while they were read", errno=errno.EAGAIN)
+    raise StorageError(
+        f"{names[0]} and what came after it were deleted while they were read", errno=errno.EAGAIN
+    )
 
 
 def newest_that_loads(
     seen: Agreed, look_again: Callable[[], Agreed], load: Callable[[Agreed, str], LoadReport]
 ) -> tuple[LoadReport | None, dict[str, str]]:
-    """What `load` says of the first of `candidates` that verifies; and which were passed over before it, and why.
+    """What `load` says of the first of `candidates` that verifies; and which were passed over
+    before it, and why.
 
-    After a failure the root is looked at again: what was deleted while it was read has a newer one to follow. Where it
-    has none, and an older one is loaded, it counts as passed over. That there is none takes two equal looks. Raises what `load` raises beside damage, and StorageError where it cannot be
-    known whether there is a newer one.
+    After a failure the root is looked at again: what was deleted while it was read has a newer one
+    to follow. Where it has none, and an older one is loaded, it counts as passed over. That there
+    is none takes two equal looks. Raises what `load` raises beside damage, and StorageError where
+    it cannot be known whether there is a newer one.
     """
     failed: dict[tuple[str, str], str] = {}
     older: dict[str, set[str]] = {}  # than one that failed, by its name
@@ -352,7 +415,9 @@ def newest_that_loads(
         skipped: dict[str, str] = {}
         for name, status, reason, digest in seen.chosen:
             if status == "unreadable":
-                raise StorageError(f"{name} might be the newest checkpoint and cannot be read: {reason}", path=name)
+                raise StorageError(
+                    f"{name} might be the newest checkpoint and cannot be read: {reason}", path=name
+                )
             if status == "committed" and (name, digest) not in failed:
                 break
             skipped[name] = failed.get((name, digest), reason)
@@ -373,11 +438,16 @@ def newest_that_loads(
             seen = look_again()
         except CheckpointError as error:
             if touched := [n for (n, _), why in failed.items() if why.endswith(PARTLY_OVERWRITTEN)]:
-                error.message += f"; live state was partly overwritten by {touched[0]}, which is damaged, before that"
+                error.message += (
+                    f"; live state was partly overwritten by {touched[0]}, which is damaged, "
+                    "before that"
+                )
             raise
         else:
             gone = {lost: why for (lost, _), why in failed.items() if name in older[lost]}
-            skipped = {n: why.replace(PARTLY_OVERWRITTEN, "") for n, why in (gone | skipped).items()}
+            skipped = {
+                n: why.replace(PARTLY_OVERWRITTEN, "") for n, why in (gone | skipped).items()
+            }
             report.skipped = skipped
             return report, skipped
     raise StorageError("checkpoints are deleted faster than they can be read", errno=errno.EAGAIN)

@@ -11,7 +11,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from .arguments import check_choice, check_flags, check_mapping, check_name, check_path, check_threads, shown
+from .arguments import (
+    check_choice,
+    check_flags,
+    check_mapping,
+    check_name,
+    check_path,
+    check_threads,
+    shown,
+)
 from .errors import CheckpointWarning, InvalidState, RanksDisagree
 from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
@@ -37,12 +45,14 @@ STEP_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,18})")
 class CheckpointCoordinator:
     """Saves and loads single checkpoints of the given components, on all ranks together.
 
-    state_components: a list of StateComponent, a dict of objects, or a StatefulProvider (whose process groups are
-    used too). process_groups: name -> lists of ranks, ProcessGroup, or DeviceMesh dimension. comm: by default the
-    running torch.distributed job. io_threads: how many threads read and write, by default as many as the process may
-    use cores, at most 8. writers: "split" spreads the bytes of replicated state over its ranks, "lowest" does not. workers:
-    the threads that write, where somebody keeps them from save to save. storage_mode: "node" where every node has
-    storage of its own under the same name, and "shared" where all ranks see the same one.
+    state_components: a list of StateComponent, a dict of objects, or a StatefulProvider (whose
+    process groups are used too). process_groups: name -> lists of ranks, ProcessGroup, or
+    DeviceMesh dimension. comm: by default the running torch.distributed job. io_threads: how many
+    threads read and write, by default as many as the process may use cores, at most 8. writers:
+    "split" spreads the bytes of replicated state over its ranks, "lowest" does not. workers: the
+    threads that write, where somebody keeps them from save to save. storage_mode: "node" where
+    every node has storage of its own under the same name, and "shared" where all ranks see the same
+    one.
     """
 
     def __init__(
@@ -58,7 +68,9 @@ class CheckpointCoordinator:
     ) -> None:
         check_parts(comm, process_groups, io_threads, writers, storage_mode)
         self.comm = shared_communicator() if comm is None else comm
-        self.components: list[StateComponent] = as_components(state_components, self.comm.world_size)
+        self.components: list[StateComponent] = as_components(
+            state_components, self.comm.world_size
+        )
         if process_groups is None and isinstance(state_components, StatefulProvider):
             process_groups = getattr(state_components, "get_process_groups", dict)()
         self.process_groups = checked_groups(process_groups)
@@ -83,12 +95,13 @@ class CheckpointCoordinator:
         """Save to the folder `path`, which becomes the checkpoint. A call of all ranks.
 
         checkpoint_id: its id in the manifest, 1 to 64 of `A-Z a-z 0-9 _ . -` (default: a new one).
-        validate: whether replicas are compared (default: as each component says); False for none this time, or the
-        level for those that are compared at all.
+        validate: whether replicas are compared (default: as each component says); False for none
+        this time, or the level for those that are compared at all.
         step: a whole number (default: N where the folder is called checkpoint-N, else 0).
         run_id: the run that it belongs to (default: one of its own); saves of one run share it.
-        metadata: anything that JSON holds. overwrite: replace a checkpoint that is there. storage_options: of `path`.
-        Raises InvalidState, and what `save` raises, on all ranks what one of them raises.
+        metadata: anything that JSON holds. overwrite: replace a checkpoint that is there.
+        storage_options: of `path`. Raises InvalidState, and what `save` raises, on all ranks what
+        one of them raises.
         """
         made: list[tuple[Storage, str, SaveRequest]] = []
         components = self.components
@@ -100,7 +113,9 @@ class CheckpointCoordinator:
             number = (int(numbered[1]) if numbered else 0) if step is None else step
             run = secrets.token_hex(8) if run_id is None else check_name("run_id", run_id)
             given: Any = metadata
-            request = SaveRequest(number, run, {}, given, overwrite=overwrite, checkpoint_id=checkpoint_id)
+            request = SaveRequest(
+                number, run, {}, given, overwrite=overwrite, checkpoint_id=checkpoint_id
+            )
             components = [_validated(component, validate) for component in components]
             made.append((open_storage(parent, storage_options), name, request))
 
@@ -117,8 +132,8 @@ class CheckpointCoordinator:
         keys: Keys | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> LoadReport:
-        """Load from the folder `path`. A call of all ranks. storage_options: of `path`. The other arguments, and what is
-        raised, are those of `CheckpointManager.load`."""
+        """Load from the folder `path`. A call of all ranks. storage_options: of `path`. The other
+        arguments, and what is raised, are those of `CheckpointManager.load`."""
         made: list[Storage] = []
 
         def check() -> None:
@@ -127,22 +142,32 @@ class CheckpointCoordinator:
             made.append(open_storage(path, storage_options))
 
         self.comm.together("load_checkpoint", check, _nothing, joining=True)
-        return self.load(made[0], "", strict=strict, cast=cast, transactional=transactional, keys=keys)
+        return self.load(
+            made[0], "", strict=strict, cast=cast, transactional=transactional, keys=keys
+        )
 
     def save(
-        self, storage: Storage, name: str, request: SaveRequest, components: list[StateComponent] | None = None
+        self,
+        storage: Storage,
+        name: str,
+        request: SaveRequest,
+        components: list[StateComponent] | None = None,
     ) -> CheckpointInfo:
-        """Save the components (by default this coordinator's) as the checkpoint `name` of `storage`. A failure leaves nothing behind.
+        """Save the components (by default this coordinator's) as the checkpoint `name` of
+        `storage`. A failure leaves nothing behind.
 
-        What one rank raises, all raise: CheckpointExists, UnsupportedValue, InvalidState and ReplicationMismatch before
-        a byte is written; StorageError, NoSpace; JoinTimeout, RankLost, RanksDisagree.
+        What one rank raises, all raise: CheckpointExists, UnsupportedValue, InvalidState and
+        ReplicationMismatch before a byte is written; StorageError, NoSpace; JoinTimeout, RankLost,
+        RanksDisagree.
         """
         saving = self.saving(storage, name, request, components)
         try:
             saving.begin()
             info = saving.finish(self.comm)
         except BaseException:
-            with suppress(CheckpointWarning):  # as an error it must not take the place of the one that counts
+            with suppress(
+                CheckpointWarning
+            ):  # as an error it must not take the place of the one that counts
                 warn_all(saving.told)
             raise
         finally:
@@ -152,12 +177,24 @@ class CheckpointCoordinator:
         return info
 
     def saving(
-        self, storage: Storage, name: str, request: SaveRequest, components: list[StateComponent] | None = None
+        self,
+        storage: Storage,
+        name: str,
+        request: SaveRequest,
+        components: list[StateComponent] | None = None,
     ) -> Saving:
         """A save that has not begun, for those who do more between its steps."""
         return Saving(
-            self.comm, components or self.components, self.process_groups, self.writers, storage, name, request, self.workers,
-            self.storage_mode)  # fmt: skip
+            self.comm,
+            components or self.components,
+            self.process_groups,
+            self.writers,
+            storage,
+            name,
+            request,
+            self.workers,
+            self.storage_mode,
+        )
 
     def load(
         self,
@@ -173,16 +210,22 @@ class CheckpointCoordinator:
         keys: Keys | None = None,
         whole: bool = False,
     ) -> LoadReport:
-        """Load the components from the checkpoint `name` of `storage`, verified, on all ranks or on none.
+        """Load the components from the checkpoint `name` of `storage`, verified, on all ranks or on
+        none.
 
-        broadcast: what every rank needs is read by one of them and passed on, for storage that is slow or billed.
-        transactional: live state is as before after any failure, on all ranks; it takes host memory for both states.
+        broadcast: what every rank needs is read by one of them and passed on, for storage that is
+        slow or billed.
+        transactional: live state is as before after any failure, on all ranks; it takes host memory
+        for both states.
         host_first: all is read and verified in host memory before live state is touched.
-        step: the one that the checkpoint must be of, where it is known; another is CheckpointCorrupt.
-        keys: see `CheckpointManager.load`. whole: components of the checkpoint that were not given are an error.
+        step: the one that the checkpoint must be of, where it is known; another is
+        CheckpointCorrupt.
+        keys: see `CheckpointManager.load`. whole: components of the checkpoint that were not given
+        are an error.
 
-        What one rank raises, all raise: CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch,
-        StorageError. Live state is not touched before structure, sizes and every rank's agreement are checked.
+        What one rank raises, all raise: CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion,
+        StateMismatch, StorageError. Live state is not touched before structure, sizes and every
+        rank's agreement are checked.
         """
         comm = self.comm
         view, partitions, selection = join_load(
@@ -222,10 +265,12 @@ def meet(
     call: Callable[[], tuple[str, Any, Any]],
     decide: Callable[[Sequence[Sequence[Any]]], Any],
 ) -> tuple[CheckpointCoordinator, Any]:
-    """Make a coordinator on every rank, for the same call everywhere; rank 0 decides what all need to know first.
+    """Make a coordinator on every rank, for the same call everywhere; rank 0 decides what all need
+    to know first.
 
-    call: what this rank calls for, in words that must be equal on all ranks, and two more things for `decide`. What
-    fails on one rank (a state that makes no sense, an argument), fails on all. Raises RanksDisagree.
+    call: what this rank calls for, in words that must be equal on all ranks, and two more things
+    for `decide`. What fails on one rank (a state that makes no sense, an argument), fails on all.
+    Raises RanksDisagree.
     """
     made: list[CheckpointCoordinator] = []
 
@@ -247,7 +292,9 @@ def meet(
 def check_parts(comm: Any, groups: Any, io_threads: Any, writers: Any, storage_mode: Any) -> None:
     """The options that a coordinator and a manager share. Raises InvalidState."""
     if not isinstance(comm, Communicator | None):
-        raise InvalidState(f"comm must be a Communicator, not {shown(comm)}, a {type(comm).__qualname__}")
+        raise InvalidState(
+            f"comm must be a Communicator, not {shown(comm)}, a {type(comm).__qualname__}"
+        )
     checked_groups(groups)
     check_threads("io_threads", io_threads)
     check_choice("writers", writers, ("split", "lowest"))
@@ -269,7 +316,9 @@ def _validated(component: StateComponent, validate: Any) -> StateComponent:
     if validate is False:
         return replace(component, validate_replication=False)
     if not isinstance(validate, str):
-        raise InvalidState(f"validate must be True, False or a ValidationLevel, not {shown(validate)}")
+        raise InvalidState(
+            f"validate must be True, False or a ValidationLevel, not {shown(validate)}"
+        )
     return replace(component, validation_level=ValidationLevel(validate))
 
 
@@ -283,4 +332,12 @@ def warn_all(texts: Iterable[str]) -> None:
 
 
 def default_io_threads() -> int:
-    return min(8, max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
+    return min(
+        8,
+        max(
+            2,
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 2,
+        ),
+    )

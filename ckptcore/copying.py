@@ -1,9 +1,10 @@
-"""Copies of checkpoints between any two storages: verified on the way, resumable, and no checkpoint before it is whole.
+"""Copies of checkpoints between any two storages: verified on the way, resumable, and no checkpoint
+before it is whole.
 
-A copy is a verified read whose destination is a file. It follows the rule of commits: where folders can be renamed it
-is built beside its place and takes it in one step; elsewhere the manifest is put last. The manifest is copied byte for
-byte, so that the copy is the same commit. What was complete when a copy was interrupted, and verifies, is kept by the
-next one.
+A copy is a verified read whose destination is a file. It follows the rule of commits: where folders
+can be renamed it is built beside its place and takes it in one step; elsewhere the manifest is put
+last. The manifest is copied byte for byte, so that the copy is the same commit. What was complete
+when a copy was interrupted, and verifies, is kept by the next one.
 """
 
 from __future__ import annotations
@@ -68,16 +69,19 @@ def copy_checkpoint(
     pins: bool = False,
     progress: CopyProgress | None = None,
 ) -> CheckpointInfo:
-    """Copy the checkpoint in the folder `source` to the folder `target`, which becomes the same checkpoint elsewhere.
+    """Copy the checkpoint in the folder `source` to the folder `target`, which becomes the same
+    checkpoint elsewhere.
 
-    Both are local paths or fsspec URLs; target_options: those of the target's storage, by default storage_options. When
-    the target holds this very commit already, nothing is done; with `overwrite` it is checked, and replaced where it is
-    damaged, and so is any other checkpoint there. pins: copy the pin too. An interrupted copy is no checkpoint; the next
-    one takes up what it had finished. Memory: `threads` (by default one for each core, at most 8) times 8 MiB, and what
-    the client of the target's storage keeps. progress: called with bytes copied, bytes kept, and all bytes.
+    Both are local paths or fsspec URLs; target_options: those of the target's storage, by default
+    storage_options. When the target holds this very commit already, nothing is done; with
+    `overwrite` it is checked, and replaced where it is damaged, and so is any other checkpoint
+    there. pins: copy the pin too. An interrupted copy is no checkpoint; the next one takes up what
+    it had finished. Memory: `threads` (by default one for each core, at most 8) times 8 MiB, and
+    what the client of the target's storage keeps. progress: called with bytes copied, bytes kept,
+    and all bytes.
 
-    Raises InvalidState (an argument), CheckpointCorrupt (the source is damaged: nothing is published), CheckpointNotFound, CheckpointExists,
-    UnsupportedVersion, NoSpace, StorageError.
+    Raises InvalidState (an argument), CheckpointCorrupt (the source is damaged: nothing is
+    published), CheckpointNotFound, CheckpointExists, UnsupportedVersion, NoSpace, StorageError.
     """
     told: list[str] = []
     check_path("source", source)
@@ -90,13 +94,22 @@ def copy_checkpoint(
     parent, name = split_url(text := check_path("target", target))
     if not name:
         raise InvalidState(
-            f"{masked_url(text)!r} is the top of a storage; name the folder that is to become the checkpoint"
+            f"{masked_url(text)!r} is the top of a storage; name the folder that is to become the "
+            "checkpoint"
         )
     own = storage_options if target_options is None else target_options
     try:
         return copy_between(
-            open_storage(source, storage_options), "", open_storage(parent, own), name, threads=threads,
-            progress=progress, overwrite=overwrite, pins=pins, tell=told.append)  # fmt: skip
+            open_storage(source, storage_options),
+            "",
+            open_storage(parent, own),
+            name,
+            threads=threads,
+            progress=progress,
+            overwrite=overwrite,
+            pins=pins,
+            tell=told.append,
+        )
     finally:
         for text in told:
             warnings.warn(text, CheckpointWarning, stacklevel=2)
@@ -118,8 +131,9 @@ def copy_between(
 ) -> CheckpointInfo:
     """Copy the checkpoint `folder` of one storage to `name` in another. See `copy_checkpoint`.
 
-    run_id: the run that may sweep what is left of the copy when its machine is gone; by default nobody does but the
-    next copy. workers: threads that somebody keeps. tell: what was left behind, and is no error.
+    run_id: the run that may sweep what is left of the copy when its machine is gone; by default
+    nobody does but the next copy. workers: threads that somebody keeps. tell: what was left behind,
+    and is no error.
     """
     view = CheckpointView(source, folder)
     owner = run_id or f"copies of {view.manifest.run_id}"
@@ -138,7 +152,9 @@ def copy_between(
 
 
 def default_threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    )
     return min(MAX_THREADS, max(2, cores))
 
 
@@ -162,7 +178,9 @@ class _Copy:
         manifest = view.manifest
         encoded = view.storage.read(join(view.folder, MANIFEST_NAME), SIZE_LIMIT)
         if CheckpointManifest.decode(encoded, view.url).digest != manifest.digest:
-            raise CheckpointCorrupt(f"{view.url} was replaced while it was copied", path=view.url, kind="digest")
+            raise CheckpointCorrupt(
+                f"{view.url} was replaced while it was copied", path=view.url, kind="digest"
+            )
         self.counted = Counted(manifest.size_bytes, self.progress)
         if _same_place(view, target, name):
             raise InvalidState(f"{view.url} is to be copied to where it is")
@@ -185,7 +203,8 @@ class _Copy:
         return CheckpointInfo(name, target.at(name), "committed", there.step, None, there)
 
     def _there(self, thoroughly: bool) -> bool:
-        """Whether the target holds this commit already, by a look at its files, or `thoroughly` by reading them."""
+        """Whether the target holds this commit already, by a look at its files, or `thoroughly` by
+        reading them."""
         try:
             if not self._same():
                 return False
@@ -212,20 +231,27 @@ class _Copy:
         except (CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion):
             return False
 
-    def _build(self, attempt: str, manifest: CheckpointManifest, encoded: bytes, overwrite: bool) -> None:
+    def _build(
+        self, attempt: str, manifest: CheckpointManifest, encoded: bytes, overwrite: bool
+    ) -> None:
         target, name = self.target, self.name
-        gives_way = check_place(target, name, manifest.step, self.owner, overwrite, digest=manifest.digest)
+        gives_way = check_place(
+            target, name, manifest.step, self.owner, overwrite, digest=manifest.digest
+        )
         self.work = f"{name}.partial-{attempt}" if target.atomic_rename else name
         try:
             begin = self._begin_beside if target.atomic_rename else self._begin_in_place
             begin(attempt, gives_way)
             FileCopies(self.view, target, self.work, self.workers, self.counted).make()
-            if self.pins and target.atomic_rename:  # now, so that no kill comes between the name and the pin
+            if (
+                self.pins and target.atomic_rename
+            ):  # now, so that no kill comes between the name and the pin
                 target.write(join(self.work, PIN_NAME), b"")
             target.sync_folder(self.work)
             publish(target, attempt, self.work, name, manifest, overwrite, self.tell, encoded)
         except BaseException as error:
-            # What a storage that fails for a while, or Ctrl-C, leaves is taken up by the next copy; all else is of no use.
+            # What a storage that fails for a while, or Ctrl-C, leaves is taken up by the next copy;
+            # all else is of no use.
             interrupted = not isinstance(error, Exception) or type(error) is StorageError
             if not interrupted:
                 discard(target, attempt, self.work, self.tell)
@@ -240,7 +266,11 @@ class _Copy:
             entries = []
         for entry in entries:
             left = entry.name.removeprefix(beginning)
-            if entry.is_folder and left != entry.name and Attempt.parse(left).is_abandoned(self.owner):
+            if (
+                entry.is_folder
+                and left != entry.name
+                and Attempt.parse(left).is_abandoned(self.owner)
+            ):
                 with suppress(StorageError):  # another copy was quicker
                     target.rename(entry.name, self.work)
                     self.pins = self.pins or self._pinned(target, self.work)
@@ -281,5 +311,12 @@ def _same_place(view: CheckpointView, target: Storage, name: str) -> bool:
 def _error_of(problem: Problem, url: str) -> CheckpointError:
     if problem.kind == "storage":
         return StorageError(problem.message, path=problem.file, errno=errno.EIO)
-    return CheckpointCorrupt(problem.message, path=url, file=problem.file, kind=problem.kind, tensor=problem.tensor,
-                             expected=problem.expected, actual=problem.actual)  # fmt: skip
+    return CheckpointCorrupt(
+        problem.message,
+        path=url,
+        file=problem.file,
+        kind=problem.kind,
+        tensor=problem.tensor,
+        expected=problem.expected,
+        actual=problem.actual,
+    )

@@ -3,17 +3,17 @@
 CheckpointError(Exception)
 ├── CheckpointNotFound        (FileNotFoundError)  no checkpoint at this place or step
 │   └── NoUsableCheckpoint                         there are checkpoints, and none can be restored
-├── CheckpointExists          (FileExistsError)    a committed checkpoint, or foreign files, are in the way
+├── CheckpointExists          (FileExistsError)    something is in the way
 ├── CheckpointCorrupt         (ValueError)         bytes are not those that were saved
 │   └── UnsafePath                                 a path in a manifest that leaves its checkpoint
 ├── UnsupportedVersion        (ValueError)         written by a newer major version of the format
-├── UnknownName               (KeyError, IndexError)  the checkpoint has no such component, copy or tensor
+├── UnknownName               (KeyError, IndexError)  no such component, copy or tensor
 ├── UnsupportedValue          (TypeError)          a leaf that cannot be stored; nothing was written
-├── InvalidState              (ValueError)         the state, its keys or its declaration are not valid
-├── StateMismatch             (ValueError)         checkpoint and live state do not fit together
-│   └── LoadFailed                                 found out by the component itself, while it was loaded
+├── InvalidState              (ValueError)         an argument or the state is not valid
+├── StateMismatch             (ValueError)         checkpoint and live state do not match
+│   └── LoadFailed                                 found by the component itself, in its load
 ├── ReplicationMismatch       (ValueError)         state declared equal differs between ranks
-├── CoordinationError         (RuntimeError)       the ranks did not act together
+├── CoordinationError         (RuntimeError)       the ranks did not act as one
 │   ├── JoinTimeout           (TimeoutError)       a rank did not make the call
 │   ├── RankLost                                   a rank's heartbeat stopped
 │   └── RanksDisagree                              ranks called with different steps or plans
@@ -22,7 +22,7 @@ CheckpointError(Exception)
 └── StorageError              (OSError)            the storage refused an operation
     └── NoSpace                                    ... because it is full
 
-CheckpointWarning(UserWarning)                     what was skipped, kept or could not be deleted, and why
+CheckpointWarning(UserWarning)                     what was skipped, kept or not deleted
 
 Every error carries its facts as attributes (see each class), so callers never parse messages.
 """
@@ -65,8 +65,9 @@ class CheckpointWarning(UserWarning):
 class CheckpointError(Exception):
     """Base of all errors of this package. Keyword arguments become attributes.
 
-    Attributes that a class names in `facts` always exist; they are None when they do not apply. `causes` maps each
-    rank where the operation failed to what failed there; None on a single process.
+    Attributes that a class names in `facts` always exist; they are None when they do not apply.
+    `causes` maps each rank where the operation failed to what failed there; None on a single
+    process.
     """
 
     facts: ClassVar[tuple[str, ...]] = ()
@@ -118,7 +119,8 @@ class CheckpointExists(CheckpointError, FileExistsError):
 
 
 class CheckpointCorrupt(CheckpointError, ValueError):
-    """The bytes are not those that were saved. `kind` is "missing", "size", "digest", "header" or "format"."""
+    """The bytes are not those that were saved. `kind` is "missing", "size", "digest", "header" or
+    "format"."""
 
     facts: ClassVar[tuple[str, ...]] = ("path", "file", "kind", "tensor", "expected", "actual")
     path: str | None
@@ -134,7 +136,8 @@ class UnsafePath(CheckpointCorrupt):
 
 
 class UnknownName(CheckpointError, KeyError, IndexError):
-    """The checkpoint has no component, copy or tensor of this name; `available` are those that it has."""
+    """The checkpoint has no component, copy or tensor of this name; `available` are those that it
+    has."""
 
     facts: ClassVar[tuple[str, ...]] = ("path", "key", "available")
     path: str | None
@@ -170,7 +173,8 @@ class InvalidState(CheckpointError, ValueError):
 
 
 class StateMismatch(CheckpointError, ValueError):
-    """Checkpoint and live state do not fit together; live state was not touched, unless it is a LoadFailed.
+    """Checkpoint and live state do not fit together; live state was not touched, unless it is a
+    LoadFailed.
 
     missing: full names that the live state has and the checkpoint lacks.
     unexpected: full names that the checkpoint has and the live state lacks.
@@ -185,10 +189,11 @@ class StateMismatch(CheckpointError, ValueError):
 
 
 class LoadFailed(StateMismatch):
-    """A component refused the state that it was handed, on `rank`; its own error is the `__cause__`.
+    """A component refused the state that it was handed, on `rank`; its own error is the
+    `__cause__`.
 
-    overwritten: keys of the components that are not what they were, or not in whole. With transactional=True they were put
-    back; the message says so.
+    overwritten: keys of the components that are not what they were, or not in whole. With
+    transactional=True they were put back; the message says so.
     """
 
     facts: ClassVar[tuple[str, ...]] = (*StateMismatch.facts, "component", "rank", "overwritten")
@@ -228,7 +233,8 @@ class RanksDisagree(CoordinationError):
 
 
 class RankFailed(CheckpointError, RuntimeError):
-    """An operation failed on some rank with an error that is not ours; `causes` says where and how."""
+    """An operation failed on some rank with an error that is not ours; `causes` says where and
+    how."""
 
 
 class AsyncSaveError(CheckpointError, RuntimeError):
@@ -239,7 +245,8 @@ class AsyncSaveError(CheckpointError, RuntimeError):
 
 
 class StorageError(CheckpointError, OSError):
-    """The storage refused an operation. `errno` is that of the operating system where there is one."""
+    """The storage refused an operation. `errno` is that of the operating system where there is
+    one."""
 
     facts: ClassVar[tuple[str, ...]] = ("path", "errno", "needed", "free")
     path: str | None

@@ -3,8 +3,9 @@
     CheckpointManager(root, on_event=print)
     CheckpointManager(root, on_event=TensorBoardEvents("runs/a/tensorboard"))
 
-"queued" and "skipped" come from the thread that calls `save_async`, the others from the one that writes, at the time when
-it happens: "committed" means that the checkpoint exists. A watcher that raises is warned of and otherwise ignored.
+"queued" and "skipped" come from the thread that calls `save_async`, the others from the one that
+writes, at the time when it happens: "committed" means that the checkpoint exists. A watcher that
+raises is warned of and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from .arguments import check_path
 
 __all__ = ["OnEvent", "SaveEvent", "TensorBoardEvents"]
 
-Kind = Literal["queued", "staged", "committed", "failed", "skipped", "deleted", "uploaded", "upload_failed"]
+Kind = Literal[
+    "queued", "staged", "committed", "failed", "skipped", "deleted", "uploaded", "upload_failed"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveEvent:
-    """One event of one save, one deletion or one upload, as this rank sees it (the latter two are seen by rank 0 alone).
+    """One event of one save, one deletion or one upload, as this rank sees it (the latter two are
+    seen by rank 0 alone).
 
-    seconds: since the save was called for, or the upload began. nbytes: staged, or committed on all ranks, deleted or
-    uploaded. timings: seconds by phase on this rank. error: what a failed save or upload failed with. time: seconds since the
-    epoch. root: the tier that something was uploaded to, or deleted from; None for the manager's own root. retries:
-    requests to the storage that this rank has tried again since the save was called for.
+    seconds: since the save was called for, or the upload began. nbytes: staged, or committed on all
+    ranks, deleted or uploaded. timings: seconds by phase on this rank. error: what a failed save or
+    upload failed with. time: seconds since the epoch. root: the tier that something was uploaded
+    to, or deleted from; None for the manager's own root. retries: requests to the storage that this
+    rank has tried again since the save was called for.
     """
 
     kind: Kind
@@ -48,7 +53,8 @@ OnEvent = Callable[[SaveEvent], Any]
 
 
 class TensorBoardEvents:
-    """Writes events as scalars: checkpoint/<kind> (1 at the step), /seconds, /retries, /megabytes and /seconds_<phase>.
+    """Writes events as scalars: checkpoint/<kind> (1 at the step), /seconds, /retries, /megabytes
+    and /seconds_<phase>.
 
     writer: a SummaryWriter, or the folder for a new one. Raises InvalidState for anything else.
     """

@@ -1,4 +1,5 @@
-"""The run: names, the newest checkpoint, restoring past damaged ones, retention, saves in the background."""
+"""The run: names, the newest checkpoint, restoring past damaged ones, retention, saves in the
+background."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from .arguments import (
 )
 from .choice import best_of, candidates, choice, entry, find, load_chosen, newest_that_loads
 from .coordinator import CheckpointCoordinator, check_parts, default_io_threads, meet
-from .errors import AsyncSaveError, CheckpointNotFound, CheckpointWarning, NoUsableCheckpoint, StorageError
+from .errors import (
+    AsyncSaveError,
+    CheckpointNotFound,
+    CheckpointWarning,
+    NoUsableCheckpoint,
+    StorageError,
+)
 from .events import OnEvent, SaveEvent
 from .format.manifest import CheckpointManifest
 from .loading.apply import LoadReport
@@ -70,7 +77,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F], F]:
     """For a method that is one call of all ranks, whose threads take turns: `what`, in words.
 
-    at: which positional argument is the step that belongs to the words; `default` where it is not given.
+    at: which positional argument is the step that belongs to the words; `default` where it is not
+    given.
     """
 
     def of(method: F) -> F:
@@ -80,7 +88,11 @@ def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F
             step = default
             if at is not None:
                 step = args[at] if len(args) > at else named.get("step", default)
-            words = f"{what}{masked_url(step) if isinstance(step, str) else shown(step) if at is not None else step}"
+            if isinstance(step, str):
+                step = masked_url(step)
+            elif at is not None:
+                step = shown(step)
+            words = f"{what}{step}"
             return self.comm.exclusively(words, partial(method, self, *args, **named))
 
         return cast(F, call)
@@ -91,21 +103,26 @@ def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F
 class CheckpointManager:
     """Saves and restores one training run in one root.
 
-    root: a local path, an fsspec URL, or a Storage; run_id: name of the run, by default that of the checkpoint restored, or a new
-    one. keep: which checkpoints stay after a save (default: all). process_groups, writers: see CheckpointCoordinator.
-    load_broadcast: read what all ranks need once, and pass it on. storage_mode: "node" where nodes do not share their disks:
-    each keeps all that its ranks need, and every call but `wait` is one for all ranks to make. tiers: durable roots that
-    checkpoints are uploaded to in the background, and restored from where this one has not got them.
+    root: a local path, an fsspec URL, or a Storage; run_id: name of the run, by default that of the
+    checkpoint restored, or a new one. keep: which checkpoints stay after a save (default: all).
+    process_groups, writers: see CheckpointCoordinator.
+    load_broadcast: read what all ranks need once, and pass it on. storage_mode: "node" where nodes
+    do not share their disks: each keeps all that its ranks need, and every call but `wait` is one
+    for all ranks to make. tiers: durable roots that checkpoints are uploaded to in the background,
+    and restored from where this one has not got them.
 
-    Of `save_async`: when_busy: what a call does while the save before is still being written. on_error: whether its
-    failure raises at the next call, at `result`, `close` and the end of the program, or is a CheckpointWarning there.
-    staging: how state leaves an accelerator (see docs/guide.md). drain_timeout: seconds that closing, or the end of the
-    program, waits for it. on_event: called with a SaveEvent whenever something happens to a save.
+    Of `save_async`: when_busy: what a call does while the save before is still being written.
+    on_error: whether its failure raises at the next call, at `result`, `close` and the end of the
+    program, or is a CheckpointWarning there.
+    staging: how state leaves an accelerator (see docs/guide.md). drain_timeout: seconds that
+    closing, or the end of the program, waits for it. on_event: called with a SaveEvent whenever
+    something happens to a save.
 
-    join_timeout: seconds that a rank may come later than the others; error_join_timeout: the same, where it is less, for a
-    call that is made while an exception is being handled (an `except` or `finally`, a `with` that it leaves), so that a
-    save of one rank alone does not hide the error for long. liveness_timeout: seconds of silence after which a rank
-    counts as lost. On several ranks make it at the same point of the program, and call it on every rank; only `list`,
+    join_timeout: seconds that a rank may come later than the others; error_join_timeout: the same,
+    where it is less, for a call that is made while an exception is being handled (an `except` or
+    `finally`, a `with` that it leaves), so that a save of one rank alone does not hide the error
+    for long. liveness_timeout: seconds of silence after which a rank counts as lost. On several
+    ranks make it at the same point of the program, and call it on every rank; only `list`,
     `latest`, `best`, `wait` and `close` are one rank's own.
     """
 
@@ -153,22 +170,42 @@ class CheckpointManager:
         if comm is None:
             comm = default_communicator(join_timeout, liveness_timeout, error_join_timeout)
         self.comm = comm
-        self.process_groups, self.writers, self.load_broadcast = process_groups, writers, load_broadcast
+        self.process_groups, self.writers, self.load_broadcast = (
+            process_groups,
+            writers,
+            load_broadcast,
+        )
         self.io_threads, self.when_busy = io_threads or default_io_threads(), when_busy
         self.storage_mode: StorageMode = storage_mode
         self._run_id = run_id
         self._new_run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         self._found_damaged: set[str] = set()
-        # Where what is saved next comes from; rank 0 knows what the run has committed after that, and leaves behind.
+        # Where what is saved next comes from; rank 0 knows what the run has committed after that,
+        # and leaves behind.
         self._abandoned: list[list[int]] | None = None
         self._last_seen = 0
         self._looked: Checkpoints = []
         self._left: Checkpoints = []
         self._metrics_known = False
-        self._root, uploads = open_root(self.comm, self.storage, storage_mode, tiers, on_error, drain_timeout,
-                                        self.io_threads, lambda event: self._saves.tell(event))  # fmt: skip
+        self._root, uploads = open_root(
+            self.comm,
+            self.storage,
+            storage_mode,
+            tiers,
+            on_error,
+            drain_timeout,
+            self.io_threads,
+            lambda event: self._saves.tell(event),
+        )
         self._saves = Saves(
-            self.comm, self.io_threads, staging, on_error, drain_timeout, on_event, self._after_commit, uploads
+            self.comm,
+            self.io_threads,
+            staging,
+            on_error,
+            drain_timeout,
+            on_event,
+            self._after_commit,
+            uploads,
         )
 
     @property
@@ -178,7 +215,8 @@ class CheckpointManager:
     @property
     def run_id(self) -> str:
         """The run that new checkpoints belong to."""
-        # A new one is not this manager's run before it has committed: until then `restore` goes by what is in the root.
+        # A new one is not this manager's run before it has committed: until then `restore` goes by
+        # what is in the root.
         return self._new_run_id if self._run_id is None else self._run_id
 
     def __enter__(self) -> CheckpointManager:
@@ -196,7 +234,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for a save in the background, and leave the job's blackboard.
 
-        Raises AsyncSaveError when that save failed and nobody was told, or has not ended after `drain_timeout` seconds.
+        Raises AsyncSaveError when that save failed and nobody was told, or has not ended after
+        `drain_timeout` seconds.
         """
         try:
             self._saves.close()
@@ -217,11 +256,14 @@ class CheckpointManager:
     ) -> CheckpointInfo:
         """Write the checkpoint of `step`; when this returns it is committed and survives a crash.
 
-        metrics: numbers measured at this step (0-d tensors are fine). metadata: anything that JSON holds.
-        Raises CheckpointExists, UnsupportedValue, InvalidState, StorageError, NoSpace; earlier checkpoints stay.
+        metrics: numbers measured at this step (0-d tensors are fine). metadata: anything that JSON
+        holds. Raises CheckpointExists, UnsupportedValue, InvalidState, StorageError, NoSpace;
+        earlier checkpoints stay.
         """
         self._saves.settle()
-        saving, _ = self._saving(step, state, metrics, metadata, overwrite, training_args_hash, when_busy="wait")
+        saving, _ = self._saving(
+            step, state, metrics, metadata, overwrite, training_args_hash, when_busy="wait"
+        )
         return self._saves.now(saving)
 
     @one_call("save of step ", 0)
@@ -235,12 +277,14 @@ class CheckpointManager:
         overwrite: bool = False,
         training_args_hash: str | None = None,
     ) -> SaveHandle:
-        """Copy the state out of the way of training, and write the checkpoint of `step` in the background.
+        """Copy the state out of the way of training, and write the checkpoint of `step` in the
+        background.
 
-        When this returns the state may be changed: on the CPU everything was copied; of what lies on an accelerator,
-        `staging` says how it is kept from changing. Arguments are those of `save`. What can be told before anything is
-        written is raised here (CheckpointExists, UnsupportedValue, InvalidState), and so is the failure of the save
-        before (AsyncSaveError); see SaveHandle for the rest.
+        When this returns the state may be changed: on the CPU everything was copied; of what lies
+        on an accelerator, `staging` says how it is kept from changing. Arguments are those of
+        `save`. What can be told before anything is written is raised here (CheckpointExists,
+        UnsupportedValue, InvalidState), and so is the failure of the save before (AsyncSaveError);
+        see SaveHandle for the rest.
         """
         self._saves.check_process()
         if self.when_busy == "wait":
@@ -255,12 +299,14 @@ class CheckpointManager:
 
     @one_call("prewarm")
     def prewarm(self, state: Any) -> None:
-        """Allocate and touch what the first `save_async` of such a state needs, and start its threads. On every rank."""
+        """Allocate and touch what the first `save_async` of such a state needs, and start its
+        threads. On every rank."""
         self._saves.settle()
         self._saves.rehearse(self._saving(0, state, when_busy="wait")[0])
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Return when no save is being written; False when one still is after `timeout` seconds. Raises AsyncSaveError."""
+        """Return when no save is being written; False when one still is after `timeout` seconds.
+        Raises AsyncSaveError."""
         return self._saves.wait(checked_timeout(timeout))
 
     @property
@@ -282,26 +328,40 @@ class CheckpointManager:
     ) -> LoadReport:
         """Load the components in `state` from one checkpoint. Others that it has are left alone.
 
-        step: "latest", "best", a step of this root, the name of an entry of it, or a path or URL of a checkpoint.
-        strict: whether names that only one of both sides has are an error (default), or listed in the report.
+        step: "latest", "best", a step of this root, the name of an entry of it, or a path or URL of
+        a checkpoint.
+        strict: whether names that only one of both sides has are an error (default), or listed in
+        the report.
         cast: convert dtypes that differ (default False: an error).
-        transactional: read all into host memory first; live state changes only when all is verified (default False).
-        keys: load only a part (default None: all): a name or pattern of "component/name" ("model", "model/layers.0.*"),
-        a list of them, or a function that is called with each such name of the live state, on every rank, and returns
-        True to load it, False or None to leave it, or the name in the checkpoint to load it from. Names of an
-        optimizer are those of its parameters. `strict` is about what is asked for; the rest of `state` is not touched.
-        training_args_hash: that of now; another than was saved is a CheckpointWarning that names both.
+        transactional: read all into host memory first; live state changes only when all is verified
+        (default False).
+        keys: load only a part (default None: all): a name or pattern of "component/name" ("model",
+        "model/layers.0.*"), a list of them, or a function that is called with each such name of the
+        live state, on every rank, and returns True to load it, False or None to leave it, or the
+        name in the checkpoint to load it from. Names of an optimizer are those of its parameters.
+        `strict` is about what is asked for; the rest of `state` is not touched.
+        training_args_hash: that of now; another than was saved is a CheckpointWarning that names
+        both.
 
-        Raises InvalidState (an argument), CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StateMismatch,
-        StorageError.
+        Raises InvalidState (an argument), CheckpointNotFound, CheckpointCorrupt,
+        UnsupportedVersion, StateMismatch, StorageError.
         """
-        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional, "keys": keys}
+        how: dict[str, Any] = {
+            "strict": strict,
+            "cast": cast,
+            "transactional": transactional,
+            "keys": keys,
+        }
         report = self._load(state, step, how, training_args_hash)
         self._compare_hash(report, training_args_hash)
         return report
 
     def _load(
-        self, state: Any, step: int | str | os.PathLike[str], how: dict[str, Any], args_hash: str | None
+        self,
+        state: Any,
+        step: int | str | os.PathLike[str],
+        how: dict[str, Any],
+        args_hash: str | None,
     ) -> LoadReport:
         flags = {name: how[name] for name in ("strict", "cast", "transactional")}
         self._saves.settle()
@@ -323,13 +383,18 @@ class CheckpointManager:
 
             def there() -> str:  # a login that fails on one rank fails the call on all
                 words = call()
-                opened.append(self._root.named(os.fspath(step)) or (open_storage(step, self.storage_options), ""))  # type: ignore[arg-type]
+                opened.append(
+                    self._root.named(os.fspath(step))  # type: ignore[arg-type]
+                    or (open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
+                )
                 return words
 
             coordinator, _ = self._call(state, there, lambda _: None)
             report = coordinator.load(*opened[0], **how)
             if opened[0][0] in self._root.storages:
-                with suppress(StorageError):  # the load is done; nothing is known to be left behind then
+                with suppress(
+                    StorageError
+                ):  # the load is done; nothing is known to be left behind then
                     self._looked = self._root.scan() if self.comm.rank == 0 else []
                 self._adopt(report, goes_on=how["keys"] is None)
             return report
@@ -366,15 +431,22 @@ class CheckpointManager:
         training_args_hash: str | None = None,
         keys: Keys | None = None,
     ) -> LoadReport:
-        """Restore where a run left off. "auto": the newest checkpoint that verifies, else a fresh start.
+        """Restore where a run left off. "auto": the newest checkpoint that verifies, else a fresh
+        start.
 
-        Damaged or unfinished ones are skipped with one CheckpointWarning. A root without any checkpoint starts fresh
-        (`report.fresh`); one with only unusable ones raises NoUsableCheckpoint, unless `fresh_ok`. Other values of
-        `which` are those of `load`, and so are the other arguments. A component of the checkpoint that `state` lacks is
-        an error here (strict, and not left out by `keys`). Raises what `load` raises, but never CheckpointCorrupt for
-        "auto".
+        Damaged or unfinished ones are skipped with one CheckpointWarning. A root without any
+        checkpoint starts fresh (`report.fresh`); one with only unusable ones raises
+        NoUsableCheckpoint, unless `fresh_ok`. Other values of `which` are those of `load`, and so
+        are the other arguments. A component of the checkpoint that `state` lacks is an error here
+        (strict, and not left out by `keys`). Raises what `load` raises, but never CheckpointCorrupt
+        for "auto".
         """
-        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional, "keys": keys}
+        how: dict[str, Any] = {
+            "strict": strict,
+            "cast": cast,
+            "transactional": transactional,
+            "keys": keys,
+        }
         how["whole"] = True
         if not (isinstance(which, str) and which == "auto"):
             named = self._load(state, which, how, training_args_hash)
@@ -394,53 +466,69 @@ class CheckpointManager:
             return candidates(infos, self._run_id)
 
         coordinator, seen = self._root.meet_and_look(partial(self._call, state, call), choose)
-        # A damaged checkpoint is found while it is read. Where the next one, or a fresh start, would not replace all
-        # of what was read by then, live state is touched only after everything was verified.
+        # A damaged checkpoint is found while it is read. Where the next one, or a fresh start,
+        # would not replace all of what was read by then, live state is touched only after
+        # everything was verified.
         may_stay = any(not c.required or c.on_resize == "keep" for c in coordinator.components)
         how["host_first"] = bool(fresh_ok or not strict or may_stay)
         load = partial(self._load_from, coordinator, how)
         report, skipped = newest_that_loads(seen, partial(self._root.look_again, choose), load)
         # Their steps may be saved again: but for folders that look like somebody else's.
-        self._found_damaged.update(name for name, reason in skipped.items() if NOT_OURS not in reason)
+        self._found_damaged.update(
+            name for name, reason in skipped.items() if NOT_OURS not in reason
+        )
         if report is not None:
             self._adopt(report, goes_on=keys is None, back=False)
             self._compare_hash(report, training_args_hash)
-            self._warn_skipped(skipped, f"restored {(report.path or '').rpartition('/')[2]} (step {report.step})")
+            self._warn_skipped(
+                skipped, f"restored {(report.path or '').rpartition('/')[2]} (step {report.step})"
+            )
             return report
         if skipped and not fresh_ok:
             listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
             raise NoUsableCheckpoint(
-                f"{self.root} holds no checkpoint that can be restored: {listed}; repair or remove them, or pass fresh_ok=True "
-                "to start again", path=self.root, reasons=skipped)  # fmt: skip
+                f"{self.root} holds no checkpoint that can be restored: {listed}; repair or "
+                "remove them, or pass fresh_ok=True "
+                "to start again",
+                path=self.root,
+                reasons=skipped,
+            )
         self._warn_skipped(skipped, "starting fresh")
         log.info("%s holds no checkpoint of this run: starting fresh", self.root)
         self._begin_branch(None, True)
         return LoadReport(fresh=True, skipped=skipped)
 
     def list(self) -> Checkpoints:
-        """The committed checkpoints of this run, oldest first; of the run that committed last if none is known yet.
+        """The committed checkpoints of this run, oldest first; of the run that committed last if
+        none is known yet.
 
-        One rank may ask alone, unless storage_mode is "node"; what it sees may be newer than what another one saw.
+        One rank may ask alone, unless storage_mode is "node"; what it sees may be newer than what
+        another one saw.
         """
         seen = self._look()
         return committed(seen.infos, self._run_id or seen.run)
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest committed checkpoint of this run, by (step, commit sequence). Who may ask: see `list`."""
+        """The newest committed checkpoint of this run, by (step, commit sequence). Who may ask: see
+        `list`."""
         return next(reversed(self.list()), None)
 
-    def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> CheckpointInfo | None:
-        """The committed checkpoint with the best value of `metric`, by default that of the first KeepBest in `keep`.
+    def best(
+        self, metric: str | None = None, mode: Literal["min", "max"] | None = None
+    ) -> CheckpointInfo | None:
+        """The committed checkpoint with the best value of `metric`, by default that of the first
+        KeepBest in `keep`.
 
-        None when no checkpoint has the metric. Who may ask: see `list`. Raises InvalidState when it is not known what
-        to go by.
+        None when no checkpoint has the metric. Who may ask: see `list`. Raises InvalidState when it
+        is not known what to go by.
         """
         seen = self._look()
         rule = best_rule(self.keep, metric, mode, seen.infos)
         return best_of(seen.infos, self._run_id or seen.run, rule)
 
     def _look(self) -> Agreed:
-        """What lies in the root: a call of all ranks, with several rounds, where nodes share no storage."""
+        """What lies in the root: a call of all ranks, with several rounds, where nodes share no
+        storage."""
         return self._look_on_all() if self.storage_mode == "node" else self._root.look()
 
     @one_call("look")
@@ -457,16 +545,20 @@ class CheckpointManager:
 
     @one_call("unpin of step ", 0)
     def unpin(self, step: int) -> None:
-        """Let retention have the checkpoint of `step` again. On every rank. Raises CheckpointNotFound, StorageError."""
+        """Let retention have the checkpoint of `step` again. On every rank. Raises
+        CheckpointNotFound, StorageError."""
         self._root.unpin(partial(checked_which, step, paths=False), self._chosen)
 
     @one_call("verification of step ", 0, "latest")
     def verify(self, step: int | str = "latest") -> Sequence[Problem]:
-        """Read and check every byte of a checkpoint: on one rank, or one of each node, for all. Call it on every rank.
+        """Read and check every byte of a checkpoint: on one rank, or one of each node, for all.
+        Call it on every rank.
 
         Empty when all is well. Raises CheckpointNotFound.
         """
-        return self._root.verify(partial(checked_which, step, paths=False), self._chosen, self.io_threads)
+        return self._root.verify(
+            partial(checked_which, step, paths=False), self._chosen, self.io_threads
+        )
 
     @one_call("deletion of step ", 0)
     def delete(self, step: int) -> None:
@@ -487,14 +579,17 @@ class CheckpointManager:
         *,
         when_busy: str,
     ) -> tuple[Saving, bool]:
-        """A save that has not begun, and whether it is not to: another one is being written on some rank."""
+        """A save that has not begun, and whether it is not to: another one is being written on some
+        rank."""
         requests: list[SaveRequest] = []
 
         def request() -> str:
+
             asked = SaveRequest(step, self.run_id, metrics, metadata, training_args_hash, overwrite)  # type: ignore[arg-type]
             asked.found_damaged = checkpoint_name(asked.step) in self._found_damaged
             asked.after_sequence = self._root.last_sequence()
-            # Sequences of what was deleted since are not used again: they may be among the abandoned.
+            # Sequences of what was deleted since are not used again: they may be among the
+            # abandoned.
             asked.after_sequence = max(asked.after_sequence, self._last_seen)
             asked.abandoned = self._abandoned
             requests.append(asked)
@@ -506,12 +601,15 @@ class CheckpointManager:
             name = self._saves.branch_name = self._saves.branch_name or f"save-{self.comm.number}"
             if any(failed for _, _, failed in calls):
                 return ["failed", name]
-            # With "wait" one that another thread has begun meanwhile is waited for before anything is copied.
+            # With "wait" one that another thread has begun meanwhile is waited for before anything
+            # is copied.
             if when_busy == "wait" or not any(busy for _, busy, _ in calls):
                 return ["go", name]
             if when_busy == "raise":
                 asked = requests[0].step
-                raise AsyncSaveError(f"a save is still being written; step {asked} is not saved", step=asked)
+                raise AsyncSaveError(
+                    f"a save is still being written; step {asked} is not saved", step=asked
+                )
             return ["skip", name]
 
         coordinator, (verdict, self._saves.branch_name) = self._call(state, request, judge)
@@ -519,7 +617,9 @@ class CheckpointManager:
             self._saves.settle()
             self.comm.together("failure", self._saves.raise_failure, lambda _: None)
         skip = verdict == "skip"
-        return coordinator.saving(self.storage, checkpoint_name(requests[0].step), requests[0]), skip
+        return coordinator.saving(
+            self.storage, checkpoint_name(requests[0].step), requests[0]
+        ), skip
 
     def _after_commit(self, saving: Saving, info: CheckpointInfo) -> None:
         """On the thread that committed. Nothing here can undo it."""
@@ -530,16 +630,26 @@ class CheckpointManager:
         if self._left:
             steps = ", ".join(map(str, sorted({left.step or 0 for left in self._left})))
             saving.told.append(
-                f"{self.root}: step {info.step} was saved after the run had gone back behind what it saved of steps {steps}: that is abandoned: "
+                f"{self.root}: step {info.step} was saved after the run had gone back behind what "
+                f"it saved of steps {steps}: that is abandoned: "
                 "never the newest or the best, and kept by retention as a set of its own"
             )
             self._left = []
         if self.comm.rank == 0 and info.metrics and not self._metrics_known:
             self._check_metrics(saving, info)
-        self._root.clean_up(saving.comm, self.keep, self.run_id, info, saving.told.append, self._deleted, saving.seen)
+        self._root.clean_up(
+            saving.comm,
+            self.keep,
+            self.run_id,
+            info,
+            saving.told.append,
+            self._deleted,
+            saving.seen,
+        )
 
     def _check_metrics(self, saving: Saving, info: CheckpointInfo) -> None:
-        """At the first commit that has metrics. Before retention deletes anything by a metric that is misspelt."""
+        """At the first commit that has metrics. Before retention deletes anything by a metric that
+        is misspelt."""
         self._metrics_known = True
         if unknown_metric(self.keep, [info]):
             there = committed(with_commit(saving.seen or (), info), self.run_id)
@@ -547,24 +657,40 @@ class CheckpointManager:
                 saving.told.append(f"{self.root}: {what}")
 
     def _deleted(self, info: CheckpointInfo) -> None:
-        self._saves.tell(SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=info.size_bytes or 0))
+        self._saves.tell(
+            SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=info.size_bytes or 0)
+        )
 
     def _call(
         self, state: Any, what: Callable[[], str], decide: Callable[[Sequence[Sequence[Any]]], Any]
     ) -> tuple[CheckpointCoordinator, Any]:
-        """Meet the other ranks, which must make the same call; rank 0 decides what they need to know first, told on
-        which of them a save is in the background.
+        """Meet the other ranks, which must make the same call; rank 0 decides what they need to
+        know first, told on which of them a save is in the background.
 
         A state or an argument that one rank cannot make sense of fails here, on all ranks.
         """
         make = partial(
-            CheckpointCoordinator, state, self.process_groups, comm=self.comm, io_threads=self.io_threads,
-            writers=self.writers, workers=self._saves.workers, storage_mode=self.storage_mode)  # fmt: skip
+            CheckpointCoordinator,
+            state,
+            self.process_groups,
+            comm=self.comm,
+            io_threads=self.io_threads,
+            writers=self.writers,
+            workers=self._saves.workers,
+            storage_mode=self.storage_mode,
+        )
         mode = "" if self.storage_mode == "shared" else " with storage_mode='node'"
-        return meet(self.comm, make, lambda: (what() + mode, self._saves.busy, self._saves.failed), decide)
+        return meet(
+            self.comm, make, lambda: (what() + mode, self._saves.busy, self._saves.failed), decide
+        )
 
     def _load_from(
-        self, coordinator: CheckpointCoordinator, how: dict[str, Any], seen: Agreed, name: str, step: int | None = None
+        self,
+        coordinator: CheckpointCoordinator,
+        how: dict[str, Any],
+        seen: Agreed,
+        name: str,
+        step: int | None = None,
     ) -> LoadReport:
         return coordinator.load(*self._root.place(seen.here(name)), step=step, **how)
 
@@ -574,7 +700,9 @@ class CheckpointManager:
         rule = best_rule(self.keep, None, None, infos)
         if (best := best_of(infos, self._run_id, rule)) is None:
             metric = rule.metric
-            raise CheckpointNotFound(f"{self.root} has no checkpoint with a metric {metric!r}", path=self.root)
+            raise CheckpointNotFound(
+                f"{self.root} has no checkpoint with a metric {metric!r}", path=self.root
+            )
         return best
 
     def _adopt(self, report: LoadReport, *, goes_on: bool, back: bool = True) -> None:
@@ -585,21 +713,26 @@ class CheckpointManager:
         self._saves.uploads.catch_up(self._run_id, report.step or 0)
 
     def _go_on_from(self, report: LoadReport, back: bool) -> None:
-        """What is saved from now on comes after the checkpoint that was loaded, if that is one of this run."""
+        """What is saved from now on comes after the checkpoint that was loaded, if that is one of
+        this run."""
         if report.manifest is not None and report.manifest.run_id == self._run_id:
             self._begin_branch(report.manifest, back)
 
     def _begin_branch(self, loaded: CheckpointManifest | None, back: bool) -> None:
-        """loaded: None for a run that begins anew. back: all that was committed after it is left; else what is newer than
-        the newest that could be restored."""
+        """loaded: None for a run that begins anew. back: all that was committed after it is left;
+        else what is newer than the newest that could be restored."""
         mine = [info for info in self._looked if info.manifest and info.run_id == self.run_id]
         self._last_seen = max((info.sequence or 0 for info in mine), default=0)
         if loaded is None or back:
             origin, before = (loaded.sequence, loaded.abandoned) if loaded else (0, [])
             self._abandoned = left_by_going_back(origin, before, self._last_seen)
         else:
-            newer = [info.sequence or 0 for info in mine if info.order > (loaded.step, loaded.sequence)]
-            self._abandoned = merged([*left_by_last(mine, self.run_id), *([number, number] for number in newer)])
+            newer = [
+                info.sequence or 0 for info in mine if info.order > (loaded.step, loaded.sequence)
+            ]
+            self._abandoned = merged(
+                [*left_by_last(mine, self.run_id), *([number, number] for number in newer)]
+            )
         self._left = [
             info
             for info in committed(mine, self.run_id)
@@ -610,10 +743,17 @@ class CheckpointManager:
     def _compare_hash(self, report: LoadReport, now: str | None) -> None:
         saved = None if report.manifest is None else report.manifest.training_args_hash
         if self.comm.rank == 0 and None not in (saved, now) and saved != now:
-            warnings.warn(f"{report.path} was saved with training_args_hash {saved!r}, and is loaded with {now!r}: the "
-                          "training arguments have changed", CheckpointWarning, stacklevel=3)  # fmt: skip
+            warnings.warn(
+                f"{report.path} was saved with training_args_hash {saved!r}, and is loaded with "
+                f"{now!r}: the "
+                "training arguments have changed",
+                CheckpointWarning,
+                stacklevel=3,
+            )
 
     def _warn_skipped(self, skipped: dict[str, str], outcome: str) -> None:
         if skipped and self.comm.rank == 0:
             listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-            warnings.warn(f"{self.root}: {outcome}; skipped {listed}", CheckpointWarning, stacklevel=3)
+            warnings.warn(
+                f"{self.root}: {outcome}; skipped {listed}", CheckpointWarning, stacklevel=3
+            )

@@ -34,14 +34,16 @@ NEVER_CAUGHT = frozenset({"SIGKILL", "SIGSTOP"})
 class PreemptionGuard:
     """Catches signals, and lets all ranks agree on the step to stop after, without a collective.
 
-    of: the manager, or communicator, of the job. signals: which ones mean "save and stop"; a second one of the same
-    kind, `repeat_after` seconds later or more, does what it did before the guard. Until then it is the same request,
-    come twice: a scheduler signals every process of a job, and torchrun passes on what it gets. Make it on every rank at
-    the same point of the program, in the main thread. Raises InvalidState in another thread.
+    of: the manager, or communicator, of the job. signals: which ones mean "save and stop"; a second
+    one of the same kind, `repeat_after` seconds later or more, does what it did before the guard.
+    Until then it is the same request, come twice: a scheduler signals every process of a job, and
+    torchrun passes on what it gets. Make it on every rank at the same point of the program, in the
+    main thread. Raises InvalidState in another thread.
 
-    At a step boundary every rank says how far it is, then asks whether there is something to stop for. Rank 0, when a
-    signal came to any rank, first announces that there is, then looks how far the others are, and names the step after
-    the furthest. A rank that asked before the announcement has said its step before it, too, so it is counted.
+    At a step boundary every rank says how far it is, then asks whether there is something to stop
+    for. Rank 0, when a signal came to any rank, first announces that there is, then looks how far
+    the others are, and names the step after the furthest. A rank that asked before the announcement
+    has said its step before it, too, so it is counted.
     """
 
     def __init__(
@@ -52,11 +54,25 @@ class PreemptionGuard:
         repeat_after: float = 5.0,
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise InvalidState("signals reach the main thread alone; make the PreemptionGuard there")
+            raise InvalidState(
+                "signals reach the main thread alone; make the PreemptionGuard there"
+            )
         if not isinstance(of, CheckpointManager | Communicator | None):
-            raise InvalidState(f"a PreemptionGuard is one of a CheckpointManager or a Communicator, not {shown(of)}")
-        signals, repeat_after = _checked_signals(signals), check_number("repeat_after", repeat_after)
-        comm = of.comm if isinstance(of, CheckpointManager) else shared_communicator() if of is None else of
+            raise InvalidState(
+                "a PreemptionGuard is one of a CheckpointManager or a Communicator, not "
+                f"{shown(of)}"
+            )
+        signals, repeat_after = (
+            _checked_signals(signals),
+            check_number("repeat_after", repeat_after),
+        )
+        comm = (
+            of.comm
+            if isinstance(of, CheckpointManager)
+            else shared_communicator()
+            if of is None
+            else of
+        )
         self.comm = comm.branch("preemption") if comm.world_size > 1 else comm
         self._own_comm = self.comm is not comm
         self._pid = os.getpid()
@@ -86,9 +102,11 @@ class PreemptionGuard:
         self._before.clear()
 
     def should_stop(self, step: int) -> bool:
-        """Whether this step is the last one: save it, and leave. The same answer at the same step on every rank.
+        """Whether this step is the last one: save it, and leave. The same answer at the same step
+        on every rank.
 
-        Call it after every step, on every rank, with steps that grow by one. Raises RankLost, CoordinationError.
+        Call it after every step, on every rank, with steps that grow by one. Raises RankLost,
+        CoordinationError.
         """
         if self.comm.world_size == 1:
             return self.signaled
@@ -114,8 +132,12 @@ class PreemptionGuard:
             self._stop_at = int(announced)
         if self._stop_at is not None and step > self._stop_at:
             raise CoordinationError(
-                f"rank {comm.rank} is at step {step} and the ranks stop after {self._stop_at}: should_stop must be called "
-                "after every step, on every rank", ranks=[comm.rank], step=step)  # fmt: skip
+                f"rank {comm.rank} is at step {step} and the ranks stop after {self._stop_at}: "
+                "should_stop must be called "
+                "after every step, on every rank",
+                ranks=[comm.rank],
+                step=step,
+            )
         return step == self._stop_at
 
     def _announced(self, comm: BoardCommunicator, board: Board) -> bytes | None:
@@ -132,12 +154,16 @@ class PreemptionGuard:
         return found
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        if self._pid != os.getpid():  # a forked child that was sent it before it could forget about the guard
+        if (
+            self._pid != os.getpid()
+        ):  # a forked child that was sent it before it could forget about the guard
             self.restore_handlers()
             signal.raise_signal(signal.Signals(number))
             return
         now = time.monotonic()
-        if now - self._seen.setdefault(number, now) > self.repeat_after:  # asked again: as if nobody had been here
+        if (
+            now - self._seen.setdefault(number, now) > self.repeat_after
+        ):  # asked again: as if nobody had been here
             before = self._before.get(number, signal.SIG_DFL)
             signal.signal(number, before)
             signal.raise_signal(signal.Signals(number))
@@ -160,7 +186,9 @@ def _stop(told: list[list[Any]]) -> bool:
     """Whether a signal came to any rank, by [step, whether one came here] of all ranks."""
     steps = [step for step, _ in told]
     if len(set(steps)) > 1:
-        raise CoordinationError(f"should_stop must be called after every step, on every rank; they are at {steps}")
+        raise CoordinationError(
+            f"should_stop must be called after every step, on every rank; they are at {steps}"
+        )
     return any(signaled for _, signaled in told)
 
 
@@ -169,7 +197,8 @@ _active: set[PreemptionGuard] = set()
 
 
 def _forget_guards() -> None:
-    """In a forked child: a pool, or a loader's worker, ends by SIGTERM as it would without a guard in its parent."""
+    """In a forked child: a pool, or a loader's worker, ends by SIGTERM as it would without a guard
+    in its parent."""
     for guard in list(_active):
         guard.restore_handlers()
 

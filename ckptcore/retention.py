@@ -1,8 +1,8 @@
 """Which committed checkpoints of a run stay, and removing the others.
 
-A policy sees manifests only, and can be wrong about nothing else: the newest, the one just committed and pinned ones
-always stay, whatever it says. Policies are combined with `|`: what any of them keeps, stays. So
-`KeepLast(3) | KeepBest("eval_loss")` keeps at most four.
+A policy sees manifests only, and can be wrong about nothing else: the newest, the one just
+committed and pinned ones always stay, whatever it says. Policies are combined with `|`: what any of
+them keeps, stays. So `KeepLast(3) | KeepBest("eval_loss")` keeps at most four.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ class KeepLast(RetentionPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepBest(RetentionPolicy):
-    """The `count` checkpoints with the lowest ("min") or highest ("max") value of `metric` in their manifests.
+    """The `count` checkpoints with the lowest ("min") or highest ("max") value of `metric` in their
+    manifests.
 
-    One without the metric, or where it is not a number, is never among them. Of equal values the earlier is better.
-    Raises InvalidState for another mode or a count below one.
+    One without the metric, or where it is not a number, is never among them. Of equal values the
+    earlier is better. Raises InvalidState for another mode or a count below one.
     """
 
     metric: str
@@ -84,12 +85,16 @@ class KeepBest(RetentionPolicy):
         check_count("KeepBest: count", self.count)
         check_choice("KeepBest: mode", self.mode, ("min", "max"))
         if not isinstance(self.metric, str) or not self.metric:
-            raise InvalidState(f"KeepBest: metric must be the name of a metric, not {shown(self.metric)}")
+            raise InvalidState(
+                f"KeepBest: metric must be the name of a metric, not {shown(self.metric)}"
+            )
 
     def ranked(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         """Those that have the metric, best first."""
         sign = -1.0 if self.mode == "max" else 1.0
-        measured = [info for info in checkpoints if not math.isnan(info.metrics.get(self.metric, math.nan))]
+        measured = [
+            info for info in checkpoints if not math.isnan(info.metrics.get(self.metric, math.nan))
+        ]
         return sorted(measured, key=lambda info: (sign * info.metrics[self.metric], info.order))
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
@@ -100,9 +105,10 @@ class KeepBest(RetentionPolicy):
 class KeepEvery(RetentionPolicy):
     """One checkpoint for every so many steps, or seconds, of the run.
 
-    steps: the first checkpoint at or after each multiple of it (the first one being `steps` itself). seconds: by the
-    time of the commit, the first checkpoint, then each one that is at least so much later than the one kept before it.
-    Raises InvalidState unless exactly one of the two is given, and positive.
+    steps: the first checkpoint at or after each multiple of it (the first one being `steps`
+    itself). seconds: by the time of the commit, the first checkpoint, then each one that is at
+    least so much later than the one kept before it. Raises InvalidState unless exactly one of the
+    two is given, and positive.
     """
 
     steps: int | None = None
@@ -125,7 +131,9 @@ class KeepEvery(RetentionPolicy):
             return set(firsts.values())
         names: set[str] = set()
         last: datetime | None = None
-        for created, info in sorted(((_created(i), i) for i in checkpoints), key=lambda pair: (pair[0], pair[1].order)):
+        for created, info in sorted(
+            ((_created(i), i) for i in checkpoints), key=lambda pair: (pair[0], pair[1].order)
+        ):
             if last is None or (created - last).total_seconds() >= (self.seconds or 0):
                 names.add(info.name)
                 last = created
@@ -141,16 +149,19 @@ def clean_up(
     deleted: Callable[[CheckpointInfo], None],
     listed: Sequence[CheckpointInfo] | None = None,
 ) -> None:
-    """Retention and sweeping, after the commit of `saved`. What fails is told, and no error: the checkpoint is safe.
+    """Retention and sweeping, after the commit of `saved`. What fails is told, and no error: the
+    checkpoint is safe.
 
-    listed: what `scan` has found before that commit, so that nothing is read again. None: it looks now.
+    listed: what `scan` has found before that commit, so that nothing is read again. None: it looks
+    now.
     """
     try:
         infos = scan(storage) if listed is None else with_commit(listed, saved)
         going = surplus(infos, policy, run_id, saved.name)
         fresh: set[str] = set() if listed is not None else {info.name for info in going}
         while again := {info.name for info in going} - fresh:
-            # Others may have saved, deleted, replaced or pinned meanwhile: what is to go is read again, the rest listed.
+            # Others may have saved, deleted, replaced or pinned meanwhile: what is to go is read
+            # again, the rest listed.
             fresh |= again
             infos = scan(storage, known=[info for info in infos if info.name not in again])
             going = surplus(infos, policy, run_id, saved.name)
@@ -167,9 +178,19 @@ def surplus(
     if policy is None:
         return []
     mine = committed(infos, run_id)
-    # A branch that was left has the same policy, for itself: it neither counts against the new one nor grows.
-    left = [info for info in infos if info.status == "committed" and info.abandoned and info.run_id == run_id]
-    keep = policy.keep(mine) | {saved} | {info.name for info in mine[-1:]} | (policy.keep(left) if left else set())
+    # A branch that was left has the same policy, for itself: it neither counts against the new one
+    # nor grows.
+    left = [
+        info
+        for info in infos
+        if info.status == "committed" and info.abandoned and info.run_id == run_id
+    ]
+    keep = (
+        policy.keep(mine)
+        | {saved}
+        | {info.name for info in mine[-1:]}
+        | (policy.keep(left) if left else set())
+    )
     return [info for info in [*mine, *left] if info.name not in keep and not info.pinned]
 
 
@@ -184,12 +205,19 @@ def delete_all(
         try:
             delete_checkpoint(storage, info.name)
             deleted(info)
-        except (StorageError, CheckpointCorrupt, InvalidState) as error:  # pinned meanwhile, or refused
+        except (
+            StorageError,
+            CheckpointCorrupt,
+            InvalidState,
+        ) as error:  # pinned meanwhile, or refused
             tell(f"{info.url} could not be deleted: {error}")
 
 
 def best_rule(
-    policy: RetentionPolicy | None, metric: str | None, mode: str | None, infos: Sequence[CheckpointInfo] = ()
+    policy: RetentionPolicy | None,
+    metric: str | None,
+    mode: str | None,
+    infos: Sequence[CheckpointInfo] = (),
 ) -> KeepBest:
     """What "best" means: the metric that is asked for, else that of the first KeepBest in `policy`.
 
@@ -203,20 +231,28 @@ def best_rule(
     if metric is None and not rules:
         there = ", ".join(sorted({name for info in infos for name in info.metrics})) or "none"
         raise InvalidState(
-            "which checkpoint is best? Give keep=... | KeepBest(metric, mode), or best(metric, mode); "
+            "which checkpoint is best? Give keep=... | KeepBest(metric, mode), or best(metric, "
+            "mode); "
             f"metrics in the checkpoints: {there}"
         )
     known = next((rule for rule in rules if metric in (None, rule.metric)), None)
+
     return KeepBest(metric or rules[0].metric, mode or (known.mode if known else "min"))  # type: ignore[arg-type]
 
 
 def unknown_metric(policy: RetentionPolicy | None, infos: Sequence[CheckpointInfo]) -> str | None:
-    """What to warn of where a KeepBest goes by a metric that none of these checkpoints has, and they have others."""
+    """What to warn of where a KeepBest goes by a metric that none of these checkpoints has, and
+    they have others."""
     there = sorted({name for info in infos for name in info.metrics})
-    missing = [rule.metric for rule in (_best_rules(policy) if policy else ()) if rule.metric not in there]
+    missing = [
+        rule.metric for rule in (_best_rules(policy) if policy else ()) if rule.metric not in there
+    ]
     if not (there and missing):
         return None
-    return f"KeepBest goes by {missing[0]!r}, which no checkpoint has, so it keeps none; they have: {', '.join(there)}"
+    return (
+        f"KeepBest goes by {missing[0]!r}, which no checkpoint has, so it keeps none; they have: "
+        f"{', '.join(there)}"
+    )
 
 
 def _best_rules(policy: RetentionPolicy) -> Iterator[KeepBest]:
@@ -238,4 +274,6 @@ def _created(info: CheckpointInfo) -> datetime:
 def check_policy(name: str, value: Any) -> None:
     """Raises InvalidState for what is no policy, nor None."""
     if value is not None and not isinstance(value, RetentionPolicy):
-        raise InvalidState(f"{name} must be a RetentionPolicy such as KeepLast(3), not {shown(value)}")
+        raise InvalidState(
+            f"{name} must be a RetentionPolicy such as KeepLast(3), not {shown(value)}"
+        )

@@ -1,11 +1,13 @@
-"""The checkpoints of one root: which exist, which is newest, how one is withdrawn, what leftovers may be swept.
+"""The checkpoints of one root: which exist, which is newest, how one is withdrawn, what leftovers
+may be swept.
 
-A checkpoint exists if and only if its manifest is there and verifies; names, times and listing order decide nothing.
-Folder names only say where to look:
+A checkpoint exists if and only if its manifest is there and verifies; names, times and listing
+order decide nothing. Folder names only say where to look:
 
 checkpoint-500                      a checkpoint (or, without a manifest, what became of one)
 checkpoint-500.partial-<attempt>    an attempt that was not published
-checkpoint-500.replaced-<attempt>   the one that an overwrite put aside; it counts while checkpoint-500 does not
+checkpoint-500.replaced-<attempt>   the one that an overwrite put aside; it counts while
+checkpoint-500 does not
 """
 
 from __future__ import annotations
@@ -30,9 +32,19 @@ from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from .storage.base import Entry, Storage, open_storage
 
 __all__ = [
-    "CheckpointInfo", "checkpoint_name", "checkpoints_in", "committed", "delete_checkpoint", "is_ours", "newest_run",
-    "read_manifest", "scan", "scan_root", "still_there", "sweep",
-]  # fmt: skip
+    "CheckpointInfo",
+    "checkpoint_name",
+    "checkpoints_in",
+    "committed",
+    "delete_checkpoint",
+    "is_ours",
+    "newest_run",
+    "read_manifest",
+    "scan",
+    "scan_root",
+    "still_there",
+    "sweep",
+]
 
 WITHDRAWN_NAME = "checkpoint_manifest.withdrawn.json"
 # In a checkpoint's folder, so that a copy of it is pinned too.
@@ -42,8 +54,11 @@ LOOKS = 300
 DELETING = "a deletion that was not finished"
 NOT_OURS = "not like a checkpoint of ckptcore"
 UNCOMMITTED = f"no {MANIFEST_NAME}: it was never committed, or damaged"
-LEFTOVER_OF_OTHERS = "no checkpoint: it was deleted or never there, and somebody else's files are in its folder"
-# Where folders cannot be renamed, an attempt is built in its final place; this object says whose it is until it is one.
+LEFTOVER_OF_OTHERS = (
+    "no checkpoint: it was deleted or never there, and somebody else's files are in its folder"
+)
+# Where folders cannot be renamed, an attempt is built in its final place; this object says whose it
+# is until it is one.
 _MARKER = re.compile(r"attempt\.([A-Za-z0-9_.-]+)\.partial")
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
 _OURS = re.compile(
@@ -58,7 +73,10 @@ _FOREIGN = tuple(
     (what, re.compile(pattern))
     for what, pattern in (
         ("a folder of torch.distributed.checkpoint", r"\.metadata|.*\.distcp"),
-        ("a Hugging Face folder", r"(adapter_|pytorch_|diffusion_pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)"),
+        (
+            "a Hugging Face folder",
+            r"(adapter_|pytorch_|diffusion_pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)",
+        ),
         ("a folder of torch.save", r".*\.(pt|pth|bin|ckpt)"),
     )
 )
@@ -69,9 +87,10 @@ Ranges = Sequence[Sequence[int]]  # [first, last] commit sequences
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckpointInfo:
-    """One entry of a root; as text it is one line. `status` is "committed", "uncommitted" (no manifest), "damaged" (it does not verify, or a
-    listed file is missing or of another size), "unsupported" (of a newer format), "unreadable" (the storage refuses),
-    "partial" (an attempt, overwrite or deletion not finished) or "elsewhere" (see ranks/nodes.py)."""
+    """One entry of a root; as text it is one line. `status` is "committed", "uncommitted" (no
+    manifest), "damaged" (it does not verify, or a listed file is missing or of another size),
+    "unsupported" (of a newer format), "unreadable" (the storage refuses), "partial" (an attempt,
+    overwrite or deletion not finished) or "elsewhere" (see ranks/nodes.py)."""
 
     name: str
     url: str
@@ -82,14 +101,17 @@ class CheckpointInfo:
     marked: bool = False  # the commit went through, and the mark of the attempt is still there
     # Somebody asked for it to stay, whatever its status; retention and `delete` leave it alone.
     pinned: bool = False
-    # The run went back behind it and saved again: never the newest or the best. See `mark_abandoned`.
+    # The run went back behind it and saved again: never the newest or the best. See
+    # `mark_abandoned`.
     abandoned: bool = False
 
     def __str__(self) -> str:
         facts = [self.status, f"step {self.step}"]
         if self.manifest is not None:
             count = len(self.manifest.components)
-            facts.append(f"{count} component{'s' if count != 1 else ''}, {self.manifest.size_bytes:,} bytes")
+            facts.append(
+                f"{count} component{'s' if count != 1 else ''}, {self.manifest.size_bytes:,} bytes"
+            )
         facts += ["pinned"] if self.pinned else []
         facts += ["abandoned"] if self.abandoned else []
         facts += [self.reason] if self.reason and self.status != "committed" else []
@@ -143,24 +165,34 @@ def join(folder: str, name: str) -> str:
 def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
     """The verified manifest of a checkpoint folder; "" is the storage's root.
 
-    Raises CheckpointNotFound where there is none, CheckpointCorrupt, UnsupportedVersion, StorageError.
+    Raises CheckpointNotFound where there is none, CheckpointCorrupt, UnsupportedVersion,
+    StorageError.
     """
     try:
         data = storage.read(join(folder, MANIFEST_NAME), SIZE_LIMIT)
     except StorageError as error:
         if error.errno in (errno.EISDIR, errno.EINVAL):
-            raise CheckpointCorrupt(str(error), path=storage.at(folder), file=MANIFEST_NAME, kind="format") from None
+            raise CheckpointCorrupt(
+                str(error), path=storage.at(folder), file=MANIFEST_NAME, kind="format"
+            ) from None
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         where = storage.at(folder)
-        raise CheckpointNotFound(f"{where}: no checkpoint here (no {MANIFEST_NAME})", path=where) from None
+        raise CheckpointNotFound(
+            f"{where}: no checkpoint here (no {MANIFEST_NAME})", path=where
+        ) from None
     return CheckpointManifest.decode(data, storage.at(folder))
 
 
 def checkpoints_in(storage: Storage, folder: str, most: int = 5) -> list[str]:
-    """What looks like checkpoints in a folder that is none itself, the newest few of them, for a message."""
+    """What looks like checkpoints in a folder that is none itself, the newest few of them, for a
+    message."""
     try:
-        found = [match for e in entries_in(storage, folder) if e.is_folder and (match := _FOLDER.fullmatch(e.name))]
+        found = [
+            match
+            for e in entries_in(storage, folder)
+            if e.is_folder and (match := _FOLDER.fullmatch(e.name))
+        ]
     except StorageError:
         return []
     whole = sorted((int(match[1]), match[0]) for match in found if match[2] is None)
@@ -168,34 +200,56 @@ def checkpoints_in(storage: Storage, folder: str, most: int = 5) -> list[str]:
 
 
 def check_files(
-    storage: Storage, folder: str, manifest: CheckpointManifest, listed: Sequence[Entry] | None = None
+    storage: Storage,
+    folder: str,
+    manifest: CheckpointManifest,
+    listed: Sequence[Entry] | None = None,
 ) -> set[str]:
-    """The names in the folder, if all is there as it was `listed` a moment ago. Raises CheckpointCorrupt, naming the
-    first file that is missing or has another size than the manifest says."""
+    """The names in the folder, if all is there as it was `listed` a moment ago. Raises
+    CheckpointCorrupt, naming the first file that is missing or has another size than the manifest
+    says."""
     sizes = {entry.name: entry.size for entry in listed or ()}
-    if listed is None or any(sizes.get(name) != record.size for name, record in manifest.files.items()):
+    if listed is None or any(
+        sizes.get(name) != record.size for name, record in manifest.files.items()
+    ):
         sizes = {entry.name: entry.size for entry in storage.list(folder)}
     for name, record in manifest.files.items():
         if sizes.get(name) is None:
             what = "is not a file" if name in sizes else "is missing"
             raise CheckpointCorrupt(
-                f"{storage.at(join(folder, name))} {what}", path=storage.at(folder), file=name,
-                kind="missing", expected=record.size)  # fmt: skip
+                f"{storage.at(join(folder, name))} {what}",
+                path=storage.at(folder),
+                file=name,
+                kind="missing",
+                expected=record.size,
+            )
         if sizes[name] != record.size:
             raise CheckpointCorrupt(
-                f"{storage.at(join(folder, name))} has {sizes[name]} bytes, the manifest says {record.size}",
-                path=storage.at(folder), file=name, kind="size", expected=record.size, actual=sizes[name])  # fmt: skip
+                f"{storage.at(join(folder, name))} has {sizes[name]} bytes, the manifest says "
+                f"{record.size}",
+                path=storage.at(folder),
+                file=name,
+                kind="size",
+                expected=record.size,
+                actual=sizes[name],
+            )
     return set(sizes)
 
 
-def scan(storage: Storage, *, sure: bool = False, known: Iterable[CheckpointInfo] = ()) -> list[CheckpointInfo]:
-    """Every checkpoint-like entry, ordered by (step, commit sequence). A root that does not exist has none.
+def scan(
+    storage: Storage, *, sure: bool = False, known: Iterable[CheckpointInfo] = ()
+) -> list[CheckpointInfo]:
+    """Every checkpoint-like entry, ordered by (step, commit sequence). A root that does not exist
+    has none.
 
-    Somebody else may save and delete meanwhile, and a listing may take its time: an entry that is gone, or on its way out,
-    when it is looked at proves that the listing is out of date, so the root is listed again until nothing new is in it.
-    sure: list it a second time where none is committed, for callers that conclude something from that.
-    known: committed checkpoints that are taken as they are where their names are still there, without reading them again.
-    Raises StorageError, also where the root changes faster than it can be looked at.
+    Somebody else may save and delete meanwhile, and a listing may take its time: an entry that is
+    gone, or on its way out, when it is looked at proves that the listing is out of date, so the
+    root is listed again until nothing new is in it.
+    sure: list it a second time where none is committed, for callers that conclude something from
+    that.
+    known: committed checkpoints that are taken as they are where their names are still there,
+    without reading them again. Raises StorageError, also where the root changes faster than it can
+    be looked at.
     """
     found = {info.name: info for info in known if info.status == "committed"}
     before: set[str] = set()
@@ -218,9 +272,14 @@ def scan(storage: Storage, *, sure: bool = False, known: Iterable[CheckpointInfo
         if settled:
             return _in_order(found)
         before, lost_before = set(listed), lost
-    newest = max((info.order for info in found.values() if info.status == "committed"), default=None)
+    newest = max(
+        (info.order for info in found.values() if info.status == "committed"), default=None
+    )
     if newest is None or any(_step_of(name) >= newest[0] for name in lost_before):
-        what = f"{storage.url} changes faster than it can be looked at: after {LOOKS} looks its newest checkpoint is not known"
+        what = (
+            f"{storage.url} changes faster than it can be looked at: after {LOOKS} looks its "
+            "newest checkpoint is not known"
+        )
         raise StorageError(what, path=storage.url, errno=errno.EAGAIN)
     return _in_order(found)
 
@@ -251,7 +310,12 @@ def _in_order(found: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
         base = info.name.partition(".replaced-")[0]
         if base != info.name and base in whole:
             info = CheckpointInfo(
-                info.name, info.url, "partial", info.step, "left over from an overwrite", info.manifest
+                info.name,
+                info.url,
+                "partial",
+                info.step,
+                "left over from an overwrite",
+                info.manifest,
             )
         result.append(info)
     return mark_abandoned(sorted(result, key=lambda info: (*info.order, info.name)))
@@ -263,9 +327,12 @@ def with_commit(infos: Iterable[CheckpointInfo], saved: CheckpointInfo) -> list[
 
 
 def mark_abandoned(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The same with `abandoned` set: what the run had gone back behind, by the last commit of it."""
+    """The same with `abandoned` set: what the run had gone back behind, by the last commit of
+    it."""
     infos = list(infos)
-    last = {run: left_by_last(infos, run) for run in {info.run_id for info in infos if info.manifest}}
+    last = {
+        run: left_by_last(infos, run) for run in {info.run_id for info in infos if info.manifest}
+    }
     result = []
     for info in infos:
         left = info.manifest is not None and within(info.manifest.sequence, last[info.run_id])
@@ -275,7 +342,11 @@ def mark_abandoned(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 def left_by_last(infos: Iterable[CheckpointInfo], run_id: str | None) -> Ranges:
     """The commit sequences that a run had abandoned when it committed last."""
-    counted = [i for i in infos if i.manifest and i.run_id == run_id and i.status in ("committed", "damaged")]
+    counted = [
+        i
+        for i in infos
+        if i.manifest and i.run_id == run_id and i.status in ("committed", "damaged")
+    ]
     last = max(counted, key=lambda info: info.sequence or 0, default=None)
     return last.manifest.abandoned if last and last.manifest else []
 
@@ -285,8 +356,8 @@ def within(sequence: int, ranges: Ranges) -> bool:
 
 
 def left_by_going_back(origin: int, before: Ranges, last: int) -> list[list[int]]:
-    """What a run has abandoned that goes on from the commit `origin`, which itself had abandoned `before`, when there
-    are commits up to `last`. Others that are made later are of another job."""
+    """What a run has abandoned that goes on from the commit `origin`, which itself had abandoned
+    `before`, when there are commits up to `last`. Others that are made later are of another job."""
     ranges = [[first, min(end, origin)] for first, end in before if first <= origin]
     return merged([*ranges, [origin + 1, last]] if last > origin else ranges)
 
@@ -303,7 +374,8 @@ def merged(ranges: Ranges) -> list[list[int]]:
 
 
 def still_there(storage: Storage, folder: str, manifest: CheckpointManifest | None) -> bool:
-    """Whether `folder` still holds the commit of `manifest`: neither deleted nor replaced since that was read."""
+    """Whether `folder` still holds the commit of `manifest`: neither deleted nor replaced since
+    that was read."""
     try:
         return manifest is not None and read_manifest(storage, folder).digest == manifest.digest
     except CheckpointNotFound:
@@ -312,7 +384,9 @@ def still_there(storage: Storage, folder: str, manifest: CheckpointManifest | No
         return True  # what is wrong with it is another matter
 
 
-def _look(storage: Storage, name: str, listed: Sequence[Entry] | None = None) -> CheckpointInfo | None:
+def _look(
+    storage: Storage, name: str, listed: Sequence[Entry] | None = None
+) -> CheckpointInfo | None:
     """What an entry of a root is; None when it is gone, or another one by now."""
     match = _FOLDER.fullmatch(name)
     assert match is not None
@@ -330,7 +404,9 @@ def _look(storage: Storage, name: str, listed: Sequence[Entry] | None = None) ->
             return None  # its files went after its manifest: a deletion, no damage
         return _unusable(storage, name, manifest, step, error)
     marked = any(_MARKER.fullmatch(found) for found in names)
-    return CheckpointInfo(name, url, "committed", manifest.step, None, manifest, marked, PIN_NAME in names)
+    return CheckpointInfo(
+        name, url, "committed", manifest.step, None, manifest, marked, PIN_NAME in names
+    )
 
 
 def _is_readable(storage: Storage, path: str) -> bool:
@@ -367,14 +443,21 @@ def _what_it_holds(names: set[str]) -> tuple[str, str]:
         return "uncommitted", UNCOMMITTED
     for what, pattern in _FOREIGN:
         if found := sorted(name for name in names if pattern.fullmatch(name)):
-            return "uncommitted", f"no {MANIFEST_NAME}, but {found[0]}: it looks like {what}, {NOT_OURS}"
+            return (
+                "uncommitted",
+                f"no {MANIFEST_NAME}, but {found[0]}: it looks like {what}, {NOT_OURS}",
+            )
     if len(others) == len(names):
         return "partial", f"{LEFTOVER_OF_OTHERS} ({others[0]})"
     return "uncommitted", UNCOMMITTED
 
 
 def _unusable(
-    storage: Storage, name: str, manifest: CheckpointManifest | None, step: int, error: CheckpointError
+    storage: Storage,
+    name: str,
+    manifest: CheckpointManifest | None,
+    step: int,
+    error: CheckpointError,
 ) -> CheckpointInfo:
     url = storage.at(name)
     try:
@@ -387,14 +470,21 @@ def _unusable(
     status = "damaged"
     if isinstance(error, UnsupportedVersion):
         status = "unsupported"
-    elif isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.EISDIR, errno.EINVAL):
+    elif isinstance(error, StorageError) and error.errno not in (
+        errno.EIO,
+        errno.EISDIR,
+        errno.EINVAL,
+    ):
         status = "unreadable"
     step = manifest.step if manifest else step
     return CheckpointInfo(name, url, status, step, str(error), manifest, pinned=pinned)
 
 
-def scan_root(url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> list[CheckpointInfo]:
-    """`scan` of the root at `url`. Raises CheckpointNotFound when there is no such folder, StorageError."""
+def scan_root(
+    url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None
+) -> list[CheckpointInfo]:
+    """`scan` of the root at `url`. Raises CheckpointNotFound when there is no such folder,
+    StorageError."""
     storage = open_storage(url, storage_options)
     try:
         storage.list()
@@ -406,14 +496,22 @@ def scan_root(url: str | os.PathLike[str], storage_options: dict[str, Any] | Non
 
 
 def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
-    """The run that committed last in this root, by commit sequence; also when what it committed is damaged now."""
-    last = max((i for i in infos if i.manifest), key=lambda i: (i.sequence or 0, *i.order), default=None)
+    """The run that committed last in this root, by commit sequence; also when what it committed is
+    damaged now."""
+    last = max(
+        (i for i in infos if i.manifest), key=lambda i: (i.sequence or 0, *i.order), default=None
+    )
     return last.run_id if last else None
 
 
 def committed(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[CheckpointInfo]:
-    """The committed checkpoints of one run that it has not abandoned, oldest first; of all runs with None."""
-    return [i for i in infos if i.status == "committed" and not i.abandoned and run_id in (None, i.run_id)]
+    """The committed checkpoints of one run that it has not abandoned, oldest first; of all runs
+    with None."""
+    return [
+        i
+        for i in infos
+        if i.status == "committed" and not i.abandoned and run_id in (None, i.run_id)
+    ]
 
 
 def mark_name(attempt: str) -> str:
@@ -421,7 +519,8 @@ def mark_name(attempt: str) -> str:
 
 
 def attempts_among(entries: Iterable[Entry]) -> list[str]:
-    """Whose attempts are in a folder, by their marks. A folder with the name of a mark is none of ours."""
+    """Whose attempts are in a folder, by their marks. A folder with the name of a mark is none of
+    ours."""
     marks = [_MARKER.fullmatch(entry.name) for entry in entries if not entry.is_folder]
     return [mark.group(1) for mark in marks if mark]
 
@@ -437,14 +536,16 @@ def entries_in(storage: Storage, folder: str) -> list[Entry]:
 
 
 def mark_attempt(storage: Storage, folder: str, attempt: str) -> None:
-    """Say in `folder`, which it makes, that what is there is an attempt, until the marks are removed."""
+    """Say in `folder`, which it makes, that what is there is an attempt, until the marks are
+    removed."""
     try:
         storage.make_folder(folder)
         storage.write(join(folder, mark_name(attempt)), b"")
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
-        # While it was empty it looked like what an interrupted deletion leaves, and another job has swept it.
+        # While it was empty it looked like what an interrupted deletion leaves, and another job has
+        # swept it.
         storage.make_folder(folder)
         storage.write(join(folder, mark_name(attempt)), b"")
 
@@ -455,7 +556,8 @@ def unmark_attempts(storage: Storage, folder: str) -> None:
 
 
 def pin_checkpoint(storage: Storage, folder: str) -> None:
-    """Mark a checkpoint as one that stays. Raises CheckpointNotFound when it was deleted meanwhile, StorageError."""
+    """Mark a checkpoint as one that stays. Raises CheckpointNotFound when it was deleted meanwhile,
+    StorageError."""
     made = True
     try:
         storage.write(join(folder, PIN_NAME), b"")
@@ -479,10 +581,12 @@ def unpin_checkpoint(storage: Storage, folder: str) -> None:
 
 
 def delete_checkpoint(storage: Storage, folder: str) -> None:
-    """Withdraw the manifest, then remove the files that it names, then the folder if nothing foreign is in it.
+    """Withdraw the manifest, then remove the files that it names, then the folder if nothing
+    foreign is in it.
 
-    Killed anywhere, it leaves the checkpoint whole or a folder that `sweep` finishes. Raises InvalidState when it is
-    pinned by now, StorageError, CheckpointCorrupt when the manifest cannot say which files are the checkpoint's.
+    Killed anywhere, it leaves the checkpoint whole or a folder that `sweep` finishes. Raises
+    InvalidState when it is pinned by now, StorageError, CheckpointCorrupt when the manifest cannot
+    say which files are the checkpoint's.
     """
     if any(entry.name == PIN_NAME for entry in entries_in(storage, folder)):
         raise InvalidState(f"{storage.at(folder)} is pinned; unpin it before it is deleted")
@@ -500,18 +604,28 @@ def _withdraw(storage: Storage, folder: str) -> None:
 
 
 def _finish_deletion(storage: Storage, folder: str) -> None:
-    """The rest of a deletion. Touches no manifest that counts, whatever another job has put there meanwhile."""
+    """The rest of a deletion. Touches no manifest that counts, whatever another job has put there
+    meanwhile."""
     storage.remove(join(folder, PIN_NAME))
     try:
-        manifest = CheckpointManifest.decode(storage.read(join(folder, WITHDRAWN_NAME), SIZE_LIMIT), storage.at(folder))
+        manifest = CheckpointManifest.decode(
+            storage.read(join(folder, WITHDRAWN_NAME), SIZE_LIMIT), storage.at(folder)
+        )
     except StorageError as error:
-        if error.errno in (errno.EISDIR, errno.EINVAL):  # no file, so no manifest: what is ours goes by its name
-            raise CheckpointCorrupt(str(error), path=storage.at(folder), file=WITHDRAWN_NAME, kind="format") from None
+        if error.errno in (
+            errno.EISDIR,
+            errno.EINVAL,
+        ):  # no file, so no manifest: what is ours goes by its name
+            raise CheckpointCorrupt(
+                str(error), path=storage.at(folder), file=WITHDRAWN_NAME, kind="format"
+            ) from None
         if error.errno != errno.ENOENT:
             raise
     else:
         # That one says what is left to do, and goes last.
-        storage.remove_all([join(folder, name) for name in manifest.files.keys() - {WITHDRAWN_NAME}])
+        storage.remove_all(
+            [join(folder, name) for name in manifest.files.keys() - {WITHDRAWN_NAME}]
+        )
         if not storage.atomic_rename:
             unmark_attempts(storage, folder)
         try:  # before what says which files are to go is gone: nobody would finish the deletion
@@ -524,7 +638,8 @@ def _finish_deletion(storage: Storage, folder: str) -> None:
 
 
 def remove_checkpoint_folder(storage: Storage, folder: str) -> None:
-    """Remove a folder that no longer counts: by its manifest where that verifies, then what is left and named like ours."""
+    """Remove a folder that no longer counts: by its manifest where that verifies, then what is left
+    and named like ours."""
     try:
         _withdraw(storage, folder)
         _finish_deletion(storage, folder)
@@ -534,15 +649,23 @@ def remove_checkpoint_folder(storage: Storage, folder: str) -> None:
 
 
 def remove_attempt(storage: Storage, folder: str, *, keep_marks: bool = False) -> None:
-    """Remove an attempt that was never published: our files in it, the manifest first and marks last, then the folder.
+    """Remove an attempt that was never published: our files in it, the manifest first and marks
+    last, then the folder.
 
-    keep_marks: ranks may go on writing there for a while; by the mark a later `sweep` knows whose their files are.
+    keep_marks: ranks may go on writing there for a while; by the mark a later `sweep` knows whose
+    their files are.
     """
-    names = [entry.name for entry in entries_in(storage, folder) if not entry.is_folder and is_ours(entry.name)]
+    names = [
+        entry.name
+        for entry in entries_in(storage, folder)
+        if not entry.is_folder and is_ours(entry.name)
+    ]
     marks = [name for name in names if _MARKER.fullmatch(name)]
     if MANIFEST_NAME in names:
         storage.remove(join(folder, MANIFEST_NAME))
-    storage.remove_all([join(folder, name) for name in sorted({*names}.difference(marks, [MANIFEST_NAME]))])
+    storage.remove_all(
+        [join(folder, name) for name in sorted({*names}.difference(marks, [MANIFEST_NAME]))]
+    )
     # Without the mark, what is still there would count as a checkpoint that lost its manifest.
     storage.remove_all([] if keep_marks else [join(folder, name) for name in marks])
     remove_if_empty(storage, folder)
@@ -556,15 +679,20 @@ def remove_if_empty(storage: Storage, folder: str) -> None:
             raise
 
 
-def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: Callable[[str], None]) -> list[str]:
-    """Finish deletions and overwrites that were interrupted, and remove attempts that are provably abandoned.
+def sweep(
+    storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: Callable[[str], None]
+) -> list[str]:
+    """Finish deletions and overwrites that were interrupted, and remove attempts that are provably
+    abandoned.
 
     Returns the names removed. What cannot be removed is told, and no error.
     """
     swept = []
     for info in infos:
         match = _FOLDER.fullmatch(info.name)
-        if match is None or (info.status != "partial" and match.group(2) != "replaced" and not info.marked):
+        if match is None or (
+            info.status != "partial" and match.group(2) != "replaced" and not info.marked
+        ):
             continue
         kind, attempt = match.group(2), match.group(3)
         if (info.reason or "").startswith(LEFTOVER_OF_OTHERS):
@@ -574,7 +702,8 @@ def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: 
                 unmark_attempts(storage, info.name)
                 continue
             if info.status == "committed":
-                # An overwrite died between its two renames: what it put aside takes its place again.
+                # An overwrite died between its two renames: what it put aside takes its place
+                # again.
                 if Attempt.parse(attempt).is_abandoned(run_id):
                     storage.rename(info.name, info.name.partition(".replaced-")[0])
                     storage.sync_folder("")
@@ -585,13 +714,16 @@ def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: 
                 attempts = [attempt] if kind else attempts_among(entries_in(storage, info.name))
                 if not all(Attempt.parse(attempt).is_abandoned(run_id) for attempt in attempts):
                     continue
-                # Looked at after the marks: what another job has committed since the scan is no leftover.
+                # Looked at after the marks: what another job has committed since the scan is no
+                # leftover.
                 there = _look(storage, info.name)
                 if there is None or there.status != "partial":
                     continue
                 try:
                     (remove_attempt if attempts else _finish_deletion)(storage, info.name)
-                except CheckpointCorrupt:  # of the withdrawn manifest: what is left goes by its name
+                except (
+                    CheckpointCorrupt
+                ):  # of the withdrawn manifest: what is left goes by its name
                     remove_attempt(storage, info.name)
             swept.append(info.name)
         except (StorageError, CheckpointCorrupt) as error:

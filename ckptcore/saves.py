@@ -30,10 +30,11 @@ T = TypeVar("T")
 
 
 class Saves:
-    """Keeps what outlives a save: threads, the pool of host memory, a conversation of the ranks for the background.
+    """Keeps what outlives a save: threads, the pool of host memory, a conversation of the ranks for
+    the background.
 
-    after: what the run does after each commit, on the thread that committed, given what to tell warnings to. uploads: to
-    other roots, whose failures are told like those of saves.
+    after: what the run does after each commit, on the thread that committed, given what to tell
+    warnings to. uploads: to other roots, whose failures are told like those of saves.
     """
 
     def __init__(
@@ -47,16 +48,23 @@ class Saves:
         after: Callable[[Saving, CheckpointInfo], None],
         uploads: Uploads,
     ) -> None:
-        self.comm, self.on_error, self.drain_timeout, self.on_event = comm, on_error, drain_timeout, on_event
+        self.comm, self.on_error, self.drain_timeout, self.on_event = (
+            comm,
+            on_error,
+            drain_timeout,
+            on_event,
+        )
         self.after, self.uploads = after, uploads
         self.workers = Workers(io_threads)
-        # Half as many: where training keeps every core busy, a core that is taken from it holds up the others too.
+        # Half as many: where training keeps every core busy, a core that is taken from it holds up
+        # the others too.
         self._modest = Workers(max(1, io_threads // 2), "ckptcore-background", modest=True)
         self.failed_steps: list[int] = []
         self._pool = HostPool(staging)
         self._background = Background()
         self._branch: Communicator | None = None
-        # Rank 0 says it. Ranks count no branches: one that was interrupted in an earlier call may have made fewer.
+        # Rank 0 says it. Ranks count no branches: one that was interrupted in an earlier call may
+        # have made fewer.
         self.branch_name = ""
         self._pending: SaveHandle | None = None
         self._pid = os.getpid()
@@ -75,37 +83,47 @@ class Saves:
     def check_process(self) -> None:
         """Raises InvalidState in a forked child: it has none of the threads."""
         if self._pid != os.getpid():
-            raise InvalidState("this CheckpointManager was made in the parent process; make one here, or save there")
+            raise InvalidState(
+                "this CheckpointManager was made in the parent process; make one here, or save "
+                "there"
+            )
 
     def check_caller(self) -> None:
-        """Raises InvalidState for a call that the save in the background makes itself, and in a forked child.
+        """Raises InvalidState for a call that the save in the background makes itself, and in a
+        forked child.
 
-        On several ranks every call waits for its turn, and whoever has it may be waiting for that save.
+        On several ranks every call waits for its turn, and whoever has it may be waiting for that
+        save.
         """
         self.check_process()
         if self.comm.world_size > 1 and self._pending is not None:
             self._pending.wait(0.0)
 
     def settle(self) -> None:
-        """Wait for the save in the background; its failure is for `raise_failure`. Raises InvalidState in a fork."""
+        """Wait for the save in the background; its failure is for `raise_failure`. Raises
+        InvalidState in a fork."""
         self.check_process()
         if self._pending is not None:
             with self.comm.keep_alive() if self.busy else nullcontext():
                 self._pending.wait(None)
 
     def raise_failure(self) -> None:
-        """Raise, or warn of, the failure of a save in the background or an upload that nobody was told of."""
+        """Raise, or warn of, the failure of a save in the background or an upload that nobody was
+        told of."""
         pending = self._pending
         if pending is not None and pending.done():
             pending.collect()
         self.uploads.raise_failure()
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether no save is being written or uploaded any more, after at most `timeout` seconds. Raises AsyncSaveError."""
+        """Whether no save is being written or uploaded any more, after at most `timeout` seconds.
+        Raises AsyncSaveError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if self._pending is not None and not self._pending.wait(timeout):
             return False
-        if not self.uploads.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+        if not self.uploads.wait(
+            None if deadline is None else max(0.0, deadline - time.monotonic())
+        ):
             return False
         self.raise_failure()
         return True
@@ -118,7 +136,9 @@ class Saves:
             info = saving.finish(self.comm)
         except BaseException as error:
             self._ended(saving, started, None, error)
-            with suppress(CheckpointWarning):  # as an error it must not take the place of the one that counts
+            with suppress(
+                CheckpointWarning
+            ):  # as an error it must not take the place of the one that counts
                 warn_all(saving.told)
             raise
         self._ended(saving, started, info, None)
@@ -133,11 +153,13 @@ class Saves:
 
     @contextmanager
     def _mine(self) -> Iterator[None]:
-        """The pool, when no save is using it: another thread may have begun one since the caller has waited."""
+        """The pool, when no save is using it: another thread may have begun one since the caller
+        has waited."""
         with self._turn:
             if self._staging:
                 raise InvalidState(
-                    "save_async was called in the middle of save_async, by a signal handler or a state_dict(); use save there"
+                    "save_async was called in the middle of save_async, by a signal handler or a "
+                    "state_dict(); use save there"
                 )
             self._staging = True
             try:
@@ -158,12 +180,16 @@ class Saves:
             except BaseException as error:
                 handle.give_up()
                 if branch is not self.comm and getattr(error, "of_round", None) is None:
-                    branch.leave(self.comm.number, error)  # Ctrl-C, say: the others may have got beyond this
+                    branch.leave(
+                        self.comm.number, error
+                    )  # Ctrl-C, say: the others may have got beyond this
                 raise
             try:
                 self.emit("queued", saving, started)
                 saving.stage(self._pool)
-            except BaseException as error:  # Ctrl-C: the save fails on all ranks, and the caller is told by this
+            except (
+                BaseException
+            ) as error:  # Ctrl-C: the save fails on all ranks, and the caller is told by this
                 saving.failed = RankFailed(f"{type(error).__name__} while the state was copied")
                 handle.give_up()
                 raise
@@ -193,7 +219,10 @@ class Saves:
         try:
             if pending is not None and not pending.wait(self.drain_timeout):
                 pending.give_up()
-                what = f"the save of step {pending.step} has not ended after {self.drain_timeout:g} s and is given up"
+                what = (
+                    f"the save of step {pending.step} has not ended after {self.drain_timeout:g} "
+                    "s and is given up"
+                )
                 raise AsyncSaveError(what, step=pending.step)
             self.raise_failure()
         finally:
@@ -220,17 +249,24 @@ class Saves:
         seconds = 0.0 if started is None else time.perf_counter() - started.seconds
         retries = 0 if started is None else saving.storage.retries - started.retries
         step, name, timings = saving.request.step, saving.name, dict(saving.seconds)
-        self.tell(SaveEvent(kind, step, self.comm.rank, name, seconds, nbytes, timings, error, retries=retries))
+        self.tell(
+            SaveEvent(
+                kind, step, self.comm.rank, name, seconds, nbytes, timings, error, retries=retries
+            )
+        )
 
     def tell(self, event: SaveEvent) -> None:
         if self.on_event is not None:
             try:
                 self.on_event(event)
             except Exception as error:
-                log.warning("on_event failed with %r at %s of step %d", error, event.kind, event.step)
+                log.warning(
+                    "on_event failed with %r at %s of step %d", error, event.kind, event.step
+                )
 
     def _prepared(self) -> Communicator:
-        """Threads and connections, made before they are needed: at the end of a program none can be."""
+        """Threads and connections, made before they are needed: at the end of a program none can
+        be."""
         self.workers.start()
         self._modest.start()
         self._background.start()
@@ -256,7 +292,9 @@ class Saves:
                 self._numbered(branch, saving, lambda: self.after(saving, info))
         except BaseException as error:  # the outcome is what it is all the same
             outcome = "failed" if info is None else "is committed"
-            saving.told.append(f"{saving.name} {outcome}, and what comes after that went wrong: {error!r}")
+            saving.told.append(
+                f"{saving.name} {outcome}, and what comes after that went wrong: {error!r}"
+            )
         return info, failed
 
     def _rest(self, saving: Saving, started: _Start, branch: Communicator) -> CheckpointInfo:
@@ -267,12 +305,19 @@ class Saves:
         return saving.finish(branch)
 
     def _numbered(self, branch: Communicator, saving: Saving, work: Callable[[], T]) -> T:
-        """Rounds in the background have the number of the call that they belong to, whatever became of others."""
+        """Rounds in the background have the number of the call that they belong to, whatever became
+        of others."""
         if branch is self.comm:
             return work()
         return branch.exclusively(f"save of step {saving.request.step}", work, number=saving.number)
 
-    def _ended(self, saving: Saving, started: _Start, info: CheckpointInfo | None, error: BaseException | None) -> None:
+    def _ended(
+        self,
+        saving: Saving,
+        started: _Start,
+        info: CheckpointInfo | None,
+        error: BaseException | None,
+    ) -> None:
         nbytes = 0 if info is None else info.size_bytes or 0
         self.emit("failed" if info is None else "committed", saving, started, nbytes, error)
 
@@ -290,8 +335,8 @@ class _Start(NamedTuple):
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Many small objects are made and go again while state is captured: in a large program enough to start a collection
-    of everything, a tenth of a second or more in the middle of a step."""
+    """Many small objects are made and go again while state is captured: in a large program enough
+    to start a collection of everything, a tenth of a second or more in the middle of a step."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,5 @@
-"""The roots of a run as one: the manager's own, and the tiers that its checkpoints are uploaded to."""
+"""The roots of a run as one: the manager's own, and the tiers that its checkpoints are uploaded
+to."""
 
 from __future__ import annotations
 
@@ -40,25 +41,36 @@ def open_root(
     """The root of a run, with its tiers, and the uploads to them, which are rank 0's."""
     # Writing elsewhere is slow anyway: with half as many threads it takes less from the training.
     threads = max(1, threads // 2)
-    uploads = Uploads(storage, tiers if comm.rank == 0 else (), on_error, drain_timeout, threads, tell)
-    return (TieredRoot(comm, storage, tiers, uploads) if tiers else Root(comm, storage, mode)), uploads
+    uploads = Uploads(
+        storage, tiers if comm.rank == 0 else (), on_error, drain_timeout, threads, tell
+    )
+    return (
+        TieredRoot(comm, storage, tiers, uploads) if tiers else Root(comm, storage, mode)
+    ), uploads
 
 
 def checked_tiers(storage: Storage, tiers: Any, mode: str) -> tuple[Tier, ...]:
-    """The tiers of a root, none for None. Raises InvalidState for what is no tier, or no root of its own."""
+    """The tiers of a root, none for None. Raises InvalidState for what is no tier, or no root of
+    its own."""
     if not isinstance(tiers, Sequence | None) or isinstance(tiers, str | bytes):
         raise InvalidState(f"tiers must be a list of Tier(root), not {shown(tiers)}")
     found = tuple(tiers or ())
     if wrong := [tier for tier in found if not isinstance(tier, Tier)]:
         raise InvalidState(f"tiers are Tier(root), not {shown(wrong[0])}")
     if found and mode != "shared":
-        raise InvalidState("tiers need a root that all ranks share; with storage_mode='node' no rank sees all files")
+        raise InvalidState(
+            "tiers need a root that all ranks share; with storage_mode='node' no rank sees all "
+            "files"
+        )
     roots = [storage, *(tier.storage for tier in found)]
-    places = [os.path.realpath(s.url) if isinstance(s, LocalStorage) else s.url.rstrip("/") for s in roots]
+    places = [
+        os.path.realpath(s.url) if isinstance(s, LocalStorage) else s.url.rstrip("/") for s in roots
+    ]
     if len(set(places)) < len(places):
         twice = next(place for place in places if places.count(place) > 1)
         raise InvalidState(
-            f"{twice} is given twice: a tier is another root than the manager's own, and than other tiers"
+            f"{twice} is given twice: a tier is another root than the manager's own, and than "
+            "other tiers"
         )
     return found
 
@@ -77,7 +89,9 @@ class _Holding(RetentionPolicy):
 class TieredRoot(Root):
     """The manager's own root and its tiers as one. An entry of a tier has its URL for a name."""
 
-    def __init__(self, comm: Communicator, storage: Storage, tiers: Sequence[Tier], uploads: Uploads) -> None:
+    def __init__(
+        self, comm: Communicator, storage: Storage, tiers: Sequence[Tier], uploads: Uploads
+    ) -> None:
         super().__init__(comm, storage, "shared")
         self.tiers, self.uploads = [tier.storage for tier in tiers], uploads
         self._last: int | None = None
@@ -86,9 +100,14 @@ class TieredRoot(Root):
         uploads.on_release = lambda tell: self._again(tell)
 
     def scan(self) -> list[CheckpointInfo]:
-        """All entries of all roots. Of equal ones that of the own root is last, so that it is preferred."""
+        """All entries of all roots. Of equal ones that of the own root is last, so that it is
+        preferred."""
         found = [(info, 0) for info in super().scan()]
-        far = [(replace(info, name=info.url), n) for n, tier in enumerate(self.tiers, 1) for info in scan(tier)]
+        far = [
+            (replace(info, name=info.url), n)
+            for n, tier in enumerate(self.tiers, 1)
+            for info in scan(tier)
+        ]
         self._last = max((info.sequence or 0 for info, _ in far), default=0)
         found += far
         found.sort(key=lambda pair: (*pair[0].order, pair[0].status == "committed", -pair[1]))
@@ -113,9 +132,13 @@ class TieredRoot(Root):
         if self.comm.rank == 0 and self._last is None:
             try:
                 self.scan()
-            except StorageError as error:  # a save does not need a tier, and does not wait for it again
+            except (
+                StorageError
+            ) as error:  # a save does not need a tier, and does not wait for it again
                 self._last = 0
-                log.warning("which commits a tier of %s holds is not known: %s", self.storage.url, error)
+                log.warning(
+                    "which commits a tier of %s holds is not known: %s", self.storage.url, error
+                )
         return self._last or 0
 
     def _delete(self, info: CheckpointInfo) -> None:
@@ -140,7 +163,9 @@ class TieredRoot(Root):
             return
         self.uploads.committed(saved)
 
-        def clean(tell: Callable[[str], None], listed: Sequence[CheckpointInfo] | None = None) -> None:
+        def clean(
+            tell: Callable[[str], None], listed: Sequence[CheckpointInfo] | None = None
+        ) -> None:
             with self._cleaning:
                 holding = None if policy is None else _Holding(policy, self.uploads.held)
                 clean_up(self.storage, holding, run_id, saved, tell, deleted, listed)

@@ -1,11 +1,13 @@
 """Second roots: what is committed in the fast root is uploaded to durable ones in the background.
 
-    CheckpointManager("/nvme/run", keep=KeepLast(2), tiers=[Tier("s3://bucket/run", keep=KeepLast(5))])
+    CheckpointManager("/nvme/run", keep=KeepLast(2), tiers=[Tier("s3://bucket/run",
+    keep=KeepLast(5))])
 
-A save is committed in the manager's own root, which may go with the machine. After that rank 0 copies it to each tier
-(copying.py), in threads of low priority that training never waits for. What waits to be uploaded is held: retention does
-not delete it. A failed upload stays waiting and is tried again after the next commit; it is told like the failure of a
-save in the background. What the process leaves unfinished, the next one of the run finishes.
+A save is committed in the manager's own root, which may go with the machine. After that rank 0
+copies it to each tier (copying.py), in threads of low priority that training never waits for. What
+waits to be uploaded is held: retention does not delete it. A failed upload stays waiting and is
+tried again after the next commit; it is told like the failure of a save in the background. What the
+process leaves unfinished, the next one of the run finishes.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from .storage.urls import masked_url
 
 __all__ = ["Tier", "Uploads"]
 
-# Of no use to be tried again: what is to be uploaded is damaged or gone, or its place there is taken.
+# Of no use to be tried again: what is to be uploaded is damaged or gone, or its place there is
+# taken.
 _FINAL = (CheckpointCorrupt, CheckpointExists, CheckpointNotFound, UnsupportedVersion)
 
 
@@ -49,9 +52,10 @@ _FINAL = (CheckpointCorrupt, CheckpointExists, CheckpointNotFound, UnsupportedVe
 class Tier:
     """A durable root beside the one that a manager saves to.
 
-    root: a local path, an fsspec URL, or a Storage. every: every so many-th commit is uploaded, counted by the commit
-    sequence in the manifests, so that a restart does not change the rhythm. keep: which checkpoints stay there (default: all);
-    what it would not keep is not uploaded either, where uploads are slower than saves.
+    root: a local path, an fsspec URL, or a Storage. every: every so many-th commit is uploaded,
+    counted by the commit sequence in the manifests, so that a restart does not change the rhythm.
+    keep: which checkpoints stay there (default: all); what it would not keep is not uploaded
+    either, where uploads are slower than saves.
     """
 
     root: str | os.PathLike[str] | Storage
@@ -79,7 +83,9 @@ class Tier:
 class _UploadHandle(SaveHandle):
     """Uploads that began after one commit."""
 
-    def __init__(self, step: int, where: str, on_error: Literal["raise", "warn"], drain_timeout: float) -> None:
+    def __init__(
+        self, step: int, where: str, on_error: Literal["raise", "warn"], drain_timeout: float
+    ) -> None:
         self.where = where
         super().__init__(step, None, on_error, drain_timeout)
 
@@ -109,10 +115,19 @@ class Uploads:
         tell: Callable[[SaveEvent], None] = lambda _: None,
     ) -> None:
         self.drain_timeout = drain_timeout
-        # Told, from the uploading thread, that one is not held any more, and what to tell warnings to.
+        # Told, from the uploading thread, that one is not held any more, and what to tell warnings
+        # to.
         self.on_release: Callable[[Callable[[str], None]], None] = lambda _: None
         self._lanes = [
-            _Lane(source, tier, on_error, drain_timeout, threads, tell, lambda told: self.on_release(told))
+            _Lane(
+                source,
+                tier,
+                on_error,
+                drain_timeout,
+                threads,
+                tell,
+                lambda told: self.on_release(told),
+            )
             for tier in tiers
         ]
 
@@ -136,7 +151,8 @@ class Uploads:
                 lane.begin(run_id, step)
 
     def committed(self, info: CheckpointInfo) -> None:
-        """Begin to upload what was committed, and what waits from before. Raises nothing, waits for nothing."""
+        """Begin to upload what was committed, and what waits from before. Raises nothing, waits for
+        nothing."""
         for lane in self._lanes:
             lane.begin(info.run_id or "", info.step or 0, info)
 
@@ -148,7 +164,10 @@ class Uploads:
     def wait(self, timeout: float | None) -> bool:
         """Whether all have ended, after at most `timeout` seconds. Raises nothing."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        return all(h.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for h in self._handles())
+        return all(
+            h.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            for h in self._handles()
+        )
 
     def raise_failure(self) -> None:
         """Raise, or warn of, failures that nobody was told of."""
@@ -157,14 +176,18 @@ class Uploads:
                 ended.collect()
 
     def close(self, deadline: float) -> None:
-        """Wait until `deadline`, by the monotonic clock, then give up what is left. Raises AsyncSaveError."""
+        """Wait until `deadline`, by the monotonic clock, then give up what is left. Raises
+        AsyncSaveError."""
         try:
             self.wait(max(0.0, deadline - time.monotonic()))
             stuck = [handle for handle in self._handles() if not handle.done()]
             for handle in stuck:
                 handle.give_up()
             if stuck:
-                what = f"{stuck[0].what} has not ended after {self.drain_timeout:g} s and is given up; the next run finishes it"
+                what = (
+                    f"{stuck[0].what} has not ended after {self.drain_timeout:g} s and is given "
+                    "up; the next run finishes it"
+                )
                 raise AsyncSaveError(what, step=stuck[0].step)
             self.raise_failure()
         finally:
@@ -175,9 +198,9 @@ class Uploads:
 class _Lane:
     """The uploads to one tier, one after another.
 
-    The caller (at a restore, a delete, a next save), the thread that saves and the one that uploads all come by here: what
-    they change is behind a lock, which a signal handler may come to on the thread that has it, and nobody holds it while it
-    reads or writes files.
+    The caller (at a restore, a delete, a next save), the thread that saves and the one that uploads
+    all come by here: what they change is behind a lock, which a signal handler may come to on the
+    thread that has it, and nobody holds it while it reads or writes files.
     """
 
     def __init__(
@@ -207,12 +230,16 @@ class _Lane:
             try:
                 self._hold(committed(scan(self.source), run_id))
             except CheckpointError as error:
-                handle.told(f"what is still to be uploaded to {self.storage.url} is not known: {error}")
+                handle.told(
+                    f"what is still to be uploaded to {self.storage.url} is not known: {error}"
+                )
         with self._lock:
             if info is not None and self._due(info):
                 self._waiting[info.name] = info
             idle = not self._waiting
-            if not idle or handle.warns:  # one that has only something to say is kept until it was heard
+            if (
+                not idle or handle.warns
+            ):  # one that has only something to say is kept until it was heard
                 self._handles.append(handle)
         if idle:
             handle.end(None, None)
@@ -261,14 +288,18 @@ class _Lane:
     def _due(self, info: CheckpointInfo) -> bool:
         return (info.sequence or 0) % self.tier.every == 0
 
-    def _work(self, run_id: str, handle: _UploadHandle) -> tuple[CheckpointInfo | None, BaseException | None]:
+    def _work(
+        self, run_id: str, handle: _UploadHandle
+    ) -> tuple[CheckpointInfo | None, BaseException | None]:
         """Upload what is waiting; the last one, and the first failure. Raises nothing."""
         try:
             return self._upload_all(run_id, handle)
         except BaseException as error:  # a watcher that leaves the program
             return None, error
 
-    def _upload_all(self, run_id: str, handle: _UploadHandle) -> tuple[CheckpointInfo | None, BaseException | None]:
+    def _upload_all(
+        self, run_id: str, handle: _UploadHandle
+    ) -> tuple[CheckpointInfo | None, BaseException | None]:
         """The newest first. Commits go on meanwhile, in another thread."""
         last: CheckpointInfo | None = None
         failed: BaseException | None = None
@@ -305,7 +336,9 @@ class _Lane:
                 self.release(handle.told)
         return last, failed
 
-    def _wanted(self, info: CheckpointInfo, there: list[CheckpointInfo], handle: _UploadHandle) -> bool:
+    def _wanted(
+        self, info: CheckpointInfo, there: list[CheckpointInfo], handle: _UploadHandle
+    ) -> bool:
         """Whether it is not there yet, and would stay there."""
         if any(_same(info, other) for other in there):
             return False
@@ -328,19 +361,32 @@ class _Lane:
         except (CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion):
             pass
         return copy_between(
-            self.source, info.name, self.storage, info.name, workers=self._workers, overwrite=overwrite, run_id=run_id,
-            progress=self._go_on, tell=handle.told)  # fmt: skip
+            self.source,
+            info.name,
+            self.storage,
+            info.name,
+            workers=self._workers,
+            overwrite=overwrite,
+            run_id=run_id,
+            progress=self._go_on,
+            tell=handle.told,
+        )
 
     def _go_on(self, *_: int) -> None:
         if self._given_up.is_set():
-            raise StorageError("the upload is given up", path=self.storage.url, errno=errno.ECANCELED)
+            raise StorageError(
+                "the upload is given up", path=self.storage.url, errno=errno.ECANCELED
+            )
 
     def _replaced(self, info: CheckpointInfo) -> bool:
         """Whether another checkpoint is in its place by now, or somebody has deleted it."""
         if not any(info is other for other in self.waiting()):
             return True
         try:
-            return info.manifest is not None and read_manifest(self.source, info.name).digest != info.manifest.digest
+            return (
+                info.manifest is not None
+                and read_manifest(self.source, info.name).digest != info.manifest.digest
+            )
         except CheckpointError:
             return False
 
@@ -350,15 +396,32 @@ class _Lane:
                 del self._waiting[info.name]
 
     def _event(
-        self, kind: Literal["uploaded", "upload_failed"], info: CheckpointInfo, started: float,
-        error: BaseException | None = None) -> None:  # fmt: skip
+        self,
+        kind: Literal["uploaded", "upload_failed"],
+        info: CheckpointInfo,
+        started: float,
+        error: BaseException | None = None,
+    ) -> None:
         nbytes = 0 if error is not None else info.size_bytes or 0
         seconds = time.perf_counter() - started
-        self.tell(SaveEvent(kind, info.step or 0, 0, info.name, seconds, nbytes, error=error, root=self.storage.url))
+        self.tell(
+            SaveEvent(
+                kind,
+                info.step or 0,
+                0,
+                info.name,
+                seconds,
+                nbytes,
+                error=error,
+                root=self.storage.url,
+            )
+        )
 
     def _deleted(self, info: CheckpointInfo) -> None:
         nbytes = info.size_bytes or 0
-        self.tell(SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=nbytes, root=self.storage.url))
+        self.tell(
+            SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=nbytes, root=self.storage.url)
+        )
 
 
 def _same(one: CheckpointInfo, other: CheckpointInfo) -> bool:

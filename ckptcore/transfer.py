@@ -1,4 +1,5 @@
-"""The files of a checkpoint, copied into a folder elsewhere: verified reads whose destination is a file."""
+"""The files of a checkpoint, copied into a folder elsewhere: verified reads whose destination is a
+file."""
 
 from __future__ import annotations
 
@@ -22,10 +23,13 @@ from .storage.scratch import MakeMemory
 
 __all__ = ["CopyProgress", "Counted", "FileCopies"]
 
-# Called with the bytes that were copied and kept so far, and those of all files. What it raises ends the copy.
+# Called with the bytes that were copied and kept so far, and those of all files. What it raises
+# ends the copy.
 CopyProgress = Callable[[int, int, int], Any]
 
-PIECE_BYTES = 16 * CHUNK_BYTES  # of a large file, what one thread copies before it takes up the next piece
+PIECE_BYTES = (
+    16 * CHUNK_BYTES
+)  # of a large file, what one thread copies before it takes up the next piece
 
 
 @dataclass(slots=True)
@@ -65,7 +69,8 @@ class _Into:
 
 @dataclass(slots=True)
 class FileCopies:
-    """The files that the manifest of `view` lists, for the folder `work` of the storage `target`."""
+    """The files that the manifest of `view` lists, for the folder `work` of the storage
+    `target`."""
 
     view: CheckpointView
     target: Storage
@@ -74,7 +79,8 @@ class FileCopies:
     counted: Counted
 
     def make(self) -> None:
-        """Copy all files, but for those that are there and verify. Each is complete on return, or not there.
+        """Copy all files, but for those that are there and verify. Each is complete on return, or
+        not there.
 
         Raises CheckpointCorrupt for the source, NoSpace, StorageError.
         """
@@ -102,7 +108,8 @@ class FileCopies:
         self.workers.run([partial(self._whole_file, name, name in found) for name in rest])
 
     def _left_complete(self) -> set[str]:
-        """Files of an interrupted copy that have the size that they should have. Others of our kind are removed."""
+        """Files of an interrupted copy that have the size that they should have. Others of our kind
+        are removed."""
         entries = entries_in(self.target, self.work)
         marks = {mark_name(attempt) for attempt in attempts_among(entries)}
         found = set()
@@ -136,12 +143,16 @@ class FileCopies:
         self._ending(name)
         self.counted.add(len(data))
 
-    def _tensor_file(self, name: str, known: FileEntry, reads: Sequence[TensorRead], there: bool) -> None:
+    def _tensor_file(
+        self, name: str, known: FileEntry, reads: Sequence[TensorRead], there: bool
+    ) -> None:
         view, path = self.view, join(self.work, name)
         covered = known.header_size + sum(read.entry.nbytes for read in reads)
         if covered != known.size:
             what = f"{view.storage.at(join(view.folder, name))} has bytes that no digest covers"
-            raise CheckpointCorrupt(what, path=view.url, file=name, kind="format", expected=known.size, actual=covered)
+            raise CheckpointCorrupt(
+                what, path=view.url, file=name, kind="format", expected=known.size, actual=covered
+            )
         if there and self._verifies(name, known, reads):
             self.counted.add(0, known.size)
             return
@@ -152,7 +163,10 @@ class FileCopies:
         try:
             writer.write_at(0, [memoryview(header)])
             self.counted.add(len(header))
-            into = [replace(read, target=_Into(writer, read.entry.start, self.counted)) for read in reads]
+            into = [
+                replace(read, target=_Into(writer, read.entry.start, self.counted))
+                for read in reads
+            ]
             self._read(view.storage, view.folder, into)
             writer.close()
         except BaseException as error:
@@ -163,8 +177,8 @@ class FileCopies:
         self._ending(name)
 
     def _beginning(self, name: str) -> str:
-        """Where a file is written. It gets its name when it is durable: what an interrupted copy left under that and
-        verifies might otherwise be in memory only."""
+        """Where a file is written. It gets its name when it is durable: what an interrupted copy
+        left under that and verifies might otherwise be in memory only."""
         if not self.target.atomic_rename:  # an object is there when it is complete
             return join(self.work, name)
         return join(self.work, f"unfinished.{content_digest(name.encode())}.safetensors")
@@ -183,11 +197,17 @@ class FileCopies:
         return True
 
     def _read(self, storage: Storage, folder: str, reads: Sequence[TensorRead]) -> None:
-        """All of one file: in pieces side by side where it is large and the target takes them so, else in order."""
-        if not self.target.positional_writes or sum(read.entry.nbytes for read in reads) <= PIECE_BYTES:
+        """All of one file: in pieces side by side where it is large and the target takes them so,
+        else in order."""
+        if (
+            not self.target.positional_writes
+            or sum(read.entry.nbytes for read in reads) <= PIECE_BYTES
+        ):
             read_tensors(storage, folder, reads, 1)
         else:
-            self.workers.run([partial(read_tensors, storage, folder, piece, 1) for piece in _pieces(reads)])
+            self.workers.run(
+                [partial(read_tensors, storage, folder, piece, 1) for piece in _pieces(reads)]
+            )
 
 
 def _pieces(reads: Sequence[TensorRead]) -> Iterator[list[TensorRead]]:

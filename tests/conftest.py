@@ -44,7 +44,9 @@ def _assert_same(found: Any, expected: Any, at: str = "value") -> None:
         assert (found.dtype.str, found.shape) == (expected.dtype.str, expected.shape), at
         assert found.tobytes() == expected.tobytes(), at
     elif isinstance(expected, float | complex):
-        assert np.complex128(found).tobytes() == np.complex128(expected).tobytes(), f"{at}: {found} is not {expected}"
+        assert np.complex128(found).tobytes() == np.complex128(expected).tobytes(), (
+            f"{at}: {found} is not {expected}"
+        )
     elif isinstance(expected, dict):
         assert len(found) == len(expected), at
         for number, (mine, theirs) in enumerate(zip(found.items(), expected.items(), strict=True)):
@@ -57,7 +59,9 @@ def _assert_same(found: Any, expected: Any, at: str = "value") -> None:
             _assert_same(mine, theirs, f"{at}[{number}]")
     elif isinstance(expected, set | frozenset):
         assert len(found) == len(expected), at
-        for mine, theirs in zip(sorted(found, key=_order), sorted(expected, key=_order), strict=True):
+        for mine, theirs in zip(
+            sorted(found, key=_order), sorted(expected, key=_order), strict=True
+        ):
             _assert_same(mine, theirs, at)
     elif isinstance(expected, Decimal):
         assert found.as_tuple() == expected.as_tuple(), at
@@ -68,7 +72,9 @@ def _assert_same(found: Any, expected: Any, at: str = "value") -> None:
 
 
 def _order(item: Any) -> tuple[str, str]:
-    return type(item).__name__, repr(sorted(map(repr, item))) if isinstance(item, frozenset) else repr(item)
+    return type(item).__name__, repr(sorted(map(repr, item))) if isinstance(
+        item, frozenset
+    ) else repr(item)
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +89,8 @@ def bits() -> Callable[[torch.Tensor], bytes]:
     return _bits
 
 
-# An S3 server in a process of its own, on a port that it chooses; it ends when its standard input does.
+# An S3 server in a process of its own, on a port that it chooses; it ends when its standard input
+# does.
 SERVER = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -110,7 +117,11 @@ class S3:
 
     def options_at(self, port: int, **more: Any) -> dict[str, Any]:
         """storage_options for this server, reached by way of another port."""
-        where = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "some-key", "secret": "some-secret"}
+        where = {
+            "endpoint_url": f"http://127.0.0.1:{port}",
+            "key": "some-key",
+            "secret": "some-secret",
+        }
         return {**where, "client_kwargs": {"region_name": "us-east-1"}, **more}
 
     def new_root(self) -> str:
@@ -119,15 +130,22 @@ class S3:
     def client(self) -> Any:
         """A plain client, none of ours."""
         boto3 = pytest.importorskip("boto3")
-        return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", region_name="us-east-1",
-                            aws_access_key_id="some-key", aws_secret_access_key="some-secret")  # fmt: skip
+        return boto3.client(
+            "s3",
+            endpoint_url=f"http://127.0.0.1:{self.port}",
+            region_name="us-east-1",
+            aws_access_key_id="some-key",
+            aws_secret_access_key="some-secret",
+        )
 
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3]:
     for needed in ("s3fs", "moto.server", "flask"):
         pytest.importorskip(needed)
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
         try:
             assert server.stdout is not None
             found = S3(int(server.stdout.readline()))

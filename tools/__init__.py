@@ -1,1 +1,2 @@
-"""The `ckpt` command: look at checkpoints, check and copy them, without torch, on ckptcore's public names only."""
+"""The `ckpt` command: look at checkpoints, check and copy them, without torch, on ckptcore's public
+names only."""

@@ -1,6 +1,7 @@
 """The command line of `ckpt`: its commands and options, and one run of it from words to exit code.
 
-What a command found is printed here and nowhere else, so an error in the middle leaves no half document behind.
+What a command found is printed here and nowhere else, so an error in the middle leaves no half
+document behind.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Exit codes:
 
 
 def option_pair(text: str, option: str = "--storage-option") -> tuple[str, Any]:
-    """KEY=VALUE; VALUE is decoded where it is JSON, otherwise it is text. Raises click.BadParameter."""
+    """KEY=VALUE; VALUE is decoded where it is JSON, otherwise it is text. Raises
+    click.BadParameter."""
     import json
 
     key, equals, value = text.partition("=")
@@ -43,14 +45,16 @@ def option_pair(text: str, option: str = "--storage-option") -> tuple[str, Any]:
 
 
 def shared(command: Callable[..., Report]) -> Callable[..., Report]:
-    """The options that every command has. `--storage-option` reaches it as the dict `options`, or None."""
+    """The options that every command has. `--storage-option` reaches it as the dict `options`, or
+    None."""
 
     @click.option("--json", is_flag=True, help="One JSON document instead of tables; errors too.")
     @click.option(
         "--storage-option",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Passed to the storage of a URL (repeatable). VALUE is JSON where it can be, else text.",
+        help="Passed to the storage of a URL (repeatable). VALUE is JSON where it can be, else "
+        "text.",
     )
     @wraps(command)
     def run(storage_option: tuple[str, ...], json: bool, **arguments: Any) -> Report:
@@ -59,8 +63,16 @@ def shared(command: Callable[..., Report]) -> Callable[..., Report]:
     return run
 
 
-@click.group(no_args_is_help=True, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--json", is_flag=True, help="One JSON document instead of tables; may stand after the command too.")
+@click.group(
+    no_args_is_help=True,
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.option(
+    "--json",
+    is_flag=True,
+    help="One JSON document instead of tables; may stand after the command too.",
+)
 @click.option(
     "--version",
     is_flag=True,
@@ -84,7 +96,8 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.argument("root")
 @shared
 def ls_command(root: str, options: dict[str, Any] | None) -> Report:
-    """List every checkpoint of ROOT, oldest first, with status and metrics, and why one is not usable.
+    """List every checkpoint of ROOT, oldest first, with status and metrics, and why one is not
+    usable.
 
     Exits with 0 when at least one checkpoint is usable.
     """
@@ -95,13 +108,36 @@ def ls_command(root: str, options: dict[str, Any] | None) -> Report:
 
 @cli.command("inspect", epilog=EXIT_CODES)
 @click.argument("path", required=False)
-@click.option("--tensors", metavar="[PATTERN]", is_flag=False, flag_value="*", help="List tensors whose name matches.")
 @click.option(
-    "--values", metavar="COMPONENT", multiple=True, help="Print the plain values of a component (repeatable)."
+    "--tensors",
+    metavar="[PATTERN]",
+    is_flag=False,
+    flag_value="*",
+    help="List tensors whose name matches.",
 )
-@click.option("--rank", type=click.IntRange(0), metavar="N", help="Whose values: those that rank N would restore.")
-@click.option("--group", metavar="G", help="Whose values, of a PER_GROUP component: a group's number, or its key.")
-@click.option("--node", type=click.IntRange(0), metavar="N", help="Whose values, of a PER_NODE component: node N's.")
+@click.option(
+    "--values",
+    metavar="COMPONENT",
+    multiple=True,
+    help="Print the plain values of a component (repeatable).",
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Whose values: those that rank N would restore.",
+)
+@click.option(
+    "--group",
+    metavar="G",
+    help="Whose values, of a PER_GROUP component: a group's number, or its key.",
+)
+@click.option(
+    "--node",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Whose values, of a PER_NODE component: node N's.",
+)
 @click.option("--verify", is_flag=True, help="Check every byte too.")
 @shared
 def inspect_command(
@@ -114,11 +150,12 @@ def inspect_command(
     verify: bool,
     options: dict[str, Any] | None,
 ) -> Report:
-    """Show what the checkpoint PATH holds. When PATH is a root, the checkpoint that restore would take, and first what
-    is newer and cannot be used. PATH may also be a checkpoint's manifest, or one of its tensor files.
+    """Show what the checkpoint PATH holds. When PATH is a root, the checkpoint that restore would
+    take, and first what is newer and cannot be used. PATH may also be a checkpoint's manifest, or
+    one of its tensor files.
 
-    Where each rank, group or node has values of its own, --values shows those of the first and says so; --rank, --group
-    and --node choose. Reads no tensor data unless --verify is given.
+    Where each rank, group or node has values of its own, --values shows those of the first and says
+    so; --rank, --group and --node choose. Reads no tensor data unless --verify is given.
     """
     from .copies import Which
     from .inspection import inspect
@@ -130,20 +167,27 @@ def inspect_command(
         raise click.UsageError("Missing argument 'PATH'.")
     which = Which(rank, group, node)
     if which.given and not values:
-        raise click.UsageError("--rank, --group and --node choose among the values of a component: give --values too")
+        raise click.UsageError(
+            "--rank, --group and --node choose among the values of a component: give --values too"
+        )
     return inspect(path, options, tensors, values, verify, which)
 
 
 @cli.command("verify", epilog=EXIT_CODES)
 @click.argument("path")
 @click.option(
-    "--all", "everything", is_flag=True, help="Every checkpoint of a root, not only what restore would look at."
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Every checkpoint of a root, not only what restore would look at.",
 )
 @shared
 def verify_command(path: str, everything: bool, options: dict[str, Any] | None) -> Report:
-    """Read and check every byte of the checkpoint PATH. When PATH is a root, of the checkpoint that restore would take.
+    """Read and check every byte of the checkpoint PATH. When PATH is a root, of the checkpoint that
+    restore would take.
 
-    What restore would pass over for it, because it is damaged or was never committed, is named, and the exit code is 1.
+    What restore would pass over for it, because it is damaged or was never committed, is named, and
+    the exit code is 1.
     """
     from .verification import verify
 
@@ -153,9 +197,17 @@ def verify_command(path: str, everything: bool, options: dict[str, Any] | None) 
 @cli.command("cp", epilog=EXIT_CODES)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option("--overwrite", is_flag=True, help="Replace another checkpoint, or a damaged copy, that is in the place.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace another checkpoint, or a damaged copy, that is in the place.",
+)
 @click.option("--pins", is_flag=True, help="Pin the copy when SRC is pinned.")
-@click.option("--threads", type=click.IntRange(1, 256), help="How many read and write; by default one for each core.")
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 256),
+    help="How many read and write; by default one for each core.",
+)
 @click.option(
     "--target-option",
     multiple=True,
@@ -174,14 +226,16 @@ def cp_command(
     target_option: tuple[str, ...],
     options: dict[str, Any] | None,
 ) -> Report:
-    """Copy the checkpoint SRC to DST, verified on the way. When SRC is a root, the checkpoint that restore would take;
-    when a newer one cannot be used, a line on standard error says so, and the exit code is 0.
+    """Copy the checkpoint SRC to DST, verified on the way. When SRC is a root, the checkpoint that
+    restore would take; when a newer one cannot be used, a line on standard error says so, and the
+    exit code is 0.
 
-    When the last name of DST is checkpoint-<number>, that is the folder that the copy becomes. Anything else is a
-    root, and the copy gets the name of SRC in it.
+    When the last name of DST is checkpoint-<number>, that is the folder that the copy becomes.
+    Anything else is a root, and the copy gets the name of SRC in it.
 
-    An interrupted copy is no checkpoint; the same command takes up what it had finished. A damaged SRC is refused. When
-    DST is the same checkpoint already, nothing is done; with --overwrite every byte of it is checked.
+    An interrupted copy is no checkpoint; the same command takes up what it had finished. A damaged
+    SRC is refused. When DST is the same checkpoint already, nothing is done; with --overwrite every
+    byte of it is checked.
     """
     from .cp import cp
 
@@ -191,7 +245,8 @@ def cp_command(
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code. Raises KeyboardInterrupt, and OSError for standard output."""
+    """Run one command line and return its exit code. Raises KeyboardInterrupt, and OSError for
+    standard output."""
     as_json = "--json" in arguments
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks is escaped, never an error.

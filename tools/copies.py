@@ -25,8 +25,13 @@ class Which(NamedTuple):
 
 FIRST = Which()
 
-# The option that names a copy of a component with this sharing pattern, and what there is one of each.
-OPTIONS = {"PER_RANK": ("rank", "rank"), "PER_GROUP": ("group", "group"), "PER_NODE": ("node", "node")}
+# The option that names a copy of a component with this sharing pattern, and what there is one of
+# each.
+OPTIONS = {
+    "PER_RANK": ("rank", "rank"),
+    "PER_GROUP": ("group", "group"),
+    "PER_NODE": ("node", "node"),
+}
 
 
 class StoredCopy(NamedTuple):
@@ -61,17 +66,20 @@ def stored_copies(manifest: CheckpointManifest, key: str) -> list[StoredCopy]:
         elif option == "node":
             name = f"node {number}"
         elif option == "group":
-            name = f"group {(component.group_keys or {number: number})[number]} of {component.group}"
+            name = (
+                f"group {(component.group_keys or {number: number})[number]} of {component.group}"
+            )
         if manifest.holds(copy):
             result.append(StoredCopy(number, len(found), name, list(copy.members), option))
     return result
 
 
 def choose_copy(view: CheckpointView, key: str, which: Which) -> StoredCopy:
-    """The copy of a component that `which` says, by default the first. Raises Failure when there is no such copy.
+    """The copy of a component that `which` says, by default the first. Raises Failure when there is
+    no such copy.
 
-    `--rank` fits every pattern: what that rank would restore. An option for another pattern than the component's is
-    ignored here.
+    `--rank` fits every pattern: what that rank would restore. An option for another pattern than
+    the component's is ignored here.
     """
     held = stored_copies(view.manifest, key)
     component = view.manifest.components[key]
@@ -81,7 +89,9 @@ def choose_copy(view: CheckpointView, key: str, which: Which) -> StoredCopy:
     elif which.group is not None and component.pattern == "PER_GROUP":
         keys = component.group_keys or []
         by_key = [copy for copy in held if keys and keys[copy.number] == which.group]
-        fits = by_key or [copy for copy in held if which.group in (str(copy.number), f"{copy.number:05d}")]
+        fits = by_key or [
+            copy for copy in held if which.group in (str(copy.number), f"{copy.number:05d}")
+        ]
         wanted = f"group {which.group}"
     elif which.node is not None and component.pattern == "PER_NODE":
         fits = [copy for copy in held if copy.number == which.node]
@@ -90,14 +100,22 @@ def choose_copy(view: CheckpointView, key: str, which: Which) -> StoredCopy:
         return held[0]
     if not fits:
         there = ", ".join(copy.name for copy in held[:16]) + (", ..." if len(held) > 16 else "")
-        raise not_found(f"component {key!r} of {view.url} has nothing for {wanted}: it has {there}", path=view.url)
+        raise not_found(
+            f"component {key!r} of {view.url} has nothing for {wanted}: it has {there}",
+            path=view.url,
+        )
     return fits[0]
 
 
 def check_fits(view: CheckpointView, components: tuple[str, ...], which: Which) -> None:
-    """Raises Failure when `--group` or `--node` is given and no component has a copy for each of them."""
+    """Raises Failure when `--group` or `--node` is given and no component has a copy for each of
+    them."""
     for option, pattern in (("group", "PER_GROUP"), ("node", "PER_NODE")):
         patterns = {str(view.manifest.components[name].pattern) for name in components}
         if getattr(which, option) is not None and pattern not in patterns:
-            said = ", ".join(f"{name} is {view.manifest.components[name].pattern}" for name in components)
-            raise Failure("usage", 2, f"--{option} is for components with a copy for each {option}: {said}")
+            said = ", ".join(
+                f"{name} is {view.manifest.components[name].pattern}" for name in components
+            )
+            raise Failure(
+                "usage", 2, f"--{option} is for components with a copy for each {option}: {said}"
+            )

@@ -1,13 +1,13 @@
 """`ckpt cp`: copy a checkpoint between any two storages, verified on the way.
 
-Where DST is decided by its last name alone, whatever lies there: `checkpoint-<number>` is the folder that the copy
-becomes; anything else is a root, and the copy gets the name of SRC in it.
+Where DST is decided by its last name alone, whatever lies there: `checkpoint-<number>` is the
+folder that the copy becomes; anything else is a root, and the copy gets the name of SRC in it.
 
-JSON: {"source": url, "target": url, "checkpoint": as in facts.py, "already": whether all was there before,
-"copied_bytes", "kept_bytes" (of an interrupted copy, or of a whole one), "warnings": [text, ...], "newer":
-[entry, ...], "seconds"}. "newer" is what lies in the root SRC and was passed over, as `restore` would, because
-it is not usable; then a line on standard error says so.
-Exit code: 0 when the target holds the checkpoint, whether it was copied now or before; also with "newer".
+JSON: {"source": url, "target": url, "checkpoint": as in facts.py, "already": whether all was there
+before, "copied_bytes", "kept_bytes" (of an interrupted copy, or of a whole one), "warnings": [text,
+...], "newer": [entry, ...], "seconds"}. "newer" is what lies in the root SRC and was passed over,
+as `restore` would, because it is not usable; then a line on standard error says so. Exit code: 0
+when the target holds the checkpoint, whether it was copied now or before; also with "newer".
 """
 
 from __future__ import annotations
@@ -36,9 +36,17 @@ Advance = Callable[[int, int, int], None]
 
 
 def cp(
-    source: str, target: str, options: Options, target_options: Options, threads: int | None, overwrite: bool,
-    pins: bool, quiet: bool) -> Report:  # fmt: skip
-    """`source` is a checkpoint, or a root: then its newest committed one. quiet: no progress bar."""
+    source: str,
+    target: str,
+    options: Options,
+    target_options: Options,
+    threads: int | None,
+    overwrite: bool,
+    pins: bool,
+    quiet: bool,
+) -> Report:
+    """`source` is a checkpoint, or a root: then its newest committed one. quiet: no progress
+    bar."""
 
     def work(found: Subject | Root) -> Report:
         return _copy(found, target, options, target_options, threads, overwrite, pins, quiet)
@@ -72,10 +80,20 @@ def _copy(
 
         try:
             info = copy_checkpoint(
-                subject.typed, url, storage_options=options, target_options=target_options, threads=threads,
-                overwrite=overwrite, pins=pins, progress=progress)  # fmt: skip
+                subject.typed,
+                url,
+                storage_options=options,
+                target_options=target_options,
+                threads=threads,
+                overwrite=overwrite,
+                pins=pins,
+                progress=progress,
+            )
         except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):  # the source was there: the target cannot be made
+            if error.errno in (
+                errno.ENOENT,
+                errno.ENOTDIR,
+            ):  # the source was there: the target cannot be made
                 raise Failure("storage", STORAGE, str(error), path=error.path) from None
             raise
     document = {
@@ -89,8 +107,15 @@ def _copy(
         "newer": [facts.entry(info, latest=False) for info in newer],
         "seconds": round(perf_counter() - start, 6),
     }
-    passed = "; ".join(f"{info.name} is {info.status} ({info.reason or 'no reason known'})" for info in newer)
-    return Report(document, describe(document), GOOD, f"warning: took {subject.name}: {passed}" if newer else None)
+    passed = "; ".join(
+        f"{info.name} is {info.status} ({info.reason or 'no reason known'})" for info in newer
+    )
+    return Report(
+        document,
+        describe(document),
+        GOOD,
+        f"warning: took {subject.name}: {passed}" if newer else None,
+    )
 
 
 def _source(found: Subject | Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]:
@@ -117,8 +142,12 @@ def _target(url: str, subject: Subject) -> str:
     url = normal(url)
     if CHECKPOINT_NAME.fullmatch(split(url)[1]):
         return url
-    # One that has a name of its own, or was put aside by an overwrite, is found in a root by this one only.
-    return child(url, subject.name if CHECKPOINT_NAME.fullmatch(subject.name) else f"checkpoint-{subject.step}")
+    # One that has a name of its own, or was put aside by an overwrite, is found in a root by this
+    # one only.
+    return child(
+        url,
+        subject.name if CHECKPOINT_NAME.fullmatch(subject.name) else f"checkpoint-{subject.step}",
+    )
 
 
 def _digest(url: str, options: Options) -> str | None:
@@ -132,7 +161,13 @@ def _digest(url: str, options: Options) -> str | None:
 
 
 def _checkpoint(info: CheckpointInfo) -> dict[str, Any]:
-    header = {"name": info.name, "url": info.url, "status": info.status, "reason": None, "pinned": info.pinned}
+    header = {
+        "name": info.name,
+        "url": info.url,
+        "status": info.status,
+        "reason": None,
+        "pinned": info.pinned,
+    }
     return header | (facts.checkpoint(info.manifest) if info.manifest else {})
 
 
@@ -143,7 +178,14 @@ def _bar(name: str, quiet: bool) -> Iterator[Advance]:
         yield lambda copied, kept, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     label = TextColumn("{task.description}", markup=False)
     columns = (label, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

@@ -1,24 +1,32 @@
-"""What the engine says, as the documents that `--json` prints. The keys here are the command's contract.
+"""What the engine says, as the documents that `--json` prints. The keys here are the command's
+contract.
 
-checkpoint  name url status reason pinned step run_id sequence, and when the manifest could be read: attempt_id
-            checkpoint_id format_version created world_size nodes groups size_bytes files components digest
-            versions environment metrics metrics_step metadata training_args_hash timings extra storage_mode ("shared"
-            or "node") node (whose part it is; null for a whole checkpoint)
-entry       name url step status reason latest pinned abandoned (the run went back behind it and saved again, so that
+checkpoint  name url status reason pinned step run_id sequence, and when the manifest could be read:
+attempt_id
+            checkpoint_id format_version created world_size nodes groups size_bytes files components
+            digest versions environment metrics metrics_step metadata training_args_hash timings
+            extra storage_mode ("shared" or "node") node (whose part it is; null for a whole
+            checkpoint)
+entry       name url step status reason latest pinned abandoned (the run went back behind it and
+saved again, so that
             it is never the newest or the best) size_bytes created run_id sequence metrics node
-component   key pattern tensors size_bytes (of tensors) values_bytes (of plain values; null: not known) files
+component   key pattern tensors size_bytes (of tensors) values_bytes (of plain values; null: not
+known) files
             writers copies group partition group_keys required checksum metadata
 file        name size_bytes digest writer
 tensor      component name full_name dtype shape size_bytes file alias_of
-copy        copy (its number) copies (how many) of ("rank 3", "group 0 of dp", "node 1", "all ranks") ranks
-problem     file kind ("missing" "size" "digest" "header" "format" "storage" "version") tensor expected actual
+copy        copy (its number) copies (how many) of ("rank 3", "group 0 of dp", "node 1", "all
+ranks") ranks problem     file kind ("missing" "size" "digest" "header" "format" "storage"
+"version") tensor expected actual
             expected_size actual_size expected_digest actual_digest message
-fallback    name url step run_id created verified: the nearest older checkpoint that is usable, or null
+fallback    name url step run_id created verified: the nearest older checkpoint that is usable, or
+null
 
-Values: None, bool, int, float, str, list and dict with str keys stand for themselves (NaN and the infinities
-as strings); everything else is an object with "$type": tuple, set, frozenset and dict with "items", bytes
-with "hex", tensor with "name", "dtype" and "shape", and any other type with its text as "value". Large bytes
-and texts, and what a codec of a user's own stored, have what was stored (a tensor, a value) as "value".
+Values: None, bool, int, float, str, list and dict with str keys stand for themselves (NaN and the
+infinities as strings); everything else is an object with "$type": tuple, set, frozenset and dict
+with "items", bytes with "hex", tensor with "name", "dtype" and "shape", and any other type with its
+text as "value". Large bytes and texts, and what a codec of a user's own stored, have what was
+stored (a tensor, a value) as "value".
 """
 
 from __future__ import annotations
@@ -79,7 +87,9 @@ def checkpoint(manifest: CheckpointManifest) -> dict[str, Any]:
     }
 
 
-def components(manifest: CheckpointManifest, values_bytes: dict[str, int] | None = None) -> list[dict[str, Any]]:
+def components(
+    manifest: CheckpointManifest, values_bytes: dict[str, int] | None = None
+) -> list[dict[str, Any]]:
     return [
         {
             "key": key,
@@ -123,7 +133,13 @@ def tensor(info: TensorInfo) -> dict[str, Any]:
 
 def problem(found: Problem, manifest: CheckpointManifest | None) -> dict[str, Any]:
     return problem_of(
-        found.file, found.kind, found.message, found.expected, found.actual, found.tensor, manifest=manifest
+        found.file,
+        found.kind,
+        found.message,
+        found.expected,
+        found.actual,
+        found.tensor,
+        manifest=manifest,
     )
 
 
@@ -137,7 +153,8 @@ def problem_of(
     *,
     manifest: CheckpointManifest | None = None,
 ) -> dict[str, Any]:
-    """What the engine found, and beside it the size and digest that the manifest promises for the file."""
+    """What the engine found, and beside it the size and digest that the manifest promises for the
+    file."""
     record = manifest.files.get(file) if manifest and file else None
     size, digest = (record.size, record.digest) if record else (None, None)
     found_size: str | int | None = None
@@ -170,13 +187,18 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether it is a value whose codec is not registered here, or large bytes or text, which lie among the tensors."""
+    """Whether it is a value whose codec is not registered here, or large bytes or text, which lie
+    among the tensors."""
     return hasattr(value, "codec") and hasattr(value, "payload")
 
 
 def _type_name(value: Any) -> str:
     kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def value(item: Any) -> Any:
@@ -191,7 +213,12 @@ def value(item: Any) -> Any:
     if kind is dict and all(type(key) is str for key in item) and "$type" not in item:
         return {key: value(each) for key, each in item.items()}
     if is_tensor(item):
-        return {"$type": "tensor", "name": item.full_name, "dtype": item.dtype, "shape": list(item.shape)}
+        return {
+            "$type": "tensor",
+            "name": item.full_name,
+            "dtype": item.dtype,
+            "shape": list(item.shape),
+        }
     tagged: dict[str, Any] = {"$type": _type_name(item)}
     if isinstance(item, dict):
         tagged["items"] = [[value(key), value(each)] for key, each in item.items()]
@@ -202,7 +229,11 @@ def value(item: Any) -> Any:
     elif isinstance(item, (bytes, bytearray)):
         tagged["hex"] = item.hex()
     elif kind.__module__ == "numpy":
-        tagged |= {"dtype": str(item.dtype), "shape": list(item.shape), "items": value(item.tolist())}
+        tagged |= {
+            "dtype": str(item.dtype),
+            "shape": list(item.shape),
+            "items": value(item.tolist()),
+        }
     elif is_opaque(item):
         tagged = {"$type": str(item.codec), "value": value(item.payload)}
     else:
@@ -240,7 +271,11 @@ def _decimal(item: Any, form: Callable[[Any], str]) -> str:
     try:
         return form(item)
     except ValueError:  # a long int, or something with one inside
-        return hex(item) if type(item) is int else f"a {type(item).__name__} with numbers of thousands of digits"
+        return (
+            hex(item)
+            if type(item) is int
+            else f"a {type(item).__name__} with numbers of thousands of digits"
+        )
 
 
 def _is_scalar(item: Any) -> bool:
@@ -252,10 +287,16 @@ def _text(item: Any, limit: int = 100) -> str:
         return f"tensor {item.dtype} {list(item.shape)}"
     if is_opaque(item):
         if is_tensor(item.payload):
-            return f"{item.codec}, stored as tensor {item.payload.full_name} {item.payload.dtype} {list(item.payload.shape)}"
+            return (
+                f"{item.codec}, stored as tensor {item.payload.full_name} {item.payload.dtype} "
+                f"{list(item.payload.shape)}"
+            )
         return _shorten(f"{item.codec}: {_text(item.payload, limit)}", limit)
     if type(item).__module__ == "numpy":
-        return f"{_type_name(item)} {item.dtype} {list(item.shape)} {_shorten(str(item.tolist()), limit)}"
+        return (
+            f"{_type_name(item)} {item.dtype} {list(item.shape)} "
+            f"{_shorten(str(item.tolist()), limit)}"
+        )
     count = f" ({len(item)} items)" if isinstance(item, (list, tuple, set, frozenset)) else ""
     full = _repr(item)
     return full if len(full) <= limit else _shorten(full, limit) + count

@@ -27,7 +27,8 @@ def expected_errors() -> tuple[type[Exception], ...]:
 
 
 class Failure(Exception):
-    """What `ckpt` could not do: a kind for programs, a message for people, an exit code for both."""
+    """What `ckpt` could not do: a kind for programs, a message for people, an exit code for
+    both."""
 
     def __init__(self, kind: str, exit_code: int, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -37,9 +38,17 @@ class Failure(Exception):
         self.facts = facts
 
     def document(self) -> dict[str, Any]:
-        """{"error": {"kind", "message", "exit_code", and the facts of the error, such as "path"}}."""
+        """{"error": {"kind", "message", "exit_code", and the facts of the error, such as
+        "path"}}."""
         known = {name: value for name, value in self.facts.items() if value is not None}
-        return {"error": {"kind": self.kind, "message": self.message, "exit_code": self.exit_code, **known}}
+        return {
+            "error": {
+                "kind": self.kind,
+                "message": self.message,
+                "exit_code": self.exit_code,
+                **known,
+            }
+        }
 
 
 def not_found(message: str, **facts: Any) -> Failure:
@@ -47,7 +56,8 @@ def not_found(message: str, **facts: Any) -> Failure:
 
 
 def failure_of(error: Exception) -> Failure:
-    """The failure that a user sees for an error of click, of ckptcore or of the operating system."""
+    """The failure that a user sees for an error of click, of ckptcore or of the operating
+    system."""
     if isinstance(error, Failure):
         return error
     if isinstance(error, click.ClickException):
@@ -67,9 +77,13 @@ def failure_of(error: Exception) -> Failure:
     facts: dict[str, Any] = {"type": type(error).__name__}
     if isinstance(error, CheckpointError):
         # What kind of damage it is has a name of its own beside the kind of the failure.
-        facts |= {"damage" if name == "kind" else name: getattr(error, name) for name in error.facts}
+        facts |= {
+            "damage" if name == "kind" else name: getattr(error, name) for name in error.facts
+        }
     # What a program passes, a user types.
-    message = (str(error) or type(error).__name__).replace("pass overwrite=True", "pass --overwrite")
+    message = (str(error) or type(error).__name__).replace(
+        "pass overwrite=True", "pass --overwrite"
+    )
     kinds: list[tuple[type[Exception], str, int]] = [
         (NoUsableCheckpoint, "unusable", BAD),
         (CheckpointNotFound, "not_found", NOT_FOUND),

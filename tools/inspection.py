@@ -1,11 +1,13 @@
-"""`ckpt inspect`: what one checkpoint holds, by its manifest; tensors and plain values when asked for.
+"""`ckpt inspect`: what one checkpoint holds, by its manifest; tensors and plain values when asked
+for.
 
-JSON: {"checkpoint", "components": [...], "files": [...], "foreign_files": [name, ...], "tensors": [...] or
-null, "values": {component: value} or null, "values_of": {component: copy} or null, "verified": bool,
-"problems": [...], "fallback": {...} or null, "newer": [entry, ...]}; the parts as in facts.py. "tensors",
-"values" and "values_of" (which copy of a component the values are) are null unless asked for; "fallback" is
-null while the checkpoint is good; "newer" is what `restore` would pass over, too, for the one chosen in a root.
-Exit code: 0 when the checkpoint is good, 1 when it is damaged or uncommitted.
+JSON: {"checkpoint", "components": [...], "files": [...], "foreign_files": [name, ...], "tensors":
+[...] or null, "values": {component: value} or null, "values_of": {component: copy} or null,
+"verified": bool, "problems": [...], "fallback": {...} or null, "newer": [entry, ...]}; the parts as
+in facts.py. "tensors", "values" and "values_of" (which copy of a component the values are) are null
+unless asked for; "fallback" is null while the checkpoint is good; "newer" is what `restore` would
+pass over, too, for the one chosen in a root. Exit code: 0 when the checkpoint is good, 1 when it is
+damaged or uncommitted.
 """
 
 from __future__ import annotations
@@ -38,11 +40,16 @@ def inspect(
     verify: bool = False,
     which: Which = FIRST,
 ) -> Report:
-    """`tensors` is a pattern (see `matching`), `values` names components, `which` says whose copy of them."""
+    """`tensors` is a pattern (see `matching`), `values` names components, `which` says whose copy
+    of them."""
     subject, file = file_of(url, options)
     if subject is not None:
         return inspect_found(subject, file, options, tensors, values, verify, which)
-    return settled(url, options, lambda found: inspect_found(found, None, options, tensors, values, verify, which))
+    return settled(
+        url,
+        options,
+        lambda found: inspect_found(found, None, options, tensors, values, verify, which),
+    )
 
 
 def inspect_found(
@@ -68,7 +75,8 @@ def inspect_found(
             subject.verify()
         view = subject.view
         if view is not None:
-            # An index that cannot be read is one more problem of the checkpoint, not the end of the command.
+            # An index that cannot be read is one more problem of the checkpoint, not the end of the
+            # command.
             foreign = view.foreign_files()
             if tensors is not None or file is not None:
                 listed = subject.attempt(lambda: matching(view, tensors or "*", file))
@@ -81,8 +89,12 @@ def inspect_found(
         "files": facts.files(manifest) if manifest else [],
         "foreign_files": sorted(foreign or []),
         "tensors": listed,
-        "values": {name: facts.value(value) for name, (_, value) in plain.items()} if plain else None,
-        "values_of": {name: copy.document() for name, (copy, _) in plain.items()} if plain else None,
+        "values": {name: facts.value(value) for name, (_, value) in plain.items()}
+        if plain
+        else None,
+        "values_of": {name: copy.document() for name, (copy, _) in plain.items()}
+        if plain
+        else None,
         "verified": verify and view is not None,
         "problems": subject.problems,
         "fallback": None if subject.good else fallback(subject, verify),
@@ -111,8 +123,8 @@ def file_of(url: str, options: Options) -> tuple[Subject, str] | tuple[None, Non
 
 
 def choose(root: Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]:
-    """What `restore` would take, and what is newer and would be passed over. Where it would find nothing that is
-    usable, the newest of what it would look at (else of all entries)."""
+    """What `restore` would take, and what is newer and would be passed over. Where it would find
+    nothing that is usable, the newest of what it would look at (else of all entries)."""
     chosen, passed = newest(root.entries)
     if chosen is None:
         chosen = passed.pop() if passed else root.entries[-1]
@@ -121,7 +133,8 @@ def choose(root: Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]
 
 
 def values_bytes(view: CheckpointView) -> dict[str, int] | None:
-    """How large the plain values of each component are; None where it would take long to find out, or cannot be known."""
+    """How large the plain values of each component are; None where it would take long to find out,
+    or cannot be known."""
     from ckptcore import CheckpointError
 
     files = view.manifest.files.items()
@@ -134,11 +147,11 @@ def values_bytes(view: CheckpointView) -> dict[str, int] | None:
 
 
 def matching(view: CheckpointView, pattern: str, file: str | None = None) -> list[dict[str, Any]]:
-    """Tensors whose full name ("component/name") or name is `pattern`, or matches it as a shell pattern; of `file` alone
-    where it is given.
+    """Tensors whose full name ("component/name") or name is `pattern`, or matches it as a shell
+    pattern; of `file` alone where it is given.
 
-    A tensor that each rank, group or node has one of is found under its component's own key, too. Raises Failure when
-    there is none.
+    A tensor that each rank, group or node has one of is found under its component's own key, too.
+    Raises Failure when there is none.
     """
     manifest = view.manifest
     keys = {key + copy.label: key for key in manifest.components for copy in manifest.copies(key)}
@@ -149,7 +162,9 @@ def matching(view: CheckpointView, pattern: str, file: str | None = None) -> lis
 
     def matches(tensor: TensorInfo) -> bool:
         names = tensor.full_name, tensor.name, f"{keys.get(tensor.component)}/{tensor.name}"
-        return pattern == "*" or any(pattern == name or fnmatchcase(name, pattern) for name in names)
+        return pattern == "*" or any(
+            pattern == name or fnmatchcase(name, pattern) for name in names
+        )
 
     found = [facts.tensor(info) for info in everything if matches(info)]
     if not found and (everything or pattern != "*"):
@@ -161,15 +176,26 @@ def matching(view: CheckpointView, pattern: str, file: str | None = None) -> lis
 def members(view: CheckpointView, file: str) -> set[tuple[str, str]]:
     """(component, tensor) of the boxes of sharded tensors that lie in a file."""
     index = view.index(view.manifest.files[file].writer)
-    return {(read.component, read.entry.name) for read in view.reads_of(index) if read.entry.file == file}
+    return {
+        (read.component, read.entry.name)
+        for read in view.reads_of(index)
+        if read.entry.file == file
+    }
 
 
-def values_of(view: CheckpointView, components: tuple[str, ...], which: Which) -> dict[str, tuple[StoredCopy, Any]]:
-    """Python values by component, and whose they are. Raises Failure when there is no such component, or copy."""
+def values_of(
+    view: CheckpointView, components: tuple[str, ...], which: Which
+) -> dict[str, tuple[StoredCopy, Any]]:
+    """Python values by component, and whose they are. Raises Failure when there is no such
+    component, or copy."""
     for name in components:
         if name not in view.manifest.components:
             known = ", ".join(view.manifest.components) or "none"
-            raise not_found(f"no component {name!r} in {view.url}: it has {known}", path=view.url, component=name)
+            raise not_found(
+                f"no component {name!r} in {view.url}: it has {known}",
+                path=view.url,
+                component=name,
+            )
     check_fits(view, components, which)
     found = {}
     for name in components:
@@ -189,10 +215,18 @@ COMPONENTS = [
     Column("writers"),
 ]
 FILES = [Column("file"), Column("size", right=True), Column("writer", right=True), Column("digest")]
-TENSORS = [Column("tensor"), Column("dtype"), Column("shape"), Column("size", right=True), Column("file")]
+TENSORS = [
+    Column("tensor"),
+    Column("dtype"),
+    Column("shape"),
+    Column("size", right=True),
+    Column("file"),
+]
 
 
-def describe(document: dict[str, Any], values: dict[str, tuple[StoredCopy, Any]] | None) -> list[Block]:
+def describe(
+    document: dict[str, Any], values: dict[str, tuple[StoredCopy, Any]] | None
+) -> list[Block]:
     checkpoint = document["checkpoint"]
     verified = document["verified"] and not document["problems"]
     blocks: list[Block] = [header(checkpoint, verified, document["newer"])]
@@ -212,18 +246,27 @@ def describe(document: dict[str, Any], values: dict[str, tuple[StoredCopy, Any]]
         blocks.append(Table("components", COMPONENTS, rows))
     if document["files"]:
         rows = [
-            [item["name"], size(item["size_bytes"]), str(item["writer"]), item["digest"]] for item in document["files"]
+            [item["name"], size(item["size_bytes"]), str(item["writer"]), item["digest"]]
+            for item in document["files"]
         ]
         blocks.append(Table("files", FILES, rows))
     if document["foreign_files"]:
         blocks.append(
-            Facts(Cell("foreign files: not part of this checkpoint, ignored when it is loaded", "yellow"), [])
+            Facts(
+                Cell(
+                    "foreign files: not part of this checkpoint, ignored when it is loaded",
+                    "yellow",
+                ),
+                [],
+            )
         )
         blocks += [Line(f"  {name}") for name in document["foreign_files"]]
     if document["tensors"] is not None:
         blocks.append(Table("tensors", TENSORS, [tensor_row(item) for item in document["tensors"]]))
     for component, (copy, value) in (values or {}).items():
-        pairs: list[tuple[str, Cell | str]] = [(path or ".", text) for path, text in facts.leaves(value)]
+        pairs: list[tuple[str, Cell | str]] = [
+            (path or ".", text) for path, text in facts.leaves(value)
+        ]
         blocks.append(Facts(Cell(copy.title(component), "bold"), pairs))
     return blocks
 
@@ -249,9 +292,17 @@ def header(checkpoint: dict[str, Any], verified: bool, newer: list[dict[str, Any
 def _manifest_pairs(checkpoint: dict[str, Any]) -> list[tuple[str, Cell | str]]:
     nodes, created = checkpoint["nodes"], render.moment(checkpoint["created"])
     pairs: list[tuple[str, Cell | str]] = [
-        ("created", created._replace(terminal=f"{created.text} ({created.terminal})" if created.terminal else "")),
+        (
+            "created",
+            created._replace(
+                terminal=f"{created.text} ({created.terminal})" if created.terminal else ""
+            ),
+        ),
         ("size", f"{size(checkpoint['size_bytes'])} in {count(checkpoint['files'], 'file')}"),
-        ("world size", f"{checkpoint['world_size']}" + (f" on {len(nodes)} nodes" if len(nodes) > 1 else "")),
+        (
+            "world size",
+            f"{checkpoint['world_size']}" + (f" on {len(nodes)} nodes" if len(nodes) > 1 else ""),
+        ),
         *([("storage mode", _part(checkpoint))] if checkpoint["node"] is not None else []),
         ("format", checkpoint["format_version"]),
         ("versions", _words(checkpoint["versions"])),
@@ -259,17 +310,26 @@ def _manifest_pairs(checkpoint: dict[str, Any]) -> list[tuple[str, Cell | str]]:
     if checkpoint["environment"]:
         pairs.append(("environment", _words(checkpoint["environment"])))
     for name, partition in checkpoint["groups"].items():
-        pairs.append((f"group {name}", " ".join(f"{{{render.ranks(group)}}}" for group in partition)))
+        pairs.append(
+            (f"group {name}", " ".join(f"{{{render.ranks(group)}}}" for group in partition))
+        )
     if checkpoint["metrics"]:
         at = checkpoint["metrics_step"]
         other = "" if at in (None, checkpoint["step"]) else f" (measured at step {at})"
         pairs.append(("metrics", render.metrics(checkpoint["metrics"]) + other))
     if checkpoint["metadata"]:
-        pairs.append(("metadata", json.dumps(checkpoint["metadata"], ensure_ascii=False, sort_keys=True)))
+        pairs.append(
+            ("metadata", json.dumps(checkpoint["metadata"], ensure_ascii=False, sort_keys=True))
+        )
     if checkpoint["training_args_hash"]:
         pairs.append(("training args", checkpoint["training_args_hash"]))
     if checkpoint["timings"]:
-        pairs.append(("timings", " ".join(f"{name}={value:.3g}s" for name, value in checkpoint["timings"].items())))
+        pairs.append(
+            (
+                "timings",
+                " ".join(f"{name}={value:.3g}s" for name, value in checkpoint["timings"].items()),
+            )
+        )
     if checkpoint["extra"]:
         pairs.append(("other fields", ", ".join(checkpoint["extra"])))
     return pairs
@@ -277,7 +337,9 @@ def _manifest_pairs(checkpoint: dict[str, Any]) -> list[tuple[str, Cell | str]]:
 
 def _part(checkpoint: dict[str, Any]) -> str:
     node, nodes = checkpoint["node"], checkpoint["nodes"]
-    return f"node: this is the part of node {node} of {len(nodes)} (ranks {render.ranks(nodes[node])})"
+    return (
+        f"node: this is the part of node {node} of {len(nodes)} (ranks {render.ranks(nodes[node])})"
+    )
 
 
 def _words(values: dict[str, str]) -> str:

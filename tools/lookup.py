@@ -1,4 +1,5 @@
-"""What lies at the path that a user typed: a checkpoint, something that fails to be one, or a root."""
+"""What lies at the path that a user typed: a checkpoint, something that fails to be one, or a
+root."""
 
 from __future__ import annotations
 
@@ -16,20 +17,22 @@ if TYPE_CHECKING:
 
 
 class Root(NamedTuple):
-    """A folder of checkpoints; `entries` is never empty. typed: where it is; url: the same as it may be shown."""
+    """A folder of checkpoints; `entries` is never empty. typed: where it is; url: the same as it
+    may be shown."""
 
     typed: str
     url: str
     entries: list[CheckpointInfo]
 
 
-# A manifest is there, so these were committed once: what is wrong with them now is a finding, not a leftover.
+# A manifest is there, so these were committed once: what is wrong with them now is a finding, not a
+# leftover.
 PUBLISHED = ("committed", "damaged", "unsupported", "unreadable")
 
 
 def resolve(url: str, options: Options) -> Subject | Root:
-    """What lies at `url`; the path of a manifest means its folder. Raises Failure when there is nothing, and what the
-    storage raises."""
+    """What lies at `url`; the path of a manifest means its folder. Raises Failure when there is
+    nothing, and what the storage raises."""
     from ckptcore import CheckpointNotFound, masked_url
 
     if not url:
@@ -44,14 +47,22 @@ def resolve(url: str, options: Options) -> Subject | Root:
     except CheckpointNotFound:
         pass
     else:
-        # A storage that did not answer is not asked again: each time may take all of retry_deadline.
-        if subject.error is None and subject.step is None and folder and (info := _beside(folder, name, options)):
+        # A storage that did not answer is not asked again: each time may take all of
+        # retry_deadline.
+        if (
+            subject.error is None
+            and subject.step is None
+            and folder
+            and (info := _beside(folder, name, options))
+        ):
             subject.learn(info)
         return subject
     if entries := scan(url, options):
         return Root(url, masked_url(url), entries)
     if folder and (info := _beside(folder, name, options)):
-        return subject_of(info, options, folder)  # it looks like a checkpoint and is none: no manifest
+        return subject_of(
+            info, options, folder
+        )  # it looks like a checkpoint and is none: no manifest
     raise _nothing(url, masked_url(url))
 
 
@@ -60,8 +71,9 @@ LOOKS = 20
 
 
 def settled(url: str, options: Options, work: Callable[[Subject | Root], Report]) -> Report:
-    """What `work` finds of what lies at `url`. What was bad in a root that has changed since is looked for again: a job
-    that saves and deletes there is no damage. Raises what `resolve` and `work` raise of a root that stays as it is."""
+    """What `work` finds of what lies at `url`. What was bad in a root that has changed since is
+    looked for again: a job that saves and deletes there is no damage. Raises what `resolve` and
+    `work` raise of a root that stays as it is."""
     from ckptcore import CheckpointError
 
     for _ in range(LOOKS - 1):
@@ -150,7 +162,9 @@ def subject_of(info: CheckpointInfo, options: Options, root: str) -> Subject:
             subject = Subject.open(url, info.name, options)
         except CheckpointNotFound:
             subject = Subject(url, info.name, options)
-            gone = replace(info, status="uncommitted", reason=f"it was deleted while {info.url} was looked at")
+            gone = replace(
+                info, status="uncommitted", reason=f"it was deleted while {info.url} was looked at"
+            )
             subject.not_committed(gone)
         if info.status != "committed" and subject.good:
             subject.status, subject.reason = info.status, info.reason
@@ -161,12 +175,13 @@ def subject_of(info: CheckpointInfo, options: Options, root: str) -> Subject:
     return subject
 
 
-# ---------------------------------------------------------------- choosing among the entries of a root
+# ---------------------------------------------------------------- choosing among the entries of a
+# root
 
 
 def newest(entries: list[CheckpointInfo]) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
-    """The checkpoint that `restore` would take, as far as a listing says, and what it would pass over for it (oldest
-    first). None where it would find nothing that is usable."""
+    """The checkpoint that `restore` would take, as far as a listing says, and what it would pass
+    over for it (oldest first). None where it would find nothing that is usable."""
     from ckptcore import restore_candidates
 
     passed: list[CheckpointInfo] = []
@@ -177,10 +192,13 @@ def newest(entries: list[CheckpointInfo]) -> tuple[CheckpointInfo | None, list[C
     return None, passed[::-1]
 
 
-def fallback(subject: Subject, verify: bool, known: dict[str, Subject] | None = None) -> dict[str, object] | None:
+def fallback(
+    subject: Subject, verify: bool, known: dict[str, Subject] | None = None
+) -> dict[str, object] | None:
     """The nearest older usable checkpoint beside this one, of the same run where there is one.
 
-    With `verify`, every byte of a candidate is checked before it is named. known: what was checked already, by name.
+    With `verify`, every byte of a candidate is checked before it is named. known: what was checked
+    already, by name.
     """
     from ckptcore import StorageError
 

@@ -1,7 +1,7 @@
 """`ckpt ls`: every checkpoint-like entry of a root, and which one is the latest.
 
-JSON: {"root", "latest": name or null, "checkpoints": [entry, ...]}, entries as in facts.py, oldest first.
-Exit code: 0 when at least one checkpoint is usable, 1 when there are entries and none is.
+JSON: {"root", "latest": name or null, "checkpoints": [entry, ...]}, entries as in facts.py, oldest
+first. Exit code: 0 when at least one checkpoint is usable, 1 when there are entries and none is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def ls(url: str, options: Options) -> Report:
     document = {"root": url, "latest": latest, "checkpoints": entries}
     if any(entry["status"] == "committed" for entry in entries):
         return Report(document, describe(document), GOOD)
-    return Report(document, describe(document), BAD, f"no usable checkpoint among the {len(entries)} at {url}")
+    return Report(
+        document, describe(document), BAD, f"no usable checkpoint among the {len(entries)} at {url}"
+    )
 
 
 COLUMNS = [
@@ -64,7 +66,8 @@ def describe(document: dict[str, Any]) -> list[Block]:
             ]
         )
     blocks: list[Block] = [Table("", COLUMNS, rows)]
-    # Reasons are sentences with paths: under the table they can be read, in a cell of it they cannot.
+    # Reasons are sentences with paths: under the table they can be read, in a cell of it they
+    # cannot.
     for entry in document["checkpoints"]:
         if entry["reason"]:
             blocks.append(Line(f"{entry['name']}: {entry['reason']}", "yellow"))

@@ -5,9 +5,10 @@
     ckpt verify PATH      read every byte of it
     ckpt cp SRC DST       copy it to any other storage, verified on the way
 
-Exit codes: 0 good; 1 bad (damaged, uncommitted, newer format, problems found); 2 usage; 3 not found;
-4 storage error (permission, unreachable); 130 interrupted; 141 the reader of the output went away. Errors are
-one line on stderr, or with --json one object on stdout: {"error": {"kind", "message", "exit_code", ...}}.
+Exit codes: 0 good; 1 bad (damaged, uncommitted, newer format, problems found); 2 usage; 3 not
+found; 4 storage error (permission, unreachable); 130 interrupted; 141 the reader of the output went
+away. Errors are one line on stderr, or with --json one object on stdout: {"error": {"kind",
+"message", "exit_code", ...}}.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ STORAGE, INTERRUPTED, BROKEN_PIPE = 4, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code. No traceback for anything that a user can cause."""
+    """Run one command line and return its exit code. No traceback for anything that a user can
+    cause."""
     try:
         # Imported here, so that Ctrl-C is answered while that takes its time.
         from .commands import run
@@ -30,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("ckpt: interrupted\n")
         return INTERRUPTED
     except OSError as error:
-        # Standard output cannot be written. Python flushes it once more at exit; give that somewhere to go.
+        # Standard output cannot be written. Python flushes it once more at exit; give that
+        # somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return BROKEN_PIPE

@@ -1,4 +1,5 @@
-"""How problems of a checkpoint are told to people: what is wrong with which file, and what to use instead."""
+"""How problems of a checkpoint are told to people: what is wrong with which file, and what to use
+instead."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from .render import Block, Line
 def problem_lines(
     problems: list[dict[str, Any]], instead: dict[str, Any] | None, checkpoint: dict[str, Any]
 ) -> list[Block]:
-    """Lines for a checkpoint's problems and for the nearest older usable one; none when it is good."""
+    """Lines for a checkpoint's problems and for the nearest older usable one; none when it is
+    good."""
     if checkpoint["status"] == "committed" and not problems:
         return []
     lines: list[Block] = []
@@ -43,6 +45,8 @@ def one_problem(problem: dict[str, Any]) -> list[Block]:
         elif expected is not None:
             lines.append(Line(f"    {what}: expected {expected}{unit}"))
     if problem["actual"] is not None and problem["actual"] not in told:
-        part = {"digest": "digest of the chunk: ", "header": "digest of the header: "}.get(problem["kind"], "")
+        part = {"digest": "digest of the chunk: ", "header": "digest of the header: "}.get(
+            problem["kind"], ""
+        )
         lines.append(Line(f"    {part}expected {problem['expected']}, actual {problem['actual']}"))
     return lines

@@ -1,4 +1,5 @@
-"""How facts reach the reader: rich tables on a terminal, plain aligned text in a pipe, JSON for programs.
+"""How facts reach the reader: rich tables on a terminal, plain aligned text in a pipe, JSON for
+programs.
 
 A command describes its output once, as a list of blocks; both people's forms are drawn from those.
 JSON is strict: NaN and the infinities are strings, and it is pure ASCII whatever the locale.
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-# rich lays out a table in about 1 ms a row; beyond this, columns of plain text serve the reader better.
+# rich lays out a table in about 1 ms a row; beyond this, columns of plain text serve the reader
+# better.
 RICH_ROWS = 400
 
 
@@ -25,7 +27,9 @@ NAME_WIDTH = 48  # names longer than this do not push the facts of all others to
 class Cell(NamedTuple):
     text: str
     style: str = ""
-    terminal: str = ""  # shown instead on a terminal: such as an age, which plain text cannot repeat tomorrow
+    terminal: str = (
+        ""  # shown instead on a terminal: such as an age, which plain text cannot repeat tomorrow
+    )
 
 
 class Column(NamedTuple):
@@ -54,7 +58,8 @@ Block = Table | Facts | Line
 
 
 class Report(NamedTuple):
-    """What a command found: for programs, for people, the exit code, and a line for stderr when it is bad."""
+    """What a command found: for programs, for people, the exit code, and a line for stderr when it
+    is bad."""
 
     document: dict[str, Any]
     blocks: list[Block]
@@ -103,7 +108,10 @@ def ranks(members: list[int]) -> str:
 
 
 def metrics(values: dict[str, Any]) -> str:
-    shown = (f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items())
+    shown = (
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in values.items()
+    )
     return " ".join(shown) or "-"
 
 
@@ -128,7 +136,8 @@ def age(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` on one line and without control characters: names come from files that others wrote."""
+    """`text` on one line and without control characters: names come from files that others
+    wrote."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -169,7 +178,9 @@ def strict(value: Any) -> Any:
 
 def show_json(document: dict[str, Any], stream: TextIO | None = None) -> None:
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(4 * limit)  # what could be read can be written: a level takes several calls here
+    sys.setrecursionlimit(
+        4 * limit
+    )  # what could be read can be written: a level takes several calls here
     try:
         text = json.dumps(strict(document), allow_nan=False, indent=2)
     finally:
@@ -222,7 +233,9 @@ def _plain_table(table: Table) -> list[str]:
     title = [printable(table.title)] if table.title else []
     indent = "  " if table.title else ""
     for cells in lines:
-        padded = (_pad(text, width, right) for text, (width, right) in zip(cells, shape, strict=True))
+        padded = (
+            _pad(text, width, right) for text, (width, right) in zip(cells, shape, strict=True)
+        )
         title.append((indent + "  ".join(padded)).rstrip())
     return title
 
@@ -259,7 +272,9 @@ def draw(blocks: list[Block], console: Console) -> None:
         else:
             if block.title:
                 console.print(Text(printable(block.title), "bold"))
-            table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+            table = RichTable(
+                box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+            )
             for column in block.columns:
                 side: Literal["left", "right"] = "right" if column.right else "left"
                 table.add_column(column.name, justify=side, overflow="fold", no_wrap=column.whole)

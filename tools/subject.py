@@ -23,9 +23,9 @@ T = TypeVar("T")
 class Subject:
     """A checkpoint, opened (`view`), or as much as is known about why it cannot be.
 
-    status: "committed", "damaged", "uncommitted" or "partial" as the engine says, "unreadable" when only the
-    storage stands in the way, "unsupported" when a newer ckptcore wrote it. error: why it could not be
-    opened, where that is no damage. Leaving the context closes the view.
+    status: "committed", "damaged", "uncommitted" or "partial" as the engine says, "unreadable" when
+    only the storage stands in the way, "unsupported" when a newer ckptcore wrote it. error: why it
+    could not be opened, where that is no damage. Leaving the context closes the view.
     """
 
     def __init__(self, url: str, name: str, options: Options) -> None:
@@ -48,7 +48,8 @@ class Subject:
 
     @classmethod
     def open(cls, url: str, name: str, options: Options) -> Subject:
-        """Open a checkpoint, or describe why it cannot be. Raises CheckpointNotFound without a manifest."""
+        """Open a checkpoint, or describe why it cannot be. Raises CheckpointNotFound without a
+        manifest."""
         from ckptcore import CheckpointCorrupt, StorageError, UnsupportedVersion, open_checkpoint
 
         subject = cls(url, name, options)
@@ -81,7 +82,8 @@ class Subject:
         return GOOD if self.good else STORAGE if self.status == "unreadable" else BAD
 
     def learn(self, source: CheckpointInfo | CheckpointManifest) -> None:
-        """Step, sequence and run, where they are not known from the manifest itself; and whether it is pinned."""
+        """Step, sequence and run, where they are not known from the manifest itself; and whether it
+        is pinned."""
         self.pinned = self.pinned or getattr(source, "pinned", False)
         if self.manifest is None or source is self.manifest:
             self.step, self.sequence, self.run_id = source.step, source.sequence, source.run_id
@@ -96,7 +98,9 @@ class Subject:
             return
         self.problems += problems
         kinds = {problem["kind"] for problem in self.problems}
-        self.status = NO_DAMAGE[kinds.pop()] if kinds <= NO_DAMAGE.keys() and len(kinds) == 1 else "damaged"
+        self.status = (
+            NO_DAMAGE[kinds.pop()] if kinds <= NO_DAMAGE.keys() and len(kinds) == 1 else "damaged"
+        )
         self.reason = self.reason or problems[0]["message"]
 
     def check_sizes(self, view: CheckpointView) -> None:
@@ -105,14 +109,18 @@ class Subject:
         self.pinned = PIN in found
         for name, record in view.manifest.files.items():
             if name not in found:
-                problem = facts.problem_of(name, "missing", f"{name} is missing", record.size, manifest=view.manifest)
+                problem = facts.problem_of(
+                    name, "missing", f"{name} is missing", record.size, manifest=view.manifest
+                )
             elif found[name] is None:
                 problem = facts.problem_of(
                     name, "missing", f"{name} is not a file", record.size, manifest=view.manifest
                 )
             elif found[name] != record.size:
                 message = f"{name} has {found[name]} bytes, {record.size} were saved"
-                problem = facts.problem_of(name, "size", message, record.size, found[name], manifest=view.manifest)
+                problem = facts.problem_of(
+                    name, "size", message, record.size, found[name], manifest=view.manifest
+                )
             else:
                 continue
             self.add([problem])
@@ -132,7 +140,10 @@ class Subject:
         """Check every byte of a checkpoint that could be opened."""
         if self.view is None:
             return
-        found = [facts.problem(problem, self.manifest) for problem in self.attempt(self.view.verify) or []]
+        found = [
+            facts.problem(problem, self.manifest)
+            for problem in self.attempt(self.view.verify) or []
+        ]
         # What the look at the sizes found is found again, with more to say.
         again = {problem["file"] for problem in found}
         self.problems = [problem for problem in self.problems if problem["file"] not in again]

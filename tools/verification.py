@@ -1,10 +1,10 @@
 """`ckpt verify`: read every byte of checkpoints and say what is not as it was saved.
 
-JSON: {"path", "ok", "restores": name or null, "checkpoints": [{"checkpoint", "ok", "problems", "fallback",
-"seconds"}, ...], "skipped": [entry, ...]}, parts as in facts.py. Of a root, "checkpoints" are those that
-`restore` would pass over, the newest first, then the one that it would take; with --all all, the oldest first. "restores" is the name
-of that one; null where there is none, and where PATH is no root. "skipped" are leftovers of saves that never
-became a checkpoint.
+JSON: {"path", "ok", "restores": name or null, "checkpoints": [{"checkpoint", "ok", "problems",
+"fallback", "seconds"}, ...], "skipped": [entry, ...]}, parts as in facts.py. Of a root,
+"checkpoints" are those that `restore` would pass over, the newest first, then the one that it would
+take; with --all all, the oldest first. "restores" is the name of that one; null where there is
+none, and where PATH is no root. "skipped" are leftovers of saves that never became a checkpoint.
 Exit code: 0 when all that was looked at is good, 4 when the storage alone was in the way, else 1.
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def verify(url: str, options: Options, everything: bool = False) -> Report:
-    """`url` is a checkpoint, or a root: then what `restore` would take and what it would pass over for that, or all
-    checkpoints with `everything`."""
+    """`url` is a checkpoint, or a root: then what `restore` would take and what it would pass over
+    for that, or all checkpoints with `everything`."""
     return settled(url, options, lambda found: verify_found(found, options, everything))
 
 
@@ -39,12 +39,16 @@ def verify_found(found: Subject | Root, options: Options, everything: bool) -> R
         subjects = [*passed, *([taken] if taken else [])]
         if everything:
             names = {subject.name for subject in subjects}
-            rest = [info for info in found.entries if info.status in PUBLISHED and info.name not in names]
+            rest = [
+                info
+                for info in found.entries
+                if info.status in PUBLISHED and info.name not in names
+            ]
             subjects += [checked(subject_of(info, options, found.typed), seconds) for info in rest]
             order = [info.name for info in found.entries]
             subjects.sort(key=lambda subject: order.index(subject.name))
-        # What was committed and is damaged now is a finding; what was never committed is a leftover, unless it is what
-        # `restore` would look at first.
+        # What was committed and is damaged now is a finding; what was never committed is a
+        # leftover, unless it is what `restore` would look at first.
         names = {subject.name for subject in subjects}
         skipped = [i for i in found.entries if i.status not in PUBLISHED and i.name not in names]
     else:
@@ -61,13 +65,16 @@ def verify_found(found: Subject | Root, options: Options, everything: bool) -> R
     }
     if not subjects:
         return Report(document, describe(document), BAD, f"no committed checkpoint in {found.url}")
-    # Damage is certain, a storage that refuses may be a passing matter: the former decides the exit code.
+    # Damage is certain, a storage that refuses may be a passing matter: the former decides the exit
+    # code.
     code = min((subject.exit_code for subject in bad), default=GOOD)
     complaint = ", ".join(f"{subject.name} is {subject.status}" for subject in bad)
     return Report(document, describe(document), code, complaint or None)
 
 
-def tried(root: Root, options: Options, seconds: dict[str, float]) -> tuple[list[Subject], Subject | None]:
+def tried(
+    root: Root, options: Options, seconds: dict[str, float]
+) -> tuple[list[Subject], Subject | None]:
     """What `restore` would look at before it finds one whose bytes verify, and that one."""
     from ckptcore import restore_candidates
 
@@ -114,6 +121,10 @@ def describe(document: dict[str, Any]) -> list[Block]:
         blocks.append(Line(f"restore would take {document['restores']}"))
     for entry in document["skipped"]:
         blocks.append(
-            Line(f"{entry['name']}  {entry['status']}, not checked: {entry['reason'] or 'no manifest'}", "yellow")
+            Line(
+                f"{entry['name']}  {entry['status']}, not checked: "
+                f"{entry['reason'] or 'no manifest'}",
+                "yellow",
+            )
         )
     return blocks

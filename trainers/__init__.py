@@ -1,4 +1,5 @@
-"""Trainers on top of ckptcore's public API. Names are imported when they are first used, as ckptcore's are."""
+"""Trainers on top of ckptcore's public API. Names are imported when they are first used, as
+ckptcore's are."""
 
 from __future__ import annotations
 

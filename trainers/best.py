@@ -1,4 +1,5 @@
-"""The best checkpoint of a run: noticed at evaluations, looked for again after a resume, loaded at the end."""
+"""The best checkpoint of a run: noticed at evaluations, looked for again after a resume, loaded at
+the end."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class BestModel:
-    """By what the evaluations of one trainer measure. It is known by its step, so that the root may be moved."""
+    """By what the evaluations of one trainer measure. It is known by its step, so that the root may
+    be moved."""
 
     def __init__(self, trainer: TrainerParts) -> None:
         self.trainer = trainer
@@ -54,13 +56,19 @@ class BestModel:
         """
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         # What callbacks add may be known on rank 0 alone.
-        value, names = self.trainer.env.broadcast_object((numbers.get(self.metric), sorted(numbers)))
+        value, names = self.trainer.env.broadcast_object(
+            (numbers.get(self.metric), sorted(numbers))
+        )
         state, args = self.trainer.state, self.trainer.args
         best = state.best_metric
         if value is None and (self.rule is not None or args.save_strategy == "best"):
             raise InvalidArgument(
-                "metric_for_best_model", args.metric_for_best_model, f"evaluations give {', '.join(names) or 'nothing'}",
-                f"name one of these, or let a callback add {self.metric} to the metrics in on_evaluate")  # fmt: skip
+                "metric_for_best_model",
+                args.metric_for_best_model,
+                f"evaluations give {', '.join(names) or 'nothing'}",
+                f"name one of these, or let a callback add {self.metric} to the metrics in "
+                "on_evaluate",
+            )
         if value is None or value != value:
             return False
         if best is not None and not (value < best if self.mode == "min" else value > best):
@@ -76,36 +84,52 @@ class BestModel:
             state.best_checkpoint = f"checkpoint-{state.global_step}"
 
     def present(self, checkpoints: CheckpointManager) -> list[CheckpointInfo]:
-        """Those that have the metric, best first: of this run as far as it has come, and the best so far, which an
-        earlier run may have made that this one goes on from."""
+        """Those that have the metric, best first: of this run as far as it has come, and the best
+        so far, which an earlier run may have made that this one goes on from."""
         state = self.trainer.state
         own = {info.name for info in checkpoints.list()}
 
         def counts(info: CheckpointInfo) -> bool:
-            best = info.step == state.best_step and info.metrics.get(self.metric) == state.best_metric
+            best = (
+                info.step == state.best_step and info.metrics.get(self.metric) == state.best_metric
+            )
             return (info.name in own or best) and (info.step or 0) <= state.global_step
 
-        return KeepBest(self.metric, self.mode).ranked([*filter(counts, self.trainer.saves.committed())])
+        return KeepBest(self.metric, self.mode).ranked(
+            [*filter(counts, self.trainer.saves.committed())]
+        )
 
     def check(self, checkpoints: CheckpointManager) -> None:
-        """The best checkpoint may have gone since: then the best of those present takes its place."""
+        """The best checkpoint may have gone since: then the best of those present takes its
+        place."""
         trainer, state = self.trainer, self.trainer.state
         args = trainer.args
-        if state.best_checkpoint is None or not (args.load_best_model_at_end or args.preserve_best_model):
+        if state.best_checkpoint is None or not (
+            args.load_best_model_at_end or args.preserve_best_model
+        ):
             return
         found: Any = None
         if trainer.saves.looks:
             best = next(iter(self.present(checkpoints)), None)
             gone = all(info.step != state.best_step for info in trainer.saves.committed())
             if gone and trainer.rank == 0:
-                now = "there is no other" if best is None else f"{best.name} is the best of those present"
-                message = f"{state.best_checkpoint}, the best checkpoint so far, is not there any more; {now}"
+                now = (
+                    "there is no other"
+                    if best is None
+                    else f"{best.name} is the best of those present"
+                )
+                message = (
+                    f"{state.best_checkpoint}, the best checkpoint so far, is not there any more; "
+                    f"{now}"
+                )
                 warnings.warn(message, CheckpointWarning, stacklevel=2)
                 found = (None, None) if best is None else (best.metrics[self.metric], best.step)
         found = trainer.env.broadcast_object(found)
         if found is not None:
             state.best_metric, state.best_step = found
-            state.best_checkpoint = None if state.best_step is None else f"checkpoint-{state.best_step}"
+            state.best_checkpoint = (
+                None if state.best_step is None else f"checkpoint-{state.best_step}"
+            )
 
     def load(self, checkpoints: CheckpointManager) -> None:
         """Put the best checkpoint's weights into the model, where that is wanted."""
@@ -134,6 +158,9 @@ class BestModel:
             message = f"the best weights cannot be loaded ({'; '.join(failed.values())}); {now}"
             warnings.warn(message, CheckpointWarning, stacklevel=2)
         elif loaded is None:
-            log.warning("load_best_model_at_end: no checkpoint has %s; the model stays as it is", self.metric)
+            log.warning(
+                "load_best_model_at_end: no checkpoint has %s; the model stays as it is",
+                self.metric,
+            )
         if loaded is not None:
             log.info("loaded the best weights, those of step %d", loaded)

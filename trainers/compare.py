@@ -24,8 +24,11 @@ class ComponentComparison:
     differences: list[str] = field(default_factory=list)
 
 
-def compare_checkpoints(expected: str, found: str, apart_from: Collection[str] = ()) -> list[ComponentComparison]:
-    """One entry per component of either checkpoint. apart_from: keys of values that no two runs share, such as times."""
+def compare_checkpoints(
+    expected: str, found: str, apart_from: Collection[str] = ()
+) -> list[ComponentComparison]:
+    """One entry per component of either checkpoint. apart_from: keys of values that no two runs
+    share, such as times."""
     with open_checkpoint(expected) as one, open_checkpoint(found) as other:
         names = sorted(one.manifest.components.keys() | other.manifest.components.keys())
         return [_compare_component(name, one, other, apart_from) for name in names]
@@ -39,28 +42,38 @@ def _compare_component(
         if name not in view.manifest.components:
             result.differences.append(f"component {name} is in {rival.url} only")
             return result
-    labels, rival_labels = ([copy.label for copy in view.manifest.copies(name)] for view in (one, other))
+    labels, rival_labels = (
+        [copy.label for copy in view.manifest.copies(name)] for view in (one, other)
+    )
     if labels != rival_labels:
         result.differences.append(f"{name}: {len(labels)} and {len(rival_labels)} copies")
         return result
     for number, label in enumerate(labels):  # one per rank or group, where each has its own
         _compare_copy(result, name + label, one, other)
-        left_values, right_values = (_without(view.values(name, number), apart_from) for view in (one, other))
+        left_values, right_values = (
+            _without(view.values(name, number), apart_from) for view in (one, other)
+        )
         result.values += sum(1 for _ in _leaves(left_values))
         result.differences += differing_values(left_values, right_values, name + label)
     return result
 
 
-def _compare_copy(result: ComponentComparison, label: str, one: CheckpointView, other: CheckpointView) -> None:
+def _compare_copy(
+    result: ComponentComparison, label: str, one: CheckpointView, other: CheckpointView
+) -> None:
     ours = {info.full_name: info for info in one.tensors() if info.component == label}
     theirs = {info.full_name: info for info in other.tensors() if info.component == label}
-    result.differences += [f"{key}: in one of the two only" for key in sorted(ours.keys() ^ theirs.keys())]
+    result.differences += [
+        f"{key}: in one of the two only" for key in sorted(ours.keys() ^ theirs.keys())
+    ]
     for key in sorted(ours.keys() & theirs.keys()):
         a, b = ours[key], theirs[key]
         result.tensors += 1
         result.tensor_bytes += 0 if a.alias_of else a.nbytes  # tied tensors are one
         if (a.dtype, list(a.shape)) != (b.dtype, list(b.shape)):
-            result.differences.append(f"{key}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}")
+            result.differences.append(
+                f"{key}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
+            )
             continue
         left, right = (np.ascontiguousarray(view.read(key)) for view in (one, other))
         if left.tobytes() != right.tobytes():
@@ -95,7 +108,11 @@ def _same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, float):
         return bool(one.hex() == other.hex())  # tells 0.0 from -0.0, and takes a NaN for itself
     if isinstance(one, np.ndarray | np.generic):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+        return bool(
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
     return bool(one == other)
 
 

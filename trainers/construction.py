@@ -21,7 +21,12 @@ __all__ = ["Models", "apply_settings", "seed_everything"]
 
 log = logging.getLogger(__name__)
 
-SDPA = {"math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+SDPA = {
+    "math": "MATH",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -73,7 +78,8 @@ class Models:
         return bool(self.saves.restorable())
 
     def construct(self, on: torch.device | str | None = None) -> nn.Module:
-        """The bare module on the device, ready to be wrapped and trained. on: another device than the trainer's."""
+        """The bare module on the device, ready to be wrapped and trained. on: another device than
+        the trainer's."""
         device = on or self.device
         wanted = self.args.construct_model_on
         if self.given_model is not None or self.model_init is None:
@@ -82,7 +88,10 @@ class Models:
         elif str(device) == "meta" or (wanted == "meta" and self.restorable):
             model = self.construct_empty(device)
         else:
-            with self.default_dtype(), torch.device(device) if wanted == "device" else nullcontext():
+            with (
+                self.default_dtype(),
+                torch.device(device) if wanted == "device" else nullcontext(),
+            ):
                 model = self.model_init()
         if str(device) != "meta":
             model = model.to(device)
@@ -95,8 +104,13 @@ class Models:
             model = self.model_init()
         if str(device) == "meta":
             return model
-        if not_saved := [name for name, _ in model.named_buffers() if name not in model.state_dict()]:
-            log.info("construct_model_on='meta': checkpoints do not hold %s, so the model is built", not_saved[0])
+        if not_saved := [
+            name for name, _ in model.named_buffers() if name not in model.state_dict()
+        ]:
+            log.info(
+                "construct_model_on='meta': checkpoints do not hold %s, so the model is built",
+                not_saved[0],
+            )
             with self.default_dtype():
                 return self.model_init()
         tied = _names_by_parameter(model)
@@ -135,8 +149,11 @@ class Models:
                 enable() if kwargs is None else enable(gradient_checkpointing_kwargs=kwargs)
             else:
                 raise InvalidArgument(
-                    "gradient_checkpointing", True, f"{type(model).__name__} has no gradient_checkpointing_enable()",
-                    "give enable_activation_checkpoint_fn")  # fmt: skip
+                    "gradient_checkpointing",
+                    True,
+                    f"{type(model).__name__} has no gradient_checkpointing_enable()",
+                    "give enable_activation_checkpoint_fn",
+                )
         return model
 
     def compile(self, model: nn.Module) -> nn.Module:
@@ -157,11 +174,17 @@ class Models:
         args = self.args
         with ExitStack() as stack:
             if args.mixed_precision in AUTOCAST:
-                stack.enter_context(torch.autocast(self.device.type, AUTOCAST[args.mixed_precision]))
+                stack.enter_context(
+                    torch.autocast(self.device.type, AUTOCAST[args.mixed_precision])
+                )
             if args.sdpa_backend is not None:
-                names = [args.sdpa_backend] if isinstance(args.sdpa_backend, str) else args.sdpa_backend
+                names = (
+                    [args.sdpa_backend] if isinstance(args.sdpa_backend, str) else args.sdpa_backend
+                )
                 kernels = [getattr(torch.nn.attention.SDPBackend, SDPA[name]) for name in names]
-                stack.enter_context(torch.nn.attention.sdpa_kernel(kernels, set_priority=args.sdpa_set_priority))
+                stack.enter_context(
+                    torch.nn.attention.sdpa_kernel(kernels, set_priority=args.sdpa_set_priority)
+                )
                 stack.enter_context(naming_kernels(args.sdpa_backend))
             if args.enable_activation_offloading and training:
                 pinned = self.device.type == "cuda"
@@ -171,7 +194,8 @@ class Models:
     def fuse_optimizer(self) -> None:
         """Step each parameter when its gradient is there, and let go of the gradient.
 
-        State and options stay those of the one optimizer, so checkpoints and schedules see no difference.
+        State and options stay those of the one optimizer, so checkpoints and schedules see no
+        difference.
         """
         for hook in self.fused:  # of an optimizer that was made before
             hook.remove()
@@ -206,14 +230,18 @@ def compile_backend(name: str) -> str:
     if name not in known:
         usual = ", ".join(torch.compiler.list_backends())
         raise InvalidArgument(
-            "torch_compile_backend", name, "torch has no backend of this name", f"give one of {usual}"
+            "torch_compile_backend",
+            name,
+            "torch has no backend of this name",
+            f"give one of {usual}",
         )
     return name
 
 
 @contextmanager
 def naming_kernels(wanted: str | list[str]) -> Iterator[None]:
-    """Attention finds out in the forward pass that no kernel that is allowed fits the device and the inputs."""
+    """Attention finds out in the forward pass that no kernel that is allowed fits the device and
+    the inputs."""
     try:
         yield
     except RuntimeError as error:
@@ -232,7 +260,9 @@ def stepper(
 ) -> Callable[[torch.Tensor], None]:
     def step(parameter: torch.Tensor) -> None:
         single.state = whole.state  # a load replaces it
-        single.param_groups[0].update({name: value for name, value in group.items() if name != "params"})
+        single.param_groups[0].update(
+            {name: value for name, value in group.items() if name != "params"}
+        )
         single.step()
         parameter.grad = None
 
@@ -251,7 +281,10 @@ def _torchao(argument: str, recipe: str) -> Any:
         import torchao
     except ImportError:
         raise InvalidArgument(
-            argument, recipe, "torchao is not installed", "pip install ckptcore[torchao], or leave it out"
+            argument,
+            recipe,
+            "torchao is not installed",
+            "pip install ckptcore[torchao], or leave it out",
         ) from None
     return torchao
 
@@ -262,7 +295,9 @@ def to_float8(model: nn.Module, recipe: str, alignment: int) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-        raise InvalidArgument("fp8_recipe", recipe, "needs a CUDA device of capability 8.9 or above", "leave it out")
+        raise InvalidArgument(
+            "fp8_recipe", recipe, "needs a CUDA device of capability 8.9 or above", "leave it out"
+        )
 
     def fits(module: nn.Module, _: str) -> bool:
         return isinstance(module, nn.Linear) and not any(
@@ -275,7 +310,8 @@ def to_float8(model: nn.Module, recipe: str, alignment: int) -> nn.Module:
 
 
 def to_fake_quantised(model: nn.Module, recipe: str) -> nn.Module:
-    """Linear layers train as if they were quantised; converting them is a step of its own, after training."""
+    """Linear layers train as if they were quantised; converting them is a step of its own, after
+    training."""
     _torchao("qat_recipe", recipe)
     from torchao import quantization
     from torchao.quantization.qat import QATConfig

@@ -20,7 +20,8 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def find_files(entries: Sequence[str] = ()) -> list[Path]:
-    """The files that `entries` (files, folders, globs) name, each once, in an order that does not vary.
+    """The files that `entries` (files, folders, globs) name, each once, in an order that does not
+    vary.
 
     A folder stands for all files below it but hidden ones. No entries: the sources of the Python
     standard library.
@@ -30,12 +31,20 @@ def find_files(entries: Sequence[str] = ()) -> list[Path]:
         below = (path.relative_to(library) for path in library.rglob("*.py"))
         names = sorted(path.as_posix() for path in below if _INSTALLED.isdisjoint(path.parts))
         if not names:
-            raise DataNotFound(f"no .py files in {library}; name the text with --data", path=str(library))
+            raise DataNotFound(
+                f"no .py files in {library}; name the text with --data", path=str(library)
+            )
         return [library / name for name in names]
     found: dict[Path, None] = {}
     for entry in entries:
-        matches = [Path(entry)] if Path(entry).exists() else sorted(map(Path, glob.glob(entry, recursive=True)))
-        files = [file for match in matches for file in (_below(match) if match.is_dir() else [match])]
+        matches = (
+            [Path(entry)]
+            if Path(entry).exists()
+            else sorted(map(Path, glob.glob(entry, recursive=True)))
+        )
+        files = [
+            file for match in matches for file in (_below(match) if match.is_dir() else [match])
+        ]
         if not files:
             raise DataNotFound(f"data: {entry!r} names no file", path=entry)
         found.update(dict.fromkeys(files))
@@ -44,7 +53,9 @@ def find_files(entries: Sequence[str] = ()) -> list[Path]:
 
 def _below(folder: Path) -> list[Path]:
     files = (path for path in folder.rglob("*") if path.is_file())
-    shown = (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+    shown = (
+        f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts)
+    )
     return sorted(shown, key=lambda path: path.relative_to(folder).as_posix())
 
 
@@ -59,7 +70,9 @@ def read_corpus(entries: Sequence[str] = (), max_bytes: int | None = None) -> Te
     return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
-def split_corpus(corpus: Tensor, block_size: int, validation: float = 0.05) -> tuple[ByteWindows, ByteWindows]:
+def split_corpus(
+    corpus: Tensor, block_size: int, validation: float = 0.05
+) -> tuple[ByteWindows, ByteWindows]:
     """Training windows from the front, validation windows from the back; no byte is in both."""
     held_out = max(int(len(corpus) * validation), block_size + 1)
     if len(corpus) < held_out + block_size + 1:

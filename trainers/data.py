@@ -20,24 +20,28 @@ __all__ = ["Counted", "ResumableLoader"]
 class ResumableLoader:
     """Batches without end, epoch after epoch; on several ranks, this rank's share of them.
 
-    Map-style data: the order of an epoch is a pure function of (seed, epoch), so a position is two numbers: the epoch
-    and how many of its samples all ranks together have used. Ranks are dealt each `batch_size * world_size` samples
-    of the order like cards: their samples are disjoint, their epochs end at the same batch, and a position means the
-    same for any number of ranks and workers. Where an epoch ends with fewer samples than ranks, those without one get
-    one of another rank, counted as none, and can take part in the step all the same.
+    Map-style data: the order of an epoch is a pure function of (seed, epoch), so a position is two
+    numbers: the epoch and how many of its samples all ranks together have used. Ranks are dealt
+    each `batch_size * world_size` samples of the order like cards: their samples are disjoint,
+    their epochs end at the same batch, and a position means the same for any number of ranks and
+    workers. Where an epoch ends with fewer samples than ranks, those without one get one of another
+    rank, counted as none, and can take part in the step all the same.
 
-    Iterable data: every rank reads the whole stream and keeps what is dealt to it. A position is a number of batches,
-    reached again by reading on, or, without workers, through the `state_dict()` of the data set if it has one. With
-    workers the data set shares the stream among them, as torch wants it. Data that are cut into shards of different
-    lengths by rank are read with world_size 1 and a loader of dispatch.py around it.
+    Iterable data: every rank reads the whole stream and keeps what is dealt to it. A position is a
+    number of batches, reached again by reading on, or, without workers, through the `state_dict()`
+    of the data set if it has one. With workers the data set shares the stream among them, as torch
+    wants it. Data that are cut into shards of different lengths by rank are read with world_size 1
+    and a loader of dispatch.py around it.
 
-    The position after the last batch of an epoch is the start of the next one, so equal positions have equal states.
-    What was read ahead does not count. Random numbers drawn while a batch is made (augmentation, masking in
-    `collate_fn`) are a function of (seed, epoch, batch), in workers as in this process, whose own generators are left
-    alone. A data set with `set_epoch` is told the epoch, in workers too.
+    The position after the last batch of an epoch is the start of the next one, so equal positions
+    have equal states. What was read ahead does not count. Random numbers drawn while a batch is
+    made (augmentation, masking in `collate_fn`) are a function of (seed, epoch, batch), in workers
+    as in this process, whose own generators are left alone. A data set with `set_epoch` is told the
+    epoch, in workers too.
 
-    epoch_steps: batches of an epoch where the data have no length; the stream goes on over the end of such an epoch,
-    and starts again when it ends. Without it, an epoch of such data lasts until they end.
+    epoch_steps: batches of an epoch where the data have no length; the stream goes on over the end
+    of such an epoch, and starts again when it ends. Without it, an epoch of such data lasts until
+    they end.
     """
 
     state_per_rank = False
@@ -61,9 +65,13 @@ class ResumableLoader:
         call_set_epoch: bool = True,
     ) -> None:
         if batch_size < 1:
-            raise InvalidArgument("per_device_train_batch_size", batch_size, "no samples in a batch", "give 1 or more")
+            raise InvalidArgument(
+                "per_device_train_batch_size", batch_size, "no samples in a batch", "give 1 or more"
+            )
         if epoch_steps is not None and epoch_steps < 1:
-            raise InvalidArgument("epoch_train_steps", epoch_steps, "no steps in an epoch", "give 1 or more")
+            raise InvalidArgument(
+                "epoch_train_steps", epoch_steps, "no steps in an epoch", "give 1 or more"
+            )
         self.dataset = dataset
         options = Options(
             batch_size,
@@ -83,7 +91,9 @@ class ResumableLoader:
             },
         )
         self.options = options
-        self._reader: Reader = StreamReader(dataset, options) if is_stream(dataset) else MapReader(dataset, options)
+        self._reader: Reader = (
+            StreamReader(dataset, options) if is_stream(dataset) else MapReader(dataset, options)
+        )
         fingerprint = getattr(dataset, "fingerprint", None)
         self._data: dict[str, Any] = dict(fingerprint()) if callable(fingerprint) else self._size()
 
@@ -102,8 +112,8 @@ class ResumableLoader:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """Of this rank; None if the data have no length. With workers that share a stream the ends of their parts
-        may make it some more."""
+        """Of this rank; None if the data have no length. With workers that share a stream the ends
+        of their parts may make it some more."""
         return self._reader.length
 
     @property
@@ -118,8 +128,9 @@ class ResumableLoader:
         return length
 
     def next_group(self, count: int) -> list[Counted]:
-        """The next batches, up to `count` and up to the end of the epoch, each with its samples on this rank and on
-        all ranks together. Never none: after the end of an epoch the next one begins."""
+        """The next batches, up to `count` and up to the end of the epoch, each with its samples on
+        this rank and on all ranks together. Never none: after the end of an epoch the next one
+        begins."""
         return self._reader.take(count)
 
     def __iter__(self) -> Iterator[Any]:
@@ -144,13 +155,19 @@ class ResumableLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position, and on in its order: the seed is taken over. Other data are refused."""
+        """Go to a stored position, and on in its order: the seed is taken over. Other data are
+        refused."""
         here = self.state_dict()
         names = ["shuffle", "drop_last"]
         if isinstance(self._reader, StreamReader):
-            # Who reads which part of a stream is a matter of their number; of other data a position is so many samples.
+            # Who reads which part of a stream is a matter of their number; of other data a position
+            # is so many samples.
             names += ["batch_size", "world_size", "num_workers"]
-        mismatched = {name: (str(state.get(name)), str(here[name])) for name in names if state.get(name) != here[name]}
+        mismatched = {
+            name: (str(state.get(name)), str(here[name]))
+            for name in names
+            if state.get(name) != here[name]
+        }
         then, now = state["data"], here["data"]
         mismatched |= {
             f"data {name}": (str(then.get(name)), str(now.get(name)))
@@ -158,7 +175,9 @@ class ResumableLoader:
             if then.get(name) != now.get(name)
         }
         if mismatched:
-            facts = "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in mismatched.items())
+            facts = "; ".join(
+                f"{name} was {old}, is {new}" for name, (old, new) in mismatched.items()
+            )
             raise StateMismatch(
                 "the checkpoint's data position does not fit this data and batch size: "
                 f"{facts}. Give the run the data and batch size that it was started with, "

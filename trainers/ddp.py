@@ -1,4 +1,5 @@
-"""The same training on several ranks: DistributedDataParallel, and every rank its own share of the data."""
+"""The same training on several ranks: DistributedDataParallel, and every rank its own share of the
+data."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +40,8 @@ class RanksTrainer(Trainer):
             self.part_streams()
 
     def part_streams(self) -> None:
-        """The model is the same everywhere; from here on every rank has random streams of its own."""
+        """The model is the same everywhere; from here on every rank has random streams of its
+        own."""
         if self.args.seed >= 0:
             seed_everything(self.args.seed + self.rank)
         elif self.rank:
@@ -44,13 +49,16 @@ class RanksTrainer(Trainer):
             torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
 
     def make_train_loader(self) -> Any:
-        """dispatch_batches: rank 0 reads for all. Else every rank reads its shard, and they agree on an epoch's end."""
+        """dispatch_batches: rank 0 reads for all. Else every rank reads its shard, and they agree
+        on an epoch's end."""
         rank, ranks = self.data_parallel
         size = self.args.per_device_train_batch_size
         if ranks == 1:
             return super().make_train_loader()
         if self.args.dispatch_batches:
-            return DispatchedLoader(self.make_loader(0, 1, size * ranks) if rank == 0 else None, self.env.cpu_group)
+            return DispatchedLoader(
+                self.make_loader(0, 1, size * ranks) if rank == 0 else None, self.env.cpu_group
+            )
         if is_stream(self.train_dataset):  # each rank's own already
             return Agreed(self.make_loader(0, 1, size), self.env.cpu_group)
         own = self.make_loader(rank, ranks, size)
@@ -58,7 +66,8 @@ class RanksTrainer(Trainer):
 
 
 class DDPTrainer(RanksTrainer):
-    """A `Trainer` on every rank of the running process group. Each makes one, and calls `train()`."""
+    """A `Trainer` on every rank of the running process group. Each makes one, and calls
+    `train()`."""
 
     kind = "ddp"
     averager: PeriodicModelAverager | None = None
@@ -68,7 +77,8 @@ class DDPTrainer(RanksTrainer):
         if self.world_size == 1:
             return
         known = inspect.signature(DistributedDataParallel.__init__).parameters
-        # Not what is its default in any case: names come and go between versions of torch, with warnings.
+        # Not what is its default in any case: names come and go between versions of torch, with
+        # warnings.
         given, ours = asdict(self.args.ddp), asdict(DDPArguments())
         options = {
             name: value
@@ -76,14 +86,21 @@ class DDPTrainer(RanksTrainer):
             if value != ours[name] or (name in known and known[name].default is (not value))
         }
         device = [self.device] if self.device.type == "cuda" else None
-        self.wrapped = self.parallel = DistributedDataParallel(self.model, device_ids=device, **options)
+        self.wrapped = self.parallel = DistributedDataParallel(
+            self.model, device_ids=device, **options
+        )
         local = self.args.post_local_sgd
         if local.enabled:
             self.local_sgd = PostLocalSGDState(  # type: ignore[no-untyped-call]
-                dist.group.WORLD, dist.group.WORLD, local.start_step, local.post_local_gradient_allreduce
+                dist.group.WORLD,
+                dist.group.WORLD,
+                local.start_step,
+                local.post_local_gradient_allreduce,
             )
             self.parallel.register_comm_hook(self.local_sgd, post_localSGD_hook)
-            self.averager = PeriodicModelAverager(period=local.period, warmup_steps=local.start_step)
+            self.averager = PeriodicModelAverager(
+                period=local.period, warmup_steps=local.start_step
+            )
 
     def build_optimizer(self) -> None:
         super().build_optimizer()
@@ -95,9 +112,10 @@ class DDPTrainer(RanksTrainer):
     def settle_buckets(self) -> None:
         """One backward pass that is thrown away.
 
-        After its first one DDP sorts the gradients into other buckets, and where in a bucket a number lies decides
-        in which order the ranks' parts of it are added up. So without this, on more than two ranks, the first step
-        of a resumed run would not be that of the run that did not stop, to the last bit.
+        After its first one DDP sorts the gradients into other buckets, and where in a bucket a
+        number lies decides in which order the ranks' parts of it are added up. So without this, on
+        more than two ranks, the first step of a resumed run would not be that of the run that did
+        not stop, to the last bit.
         """
         streams = RNGState()
         before, buffers = streams.state_dict(), [buffer.clone() for buffer in self.model.buffers()]
@@ -127,13 +145,15 @@ class DDPTrainer(RanksTrainer):
         return done
 
     def share_state(self) -> None:
-        """Buffers such as running statistics: rank 0's count, as DDP has it in the next forward pass anyway."""
+        """Buffers such as running statistics: rank 0's count, as DDP has it in the next forward
+        pass anyway."""
         if self.world_size > 1 and self.averager is None:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)
 
     def model_components(self) -> list[StateComponent]:
-        """Between two averages of Post-Local SGD the replicas differ, so then each rank keeps its own."""
+        """Between two averages of Post-Local SGD the replicas differ, so then each rank keeps its
+        own."""
         found = super().model_components()
         if self.averager is not None:
             for part in found:

@@ -1,4 +1,5 @@
-"""`make demo`: kill a training run inside a save, twice, and show that the resumed run is the same run.
+"""`make demo`: kill a training run inside a save, twice, and show that the resumed run is the same
+run.
 
 demo-runs/reference   trained without interruption
 demo-runs/killed      the same, SIGKILLed inside two of its saves and started again each time
@@ -44,14 +45,20 @@ class Watcher:
 
     folder: Path
     seen: set[str] = field(default_factory=set)
-    durations: list[float] = field(default_factory=list)  # of saves that were left alone, in seconds
+    durations: list[float] = field(
+        default_factory=list
+    )  # of saves that were left alone, in seconds
 
     def partials(self) -> set[str]:
         """Attempts on disk now."""
         if not self.folder.is_dir():
             return set()
         with os.scandir(self.folder) as entries:
-            return {e.name for e in entries if e.name.startswith("checkpoint-") and ".partial-" in e.name}
+            return {
+                e.name
+                for e in entries
+                if e.name.startswith("checkpoint-") and ".partial-" in e.name
+            }
 
     def next_save(self, process: subprocess.Popen[bytes]) -> str | None:
         """Waits for a save to begin; None when the process ended before one did."""
@@ -69,8 +76,11 @@ class Watcher:
             time.sleep(0.0001)
         self.durations.append(time.perf_counter() - begin)
 
-    def kill_inside_a_save(self, process: subprocess.Popen[bytes], number: int, chance: random.Random) -> Path:
-        """SIGKILLs the process at a random moment of its save `number`, or of a later one if need be."""
+    def kill_inside_a_save(
+        self, process: subprocess.Popen[bytes], number: int, chance: random.Random
+    ) -> Path:
+        """SIGKILLs the process at a random moment of its save `number`, or of a later one if need
+        be."""
         count = 0
         while (name := self.next_save(process)) is not None:
             count += 1
@@ -96,7 +106,10 @@ class Watcher:
                 return partial
             say(f"save {count} was over within {delay * 1e3:.1f} ms; trying the next")
             process.send_signal(signal.SIGCONT)
-        raise SystemExit(f"the run ended (exit code {process.returncode}) before a save was hit; see {self.folder}.log")
+        raise SystemExit(
+            f"the run ended (exit code {process.returncode}) before a save was hit; see "
+            f"{self.folder}.log"
+        )
 
 
 def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
@@ -116,7 +129,9 @@ def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
     words = [f"{name}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "ckpt_trainers.main", "--threads", "1", *words]
     with folder.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
 
 
 def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -126,7 +141,9 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
         process.kill()  # where this program is interrupted
     if process.returncode != 0:
         tail = folder.with_suffix(".log").read_text(errors="replace").splitlines()[-15:]
-        raise SystemExit("\n".join([f"training in {folder} failed with exit code {process.returncode}:", *tail]))
+        raise SystemExit(
+            "\n".join([f"training in {folder} failed with exit code {process.returncode}:", *tail])
+        )
 
 
 def kill_and_show(watcher: Watcher, steps: int, number: int, chance: random.Random) -> None:
@@ -162,7 +179,11 @@ def compare(reference: Path, killed: Path, steps: int) -> bool:
     ours, theirs = read_losses(reference), read_losses(killed)
     wrong = [step for step in range(1, steps + 1) if _hex(ours, step) != _hex(theirs, step)]
     same_file = (reference / LOSSES).read_bytes() == (killed / LOSSES).read_bytes()
-    verdict = "equal" if same_file and not wrong else f"{len(wrong)} DIFFER, the first at step {min(wrong, default=0)}"
+    verdict = (
+        "equal"
+        if same_file and not wrong
+        else f"{len(wrong)} DIFFER, the first at step {min(wrong, default=0)}"
+    )
     say(f"{'losses of the steps':<20}{len(theirs):>5} steps{'':>36}{verdict}")
     return equal and same_file and not wrong
 
@@ -175,7 +196,9 @@ def fresh(folder: Path) -> None:
     """An empty demo folder; only one that an earlier demo made is emptied."""
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
-            raise click.UsageError(f"{folder} is not empty and not of an earlier demo; give another --folder")
+            raise click.UsageError(
+                f"{folder} is not empty and not of an earlier demo; give another --folder"
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()
@@ -196,14 +219,20 @@ def ckpt(*words: str) -> bool:
 @click.command()
 @click.option("--folder", type=click.Path(path_type=Path), default="demo-runs", show_default=True)
 @click.option("--steps", type=click.IntRange(min=30), default=300, show_default=True)
-@click.option("--seed", type=int, help="Of the moments of the kills.  [default: random, and printed]")
+@click.option(
+    "--seed", type=int, help="Of the moments of the kills.  [default: random, and printed]"
+)
 def main(folder: Path, steps: int, seed: int | None) -> None:
-    """Kill a training run inside a save, twice; resume it; compare it with one that was left alone."""
+    """Kill a training run inside a save, twice; resume it; compare it with one that was left
+    alone."""
     fresh(folder)
     seed = secrets.randbits(31) if seed is None else seed
     chance = random.Random(seed)
     reference, killed = folder / "reference", folder / "killed"
-    say(f"two runs of {steps} steps, one uninterrupted, one killed twice inside a save (--seed {seed})")
+    say(
+        f"two runs of {steps} steps, one uninterrupted, one killed twice inside a save (--seed "
+        f"{seed})"
+    )
     undisturbed = start(reference, steps)
     try:
         watcher = Watcher(killed)
@@ -224,7 +253,11 @@ def main(folder: Path, steps: int, seed: int | None) -> None:
 
     click.echo()
     equal = compare(reference, killed, steps)
-    say("EQUAL: the killed and resumed run is the uninterrupted run, bit for bit" if equal else "NOT EQUAL")
+    say(
+        "EQUAL: the killed and resumed run is the uninterrupted run, bit for bit"
+        if equal
+        else "NOT EQUAL"
+    )
     last = str(killed / f"checkpoint-{steps}")
     shown = [ckpt("ls", str(killed)), ckpt("inspect", last), ckpt("verify", last)]
     if not equal or not all(shown):

@@ -1,4 +1,5 @@
-"""Loaders of several ranks: one that reads for all of them, and one on which they agree when an epoch ends."""
+"""Loaders of several ranks: one that reads for all of them, and one on which they agree when an
+epoch ends."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def _exchange(group: Any) -> Exchange:
 def share_of(batch: Any, rows: int, rank: int, size: int) -> Any:
     """A rank's samples of a collated batch, dealt like cards; the first one for a rank without any.
 
-    Tensors, arrays and lists of plain values that are `rows` long are cut; everything else goes to all.
+    Tensors, arrays and lists of plain values that are `rows` long are cut; everything else goes to
+    all.
     """
     cut = slice(rank, None, size) if rank < rows else slice(0, 1)
 
@@ -69,8 +71,12 @@ def share_of(batch: Any, rows: int, rank: int, size: int) -> Any:
         if isinstance(part, tuple) and hasattr(part, "_fields"):
             return type(part)(*map(of, part))
         if isinstance(part, list | tuple):
-            plain = not any(isinstance(item, torch.Tensor | Mapping | list | tuple) for item in part)
-            return part[cut] if plain and len(part) == rows else type(part)(of(item) for item in part)
+            plain = not any(
+                isinstance(item, torch.Tensor | Mapping | list | tuple) for item in part
+            )
+            return (
+                part[cut] if plain and len(part) == rows else type(part)(of(item) for item in part)
+            )
         if getattr(part, "ndim", 0) and len(part) == rows:
             return part[cut].copy()
         return part
@@ -81,10 +87,11 @@ def share_of(batch: Any, rows: int, rank: int, size: int) -> Any:
 class DispatchedLoader:
     """Rank 0 reads the batches of all ranks at once and hands each rank its share.
 
-    loader: on rank 0, one of world_size 1 whose batches are as large as those of all ranks together; what the others
-    give is not used. For data that cannot be cut into shards, and for the order of samples that one process has.
-    Every method that reads or moves must be called on all ranks, as must the constructor. What rank 0 raises, all
-    ranks raise. The state is rank 0's, on every rank.
+    loader: on rank 0, one of world_size 1 whose batches are as large as those of all ranks
+    together; what the others give is not used. For data that cannot be cut into shards, and for the
+    order of samples that one process has. Every method that reads or moves must be called on all
+    ranks, as must the constructor. What rank 0 raises, all ranks raise. The state is rank 0's, on
+    every rank.
     """
 
     state_per_rank = False
@@ -97,19 +104,31 @@ class DispatchedLoader:
         self._tell(lambda: None)
 
     def _tell(self, act: Callable[[], list[Counted] | None]) -> list[Counted]:
-        """Rank 0 acts and tells the others what came of it: their share of batches, the position, or an error."""
+        """Rank 0 acts and tells the others what came of it: their share of batches, the position,
+        or an error."""
         if self.exchange.rank != 0:
             failed, shares, facts, state = self.exchange.scatter_objects(None)
             if failed is not None:
                 mismatch, text = failed
-                raise StateMismatch(text, mismatched=mismatch) if mismatch is not None else RuntimeError(text)
+                raise (
+                    StateMismatch(text, mismatched=mismatch)
+                    if mismatch is not None
+                    else RuntimeError(text)
+                )
         else:
             try:
                 messages, error = self._messages(act() or []), None
             except Exception as raised:
                 mismatch = (raised.mismatched or {}) if isinstance(raised, StateMismatch) else None
-                text = str(raised) if mismatch is not None else f"rank 0 failed: {type(raised).__name__}: {raised}"
-                messages, error = [((mismatch, text), None, None, None)] * self.exchange.size, raised
+                text = (
+                    str(raised)
+                    if mismatch is not None
+                    else f"rank 0 failed: {type(raised).__name__}: {raised}"
+                )
+                messages, error = (
+                    [((mismatch, text), None, None, None)] * self.exchange.size,
+                    raised,
+                )
             _, shares, facts, state = self.exchange.scatter_objects(messages)
             if error is not None:
                 raise error
@@ -123,7 +142,10 @@ class DispatchedLoader:
         return [
             (
                 None,
-                [(share_of(batch, rows, rank, size), len(range(rank, rows, size)), rows) for batch, _, rows in group],
+                [
+                    (share_of(batch, rows, rank, size), len(range(rank, rows, size)), rows)
+                    for batch, _, rows in group
+                ],
                 facts,
                 state,
             )
@@ -182,7 +204,8 @@ class DispatchedLoader:
 
 
 class Agreed:
-    """Every rank reads its own shard; an epoch ends on all ranks at the step at which the first one's ends.
+    """Every rank reads its own shard; an epoch ends on all ranks at the step at which the first
+    one's ends.
 
     What longer shards hold beyond that is left out of the epoch. The state belongs to the rank.
     """
@@ -195,7 +218,10 @@ class Agreed:
         self.epoch = 0
         self.position = 0
         length = loader.batches_per_epoch
-        lengths = [numbers[0] for numbers in self.exchange.gather_numbers([-1 if length is None else length])]
+        lengths = [
+            numbers[0]
+            for numbers in self.exchange.gather_numbers([-1 if length is None else length])
+        ]
         self._length = None if -1 in lengths else min(lengths)
 
     @property
@@ -219,7 +245,8 @@ class Agreed:
         return self._length
 
     def next_group(self, count: int) -> list[Counted]:
-        """The next batches, equally many on all ranks, with their samples here and on all ranks together."""
+        """The next batches, equally many on all ranks, with their samples here and on all ranks
+        together."""
         own = self.loader.next_group(count)
         ended = self.loader.epoch > self.epoch
         samples = [here for _, here, _ in own]

@@ -1,4 +1,5 @@
-"""Where this process stands among those of the job, and the small messages between them that need no device."""
+"""Where this process stands among those of the job, and the small messages between them that need
+no device."""
 
 from __future__ import annotations
 
@@ -22,16 +23,20 @@ log = logging.getLogger(__name__)
 
 
 def choose_workspace(args: Any) -> None:
-    """For full_determinism: cuBLAS reads this when CUDA is initialised, so it comes before anything touches a device."""
+    """For full_determinism: cuBLAS reads this when CUDA is initialised, so it comes before anything
+    touches a device."""
     if not args.full_determinism or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
         return
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        log.warning("full_determinism: CUDA was initialised before CUBLAS_WORKSPACE_CONFIG could be set")
+        log.warning(
+            "full_determinism: CUDA was initialised before CUBLAS_WORKSPACE_CONFIG could be set"
+        )
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
 def choose_device(args: Any, local_rank: int = 0, world_size: int = 1) -> torch.device:
-    """The device that the arguments name; by default one per process where there is CUDA, else the CPU."""
+    """The device that the arguments name; by default one per process where there is CUDA, else the
+    CPU."""
     if args.use_cpu:
         return torch.device("cpu")
     name = str(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -39,20 +44,30 @@ def choose_device(args: Any, local_rank: int = 0, world_size: int = 1) -> torch.
         devices = torch.cuda.device_count()
         if local_rank >= devices:
             reason = f"process {local_rank + 1} of this machine, which has {devices} of them"
-            raise InvalidArgument("device", "cuda", reason, "start one process per device, or train on the cpu")
+            raise InvalidArgument(
+                "device", "cuda", reason, "start one process per device, or train on the cpu"
+            )
         torch.cuda.set_device(local_rank)
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no one type for this
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:  # torch has no one type for this
         reason = str(error).splitlines()[0]
-        raise InvalidArgument("device", name, reason, "give one that this machine has, such as cpu") from None
+        raise InvalidArgument(
+            "device", name, reason, "give one that this machine has, such as cpu"
+        ) from None
 
 
 @dataclass
 class DistributedEnvironment:
-    """Rank and size of the job, this process's device, and a CPU group for what ranks have to agree on.
+    """Rank and size of the job, this process's device, and a CPU group for what ranks have to agree
+    on.
 
-    Made on every rank at the same point of the program. started: whether `close` is to end the process group.
+    Made on every rank at the same point of the program. started: whether `close` is to end the
+    process group.
     """
 
     rank: int = 0
@@ -70,7 +85,8 @@ class DistributedEnvironment:
 
     @classmethod
     def from_environ(cls, args: Any) -> DistributedEnvironment:
-        """What the launcher said. Starts the process group where there are several ranks and none is running."""
+        """What the launcher said. Starts the process group where there are several ranks and none
+        is running."""
         choose_workspace(args)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if dist.is_available() and dist.is_initialized():
@@ -84,11 +100,16 @@ class DistributedEnvironment:
         if started:
             timeout = timedelta(seconds=args.ddp_timeout)
             store, rank, _ = next(rendezvous("env://", timeout=timeout))
-            # Ranks that are started again find the same store, with what those before them left there.
+            # Ranks that are started again find the same store, with what those before them left
+            # there.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
             dist.init_process_group(
-                _backend(args, device), store=store, rank=rank, world_size=world_size, timeout=timeout
+                _backend(args, device),
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
             )
         elif args.ddp_timeout != type(args)().ddp_timeout:
             log.warning("ddp_timeout has no effect: the process group is running already")
@@ -153,4 +174,6 @@ class DistributedEnvironment:
 def _backend(args: Any, device: torch.device) -> str:
     """A CPU group must exist beside that of the device: for flags, and for what is offloaded."""
     wanted = args.ddp_backend or ("nccl" if device.type == "cuda" else "gloo")
-    return f"cpu:gloo,{device.type}:{wanted}" if device.type != "cpu" and wanted != "gloo" else wanted
+    return (
+        f"cpu:gloo,{device.type}:{wanted}" if device.type != "cpu" and wanted != "gloo" else wanted
+    )

@@ -24,7 +24,9 @@ def mean_loss(trainer: Trainer, dataset: Any, prefix: str) -> dict[str, float]:
     was_training = model.training
     model.eval()
     total, items = 0.0, 0.0
-    sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # read at the end, so that the device is not waited for
+    sums: list[
+        tuple[torch.Tensor, torch.Tensor]
+    ] = []  # read at the end, so that the device is not waited for
     trainer.eval_loader = batches = Batches(trainer, dataset)
     try:
         for batch, counts in batches:
@@ -42,8 +44,8 @@ def mean_loss(trainer: Trainer, dataset: Any, prefix: str) -> dict[str, float]:
 class Batches:
     """(batch, whether it counts) of this rank; its length is known where that of the data is.
 
-    Batches are dealt to the ranks in turn. Where all ranks must take part in each, the last round is made full with
-    batches that do not count.
+    Batches are dealt to the ranks in turn. Where all ranks must take part in each, the last round
+    is made full with batches that do not count.
     """
 
     def __init__(self, trainer: Trainer, dataset: Any) -> None:
@@ -62,7 +64,10 @@ class Batches:
             yield from self.dealt()
             return
         size, samples, batches = self.size, len(self.dataset), self.count()
-        spans = [range(start := min(n, batches - 1) * size, min(start + size, samples)) for n in self.mine()]
+        spans = [
+            range(start := min(n, batches - 1) * size, min(start + size, samples))
+            for n in self.mine()
+        ]
         for number, batch in zip(self.mine(), self.loader(batch_sampler=spans), strict=True):
             yield batch, number < batches
 
@@ -72,7 +77,9 @@ class Batches:
             batches = len(self.dataset)
         else:
             samples = len(self.dataset)
-            batches = samples // self.size if self.trainer.fixed_shapes else -(-samples // self.size)
+            batches = (
+                samples // self.size if self.trainer.fixed_shapes else -(-samples // self.size)
+            )
         return batches if self.limit is None else min(batches, self.limit)
 
     def mine(self) -> list[int]:
@@ -82,9 +89,17 @@ class Batches:
 
     def dealt(self) -> Iterator[tuple[Any, bool]]:
         """From data that can only be read through."""
-        loader = self.dataset if isinstance(self.dataset, DataLoader) else self.loader(batch_size=self.size)
+        loader = (
+            self.dataset
+            if isinstance(self.dataset, DataLoader)
+            else self.loader(batch_size=self.size)
+        )
         drops = self.trainer.fixed_shapes
-        stream = (batch for batch in islice(loader, self.limit) if not (drops and samples_in(batch) < self.size))
+        stream = (
+            batch
+            for batch in islice(loader, self.limit)
+            if not (drops and samples_in(batch) < self.size)
+        )
         while held := list(islice(stream, self.ranks)):
             if self.rank < len(held) or self.together:
                 yield held[min(self.rank, len(held) - 1)], self.rank < len(held)
@@ -96,7 +111,8 @@ class Batches:
             collate_fn=self.trainer.data_collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and self.trainer.device.type == "cuda",
-            # Of its own: making an iterator draws a number, and training must not depend on evaluations.
+            # Of its own: making an iterator draws a number, and training must not depend on
+            # evaluations.
             generator=torch.Generator(),
             **how,
         )

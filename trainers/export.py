@@ -16,7 +16,8 @@ __all__ = ["write_model"]
 
 
 def write_model(trainer: Trainer, path: str) -> None:
-    """model.safetensors, and what the processing class saves of itself. The file is whole or not there.
+    """model.safetensors, and what the processing class saves of itself. The file is whole or not
+    there.
 
     Of the ranks rank 0 writes.
     """
@@ -41,7 +42,9 @@ def _first_names(state: dict[str, Tensor]) -> dict[str, str]:
     """Name -> the first name of the same memory."""
     first: dict[tuple[int, tuple[int, ...]], str] = {}
     return {
-        name: name if not value.numel() else first.setdefault((value.data_ptr(), tuple(value.shape)), name)
+        name: name
+        if not value.numel()
+        else first.setdefault((value.data_ptr(), tuple(value.shape)), name)
         for name, value in state.items()
     }
 

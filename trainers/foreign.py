@@ -37,14 +37,16 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 class ForeignLoader:
-    """An iterable that gives one epoch of batches each time it is iterated: torch's DataLoader, torchdata's
-    StatefulDataLoader, or anything like them.
+    """An iterable that gives one epoch of batches each time it is iterated: torch's DataLoader,
+    torchdata's StatefulDataLoader, or anything like them.
 
-    It runs under random numbers of its own, seeded by (seed, epoch, rank) when an epoch begins, so it shuffles by them
-    unless it has generators, whose states are kept. Samplers and data sets with `set_epoch` are told the epoch. A
-    position is reached again through the `state_dict()` of the loader if it has one, else by reading on from the
-    start of the epoch: exact in both ways, but for random numbers drawn in workers that persist, or that belong to a
-    loader that has a `state_dict()`: these are its own affair. On several ranks every rank has its own shard: put it into `Agreed`.
+    It runs under random numbers of its own, seeded by (seed, epoch, rank) when an epoch begins, so
+    it shuffles by them unless it has generators, whose states are kept. Samplers and data sets with
+    `set_epoch` are told the epoch. A position is reached again through the `state_dict()` of the
+    loader if it has one, else by reading on from the start of the epoch: exact in both ways, but
+    for random numbers drawn in workers that persist, or that belong to a loader that has a
+    `state_dict()`: these are its own affair. On several ranks every rank has its own shard: put it
+    into `Agreed`.
     """
 
     def __init__(
@@ -63,21 +65,29 @@ class ForeignLoader:
         self.call_set_epoch = call_set_epoch
         self.epoch = 0
         self.position = 0  # batches of the epoch that were handed out
-        self.stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.stateful = all(
+            callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")
+        )
         self.state_per_rank = True
         dataset = getattr(loader, "dataset", None)
         try:
             # The length of a stream is a guess.
-            self._length: int | None = len(loader) if dataset is None or not is_stream(dataset) else None
+            self._length: int | None = (
+                len(loader) if dataset is None or not is_stream(dataset) else None
+            )
         except (TypeError, NotImplementedError):
             self._length = None
         self._primed = False
         self._iterator: Any = None
         self._ahead: list[Any] = []
-        self._here: dict[str, Any] | None = None  # what belongs to the position, if the loader has read on since
+        self._here: dict[str, Any] | None = (
+            None  # what belongs to the position, if the loader has read on since
+        )
         self._resume: dict[str, Any] | None = None
         self._random: Any = None
-        self._began: list[torch.Tensor] = [generator.get_state() for generator in self._generators()]
+        self._began: list[torch.Tensor] = [
+            generator.get_state() for generator in self._generators()
+        ]
 
     def _parts(self) -> list[Any]:
         batches = getattr(self.loader, "batch_sampler", None)
@@ -127,7 +137,9 @@ class ForeignLoader:
                 taken.append((batch, rows, rows))
                 self.position += 1
             if not taken:
-                raise InvalidArgument("train_dataset", type(self.loader).__name__, "gives no batch", "give it data")
+                raise InvalidArgument(
+                    "train_dataset", type(self.loader).__name__, "gives no batch", "give it data"
+                )
             self._here = self._state_here()
             # Also at the length that it has: loaders clean up when they are read to their end.
             if (self._length is None or self.position >= self._length) and not self._read():
@@ -146,8 +158,13 @@ class ForeignLoader:
     def _open(self) -> None:
         """Begin the epoch, or go on in it."""
         generators = self._generators()
-        if getattr(self.loader, "persistent_workers", False) and not self.stateful and not self._primed:
-            # The first iteration starts the workers and draws a seed for them, later ones do not: make it a later one.
+        if (
+            getattr(self.loader, "persistent_workers", False)
+            and not self.stateful
+            and not self._primed
+        ):
+            # The first iteration starts the workers and draws a seed for them, later ones do not:
+            # make it a later one.
             seed_random(self.seed)
             before = [generator.get_state() for generator in generators]
             iter(self.loader)
@@ -206,14 +223,23 @@ class ForeignLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position. A loader of another length, or with other generators, is refused."""
-        then = {"batches_per_epoch": state["batches_per_epoch"], "generators": len(state["generators"])}
+        """Go to a stored position. A loader of another length, or with other generators, is
+        refused."""
+        then = {
+            "batches_per_epoch": state["batches_per_epoch"],
+            "generators": len(state["generators"]),
+        }
         now = {"batches_per_epoch": self._length, "generators": len(self._began)}
-        mismatched = {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
+        mismatched = {
+            name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]
+        }
         if mismatched:
-            facts = "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in mismatched.items())
+            facts = "; ".join(
+                f"{name} was {old}, is {new}" for name, (old, new) in mismatched.items()
+            )
             raise StateMismatch(
-                f"the checkpoint's data position does not fit this loader: {facts}. Give the run the data and batch "
+                f"the checkpoint's data position does not fit this loader: {facts}. Give the run "
+                "the data and batch "
                 "size that it was started with, or start another one in a new output_dir",
                 mismatched=mismatched,
             )

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from ckptcore import SharingPattern, StateComponent
@@ -26,11 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class FSDP2Trainer(RanksTrainer):
-    """A `Trainer` on every rank, each with a slice of every parameter. On one rank it is a `Trainer`.
+    """A `Trainer` on every rank, each with a slice of every parameter. On one rank it is a
+    `Trainer`.
 
-    The layers at `fsdp2.transformer_layers_path` are sharded one by one, then the rest as one; the optimizer is made of
-    what that leaves, so its state is in slices too. Checkpoints hold slices of whole tensors, and may be read on any
-    number of ranks.
+    The layers at `fsdp2.transformer_layers_path` are sharded one by one, then the rest as one; the
+    optimizer is made of what that leaves, so its state is in slices too. Checkpoints hold slices of
+    whole tensors, and may be read on any number of ranks.
     """
 
     kind = "fsdp2"
@@ -41,7 +48,12 @@ class FSDP2Trainer(RanksTrainer):
         super().check()
         given = self.optimizer_factory or self.optimizer_cls_and_kwargs
         if self.args.optim == "adafactor" and given is None and self.world_size > 1:
-            raise InvalidArgument("optim", "adafactor", "torch's Adafactor cannot compute on slices", "use adamw_torch")
+            raise InvalidArgument(
+                "optim",
+                "adafactor",
+                "torch's Adafactor cannot compute on slices",
+                "use adamw_torch",
+            )
 
     def build_model(self) -> None:
         if self.world_size == 1:
@@ -49,21 +61,33 @@ class FSDP2Trainer(RanksTrainer):
             return
         options, wanted = self.args.fsdp2, self.args.construct_model_on
         # Sharding moves a layer at a time, so that the device never holds more than one whole.
-        on: Any = {"default": "cpu", "device": self.device, "meta": "meta" if self.restorable else "cpu"}[wanted]
+        on: Any = {
+            "default": "cpu",
+            "device": self.device,
+            "meta": "meta" if self.restorable else "cpu",
+        }[wanted]
         self.model = self.construct(on)
-        if on == "meta" and {name for name, _ in self.model.named_buffers()} - self.model.state_dict().keys():
+        if (
+            on == "meta"
+            and {name for name, _ in self.model.named_buffers()} - self.model.state_dict().keys()
+        ):
             self.model = self.construct("cpu")  # no checkpoint holds these buffers
         model, empty = self.model, any(parameter.is_meta for parameter in self.model.parameters())
         if not empty and self.args.seed < 0 and not self.restorable:
             for tensor in self.tensors():  # every rank drew its own
                 dist.broadcast(tensor, 0, group=self.env.cpu_group if tensor.is_cpu else None)
-        dtypes = [name and self.args.dtype_of(name) for name in (options.param_dtype, options.reduce_dtype)]
+        dtypes = [
+            name and self.args.dtype_of(name)
+            for name in (options.param_dtype, options.reduce_dtype)
+        ]
         policies = {
             "mesh": init_device_mesh(self.device.type, (self.world_size,)),
             "reshard_after_forward": options.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(*dtypes),
-            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if options.cpu_offload else OffloadPolicy(),
-        }  # fmt: skip
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+            if options.cpu_offload
+            else OffloadPolicy(),
+        }
         for layer in self.layers():
             fully_shard(layer, **policies)
         fully_shard(model, **policies)
@@ -91,8 +115,12 @@ class FSDP2Trainer(RanksTrainer):
         if not options.transformer_layers_path or not found:
             if self.rank == 0:
                 log.warning(
-                    "fsdp2.transformer_layers_path=%r: %s has no layers there, so it is sharded as one piece, and a forward "
-                    "pass holds all of it", options.transformer_layers_path, type(self.model).__name__)  # fmt: skip
+                    "fsdp2.transformer_layers_path=%r: %s has no layers there, so it is sharded "
+                    "as one piece, and a forward "
+                    "pass holds all of it",
+                    options.transformer_layers_path,
+                    type(self.model).__name__,
+                )
             return []
         return found
 

@@ -36,7 +36,8 @@ class Job:
     def speaks(self, text: str) -> bool:
         """Whether this process is to say `text`: what several ranks have to say, one of them says.
 
-        Before the ranks know each other it is the first of each machine: all have the same arguments and the same files.
+        Before the ranks know each other it is the first of each machine: all have the same
+        arguments and the same files.
         """
         store = self.environment.store if self.environment is not None else None
         if store is None:

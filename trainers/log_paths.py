@@ -1,4 +1,5 @@
-"""Log files that a checkpoint names: a run writes and cuts only what lies in its own root, or where its user said."""
+"""Log files that a checkpoint names: a run writes and cuts only what lies in its own root, or where
+its user said."""
 
 from __future__ import annotations
 
@@ -13,24 +14,34 @@ log = logging.getLogger(__name__)
 
 
 def relative_to_root(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> str | None:
-    """How a checkpoint names a log: relative to the root, which may be moved. None for what lies outside."""
+    """How a checkpoint names a log: relative to the root, which may be moved. None for what lies
+    outside."""
     absolute, around = Path(path).absolute(), Path(root).absolute()
     return str(absolute.relative_to(around)) if absolute.is_relative_to(around) else None
 
 
-def path_in_root(named: Any, root: str | os.PathLike[str], file_name: str | None = None) -> Path | None:
+def path_in_root(
+    named: Any, root: str | os.PathLike[str], file_name: str | None = None
+) -> Path | None:
     """The path in `root` of a log that a checkpoint names (a file called `file_name`, or a folder).
 
-    Whoever wrote the checkpoint may have named anything: what is not a plain relative path to something in the root, or
-    lies in a checkpoint, is ignored with a warning, and None.
+    Whoever wrote the checkpoint may have named anything: what is not a plain relative path to
+    something in the root, or lies in a checkpoint, is ignored with a warning, and None.
     """
     if isinstance(named, str) and "\0" not in named:
         path = Path(named)
         parts = path.parts
         plain = not path.is_absolute() and ".." not in parts
-        fits = not any(part.startswith("checkpoint-") for part in parts) and file_name in (None, path.name)
+        fits = not any(part.startswith("checkpoint-") for part in parts) and file_name in (
+            None,
+            path.name,
+        )
         # A link in the root may lead out of it.
         if plain and fits and (Path(root) / path).resolve().is_relative_to(Path(root).resolve()):
             return Path(root) / path
-    log.warning("the checkpoint names %.200r for its logs: it is no such path in %s, and is ignored", named, root)
+    log.warning(
+        "the checkpoint names %.200r for its logs: it is no such path in %s, and is ignored",
+        named,
+        root,
+    )
     return None

@@ -13,7 +13,8 @@ LOSSES = "losses.jsonl"
 
 
 class LossRecord:
-    """A callback that writes `losses.jsonl` into output_dir. A resumed run cuts off what was written after its checkpoint."""
+    """A callback that writes `losses.jsonl` into output_dir. A resumed run cuts off what was
+    written after its checkpoint."""
 
     def __init__(self) -> None:
         self._file: BinaryIO | None = None
@@ -33,9 +34,14 @@ class LossRecord:
         loss = trainer.reduce([metrics["loss"]])[0] / ranks  # on all ranks
         if self._file is not None:
             # JSON has no NaN; the exact form is the one in hexadecimal in any case.
-            entry = {"step": state.global_step, "loss": loss if math.isfinite(loss) else None, "hex": loss.hex()}
+            entry = {
+                "step": state.global_step,
+                "loss": loss if math.isfinite(loss) else None,
+                "hex": loss.hex(),
+            }
             self._file.write(json.dumps(entry).encode() + b"\n")
-            self._file.flush()  # before any checkpoint of this step, so that no restored step is ever missing
+            # before any checkpoint of this step, so that no restored step is ever missing
+            self._file.flush()
 
     def on_train_end(self, **_: Any) -> None:
         self.close()
@@ -48,18 +54,25 @@ class LossRecord:
 
 def read_losses(folder: Path) -> dict[int, float]:
     """Step -> loss, exact, from the `losses.jsonl` in a folder."""
-    return {number: float.fromhex(json.loads(line)["hex"]) for line, number in _lines(folder / LOSSES)}
+    return {
+        number: float.fromhex(json.loads(line)["hex"]) for line, number in _lines(folder / LOSSES)
+    }
 
 
 def _lines(path: Path) -> list[tuple[bytes, int]]:
-    """Whole lines in order of their steps; what follows a torn or foreign line was never confirmed."""
+    """Whole lines in order of their steps; what follows a torn or foreign line was never
+    confirmed."""
     found: list[tuple[bytes, int]] = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:
             number = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
             break
-        if not line.endswith(b"\n") or not isinstance(number, int) or (found and number <= found[-1][1]):
+        if (
+            not line.endswith(b"\n")
+            or not isinstance(number, int)
+            or (found and number <= found[-1][1])
+        ):
             break
         found.append((line, number))
     return found

@@ -14,7 +14,9 @@ __all__ = ["LossFunction", "ignored", "labels_in", "loss_of", "make_loss_functio
 
 IGNORED = -100  # a label that does not count
 
-LossFunction = Callable[[Any, Tensor, float], Tensor]  # (outputs, labels, items of the step) -> share of the mean
+LossFunction = Callable[
+    [Any, Tensor, float], Tensor
+]  # (outputs, labels, items of the step) -> share of the mean
 
 
 def ignored(labels: Tensor) -> Tensor:
@@ -28,7 +30,13 @@ def labels_in(batch: Any) -> int:
 
 
 def samples_in(batch: Any) -> int:
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    values = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, tuple | list)
+        else [batch]
+    )
     first = next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
     return 1 if first is None else len(first)
 
@@ -41,19 +49,28 @@ def loss_of(outputs: Any) -> Tensor:
     if found is None and isinstance(outputs, Tensor):
         found = outputs
     if not isinstance(found, Tensor):
-        raise InvalidArgument("model", type(outputs).__name__, "its output has no loss", "give a compute_loss_func")
+        raise InvalidArgument(
+            "model", type(outputs).__name__, "its output has no loss", "give a compute_loss_func"
+        )
     return found
 
 
 def logits_of(outputs: Any) -> Tensor:
     if isinstance(outputs, Tensor):
         return outputs
-    found: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs[0])
+    found: Tensor = (
+        outputs["logits"]
+        if isinstance(outputs, Mapping)
+        else getattr(outputs, "logits", outputs[0])
+    )
     return found
 
 
 def make_loss_function(
-    model: nn.Module, given: LossFunction | None, fused: Callable[[nn.Module], LossFunction] | None, smoothing: float
+    model: nn.Module,
+    given: LossFunction | None,
+    fused: Callable[[nn.Module], LossFunction] | None,
+    smoothing: float,
 ) -> LossFunction | None:
     """None where the model's own loss counts."""
     if fused is not None:
@@ -62,8 +79,13 @@ def make_loss_function(
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model compares position n with label n + 1, as Hugging Face's language models do."""
-    return bool(getattr(model, "shifts_labels", type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))))
+    """Whether the model compares position n with label n + 1, as Hugging Face's language models
+    do."""
+    return bool(
+        getattr(
+            model, "shifts_labels", type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        )
+    )
 
 
 def smoothed(epsilon: float, shift: bool) -> LossFunction:
@@ -73,8 +95,15 @@ def smoothed(epsilon: float, shift: bool) -> LossFunction:
         logits = logits_of(outputs)
         if shift:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
-        return torch.nn.functional.cross_entropy(
-            logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum",
-            label_smoothing=epsilon) / items  # fmt: skip
+        return (
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, -2).float(),
+                labels.flatten(),
+                ignore_index=IGNORED,
+                reduction="sum",
+                label_smoothing=epsilon,
+            )
+            / items
+        )
 
     return loss

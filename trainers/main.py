@@ -1,8 +1,8 @@
 """`ckpt-train`: train a byte-level GPT that can be stopped at any moment and goes on bit for bit.
 
 Exit codes: 0 good, 1 bad (a damaged or unfitting checkpoint), 2 usage, 3 not found, 4 storage,
-130 interrupted. torch is imported only once the arguments are known to be good. Under `torchrun` every
-process trains its share; what they have to say is said once.
+130 interrupted. torch is imported only once the arguments are known to be good. Under `torchrun`
+every process trains its share; what they have to say is said once.
 """
 
 from __future__ import annotations
@@ -77,15 +77,25 @@ DEMONSTRATION = {
 }
 
 # What a demonstration has of these is not meant where the user says the other one.
-INSTEAD = {"max_steps": "num_train_epochs", "warmup_steps": "warmup_ratio", "max_grad_norm": "fuse_optim_with_backward"}
+INSTEAD = {
+    "max_steps": "num_train_epochs",
+    "warmup_steps": "warmup_ratio",
+    "max_grad_norm": "fuse_optim_with_backward",
+}
 
 EPILOG = (
-    "WORDS are a YAML file, or none, and any number of name=value, which win over the file: any training argument "
-    "(also ddp.static_graph=true), model.n_layer, n_head, n_embd, block_size, dropout, data=[paths], max_data_bytes, "
-    "trainer=auto|single|ddp|fsdp2|pipeline|accel and schedule=ScheduleGPipe. Without a file a small GPT is trained "
-    "on the sources of Python's standard library. Run the same command again after an interruption or a crash and it "
-    "goes on from the newest good checkpoint, bit for bit; on a finished run it does nothing. Look at the result with "
-    "`ckpt ls`, `ckpt inspect` and `ckpt verify`. On several processes: `torchrun --nproc-per-node 2 -m "
+    "WORDS are a YAML file, or none, and any number of name=value, which win over the file: any "
+    "training argument "
+    "(also ddp.static_graph=true), model.n_layer, n_head, n_embd, block_size, dropout, "
+    "data=[paths], max_data_bytes, "
+    "trainer=auto|single|ddp|fsdp2|pipeline|accel and schedule=ScheduleGPipe. Without a file a "
+    "small GPT is trained "
+    "on the sources of Python's standard library. Run the same command again after an "
+    "interruption or a crash and it "
+    "goes on from the newest good checkpoint, bit for bit; on a finished run it does nothing. "
+    "Look at the result with "
+    "`ckpt ls`, `ckpt inspect` and `ckpt verify`. On several processes: `torchrun "
+    "--nproc-per-node 2 -m "
     "ckpt_trainers.main` and the same words."
 )
 
@@ -102,8 +112,13 @@ class Program:
     schedule: str = "ScheduleGPipe"
 
     def __str__(self) -> str:
-        """All that differs from the defaults of the arguments, as YAML that is a configuration itself."""
-        own = {"data": self.data, "max_data_bytes": self.max_data_bytes, "model": asdict(self.model)}
+        """All that differs from the defaults of the arguments, as YAML that is a configuration
+        itself."""
+        own = {
+            "data": self.data,
+            "max_data_bytes": self.max_data_bytes,
+            "model": asdict(self.model),
+        }
         kind = {"schedule": self.schedule} if self.kind == "pipeline" else {}
         return print_configuration({"trainer": self.kind, **kind, **own, **self.args.changed()})
 
@@ -112,16 +127,22 @@ def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
     """What the words say. Raises InvalidArgument, DataNotFound, OSError."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        raise InvalidArgument("WORDS", " ".join(files), "more than one file", "give one, and name=value words")
+        raise InvalidArgument(
+            "WORDS", " ".join(files), "more than one file", "give one, and name=value words"
+        )
     if files and not os.path.exists(files[0]):
-        raise DataNotFound(f"{files[0]}: no such file (and no argument: these are name=value)", path=files[0])
+        raise DataNotFound(
+            f"{files[0]}: no such file (and no argument: these are name=value)", path=files[0]
+        )
     given = load_configuration(files[0] if files else None, [word for word in words if "=" in word])
     kind = given.pop("trainer", "auto")
     if kind == "auto":
         kind = "single" if world_size == 1 else "ddp"
     if kind not in CLASSES:
         raise InvalidArgument("trainer", kind, "unknown", f"give one of auto, {', '.join(CLASSES)}")
-    own = {name: given.pop(name) for name in ("data", "max_data_bytes", "schedule") if name in given}
+    own = {
+        name: given.pop(name) for name in ("data", "max_data_bytes", "schedule") if name in given
+    }
     if isinstance(own.get("data"), str):
         own["data"] = [own["data"]]
     _check_own(**own)
@@ -140,8 +161,12 @@ def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
 
 
 def _check_own(data: Any = (), max_data_bytes: Any = None, schedule: Any = "") -> None:
-    if not isinstance(data, list | tuple | None) or not all(isinstance(entry, str) for entry in data or ()):
-        raise InvalidArgument("data", data, "no path, nor a list of paths", "name files, folders or globs")
+    if not isinstance(data, list | tuple | None) or not all(
+        isinstance(entry, str) for entry in data or ()
+    ):
+        raise InvalidArgument(
+            "data", data, "no path, nor a list of paths", "name files, folders or globs"
+        )
     if max_data_bytes is not None:
         whole("max_data_bytes", max_data_bytes, 1, instead="or null for all")
     if not isinstance(schedule, str):
@@ -163,20 +188,27 @@ def _model(given: Any) -> GPTArguments:
     return GPTArguments(**given)
 
 
-@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.command(
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.argument("words", nargs=-1)
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="CPU threads of torch. Results are reproducible at the same number only.  [default: torch's choice]",
+    help="CPU threads of torch. Results are reproducible at the same number only.  [default: "
+    "torch's choice]",
 )
 @click.option("--show", is_flag=True, help="Print the resolved configuration, and train nothing.")
 def main(words: tuple[str, ...], threads: int | None, show: bool) -> None:
-    """Train a byte-level GPT; stopped or killed at any moment, the same command goes on bit for bit."""
+    """Train a byte-level GPT; stopped or killed at any moment, the same command goes on bit for
+    bit."""
     job = Job()
     level = logging.INFO if job.rank == 0 else logging.ERROR
     # What --show prints is a configuration, and nothing else.
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr if show else sys.stdout, force=True)
+    logging.basicConfig(
+        level=level, format="%(message)s", stream=sys.stderr if show else sys.stdout, force=True
+    )
     program: Program | None = None
 
     def say(text: str) -> None:
@@ -227,9 +259,13 @@ def run(program: Program, threads: int | None, job: Job) -> None:
         click.echo(str(program))
     result = trainer.train()
     if result.steps_run and job.rank == 0:
-        ending = {None: "finished", "sigterm": "stopped by SIGTERM"}.get(result.stop_reason, "stopped")
+        ending = {None: "finished", "sigterm": "stopped by SIGTERM"}.get(
+            result.stop_reason, "stopped"
+        )
         loss = result.training_loss
-        click.echo(f"{ending}: {result.steps_run} steps to step {result.global_step}, mean loss {loss:.4f}")
+        click.echo(
+            f"{ending}: {result.steps_run} steps to step {result.global_step}, mean loss {loss:.4f}"
+        )
     job.finish()
 
 
@@ -241,7 +277,9 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
     from .trainer import Trainer
 
     args = program.args
-    train, held_out = split_corpus(read_corpus(program.data, program.max_data_bytes), program.model.block_size)
+    train, held_out = split_corpus(
+        read_corpus(program.data, program.max_data_bytes), program.model.block_size
+    )
     what: dict[str, Any] = {
         "model_init": lambda: ByteGPT(program.model),
         "train_dataset": train,
@@ -266,8 +304,12 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
 
         schedule = getattr(pipelining, program.schedule, None)
         if schedule is None:
-            raise InvalidArgument("schedule", program.schedule, "torch has none of this name", "give ScheduleGPipe")
-        return PipelineTrainer(args, model_splitter=ByteGPTSplitter(), pipe_schedule_factory=schedule, **what)
+            raise InvalidArgument(
+                "schedule", program.schedule, "torch has none of this name", "give ScheduleGPipe"
+            )
+        return PipelineTrainer(
+            args, model_splitter=ByteGPTSplitter(), pipe_schedule_factory=schedule, **what
+        )
     if program.kind == "accel":
         from accelerate import Accelerator
 
@@ -291,7 +333,9 @@ def _where_it_stands(program: Program | None) -> str:
     newest = next((entry for entry in found if entry.status == "committed"), None)
     if newest is None:
         return f"there is no checkpoint in {output_dir} yet"
-    return f"the latest checkpoint is {newest.name} in {output_dir}; the same command goes on from it"
+    return (
+        f"the latest checkpoint is {newest.name} in {output_dir}; the same command goes on from it"
+    )
 
 
 if __name__ == "__main__":

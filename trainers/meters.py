@@ -1,4 +1,5 @@
-"""What a run measures of itself between two logs, kept so that a resumed run logs the same numbers."""
+"""What a run measures of itself between two logs, kept so that a resumed run logs the same
+numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ __all__ = ["Meters"]
 
 
 class Meters:
-    """Losses, tokens and operations since the last log. They stay on the device and on their rank until they are asked for."""
+    """Losses, tokens and operations since the last log. They stay on the device and on their rank
+    until they are asked for."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -49,13 +51,16 @@ class Meters:
             mask = batch.get("attention_mask")
             kind = self.args.include_num_input_tokens_seen
             if kind and kind != "no":
-                self._seen += int(mask.sum()) if kind == "non_padding" and mask is not None else ids.numel()
+                self._seen += (
+                    int(mask.sum()) if kind == "non_padding" and mask is not None else ids.numel()
+                )
             self._operations += self.operations(model, batch, ids.numel())
         self._tokens += tokens
         return tokens
 
     def operations(self, model: nn.Module, batch: Any, tokens: int) -> float:
-        """Floating-point operations of a forward and backward pass: 6 per parameter and token, unless the model knows."""
+        """Floating-point operations of a forward and backward pass: 6 per parameter and token,
+        unless the model knows."""
         own = getattr(model, "floating_point_ops", None)
         if own is not None:
             return float(own(batch))
@@ -70,11 +75,14 @@ class Meters:
             self.measured_from, self.measured_samples = global_step, self.samples
 
     def settle(self, trainer: TrainerParts) -> None:
-        """Let all ranks have the same numbers. On all ranks, at the same steps of any run: rounding depends on it not."""
+        """Let all ranks have the same numbers. On all ranks, at the same steps of any run: rounding
+        depends on it not."""
         if not self._losses:
             return
         mine = torch.stack(self._losses).double().tolist()
-        *losses, tokens, seen, operations = trainer.reduce([*mine, self._tokens, self._seen, self._operations])
+        *losses, tokens, seen, operations = trainer.reduce(
+            [*mine, self._tokens, self._seen, self._operations]
+        )
         self._losses, self._tokens, self._seen, self._operations = [], 0, 0, 0.0
         for loss in losses:
             self.total_loss += loss
@@ -97,11 +105,17 @@ class Meters:
         if self.grad_norm is not None:
             found["grad_norm"] = float(self.grad_norm)
         found["learning_rate"] = trainer.learning_rate()
-        found |= {"tokens": self.tokens, "total_tokens": self.total_tokens, "total_flos": trainer.state.total_flos}
+        found |= {
+            "tokens": self.tokens,
+            "total_tokens": self.total_tokens,
+            "total_flos": trainer.state.total_flos,
+        }
         if self.args.include_num_input_tokens_seen not in (False, "no"):
             found["num_input_tokens_seen"] = trainer.state.num_input_tokens_seen
         if trainer.device.type == "cuda":
-            found["peak_mem_allocated"] = trainer.env.gather_objects(torch.cuda.max_memory_allocated(trainer.device))
+            found["peak_mem_allocated"] = trainer.env.gather_objects(
+                torch.cuda.max_memory_allocated(trainer.device)
+            )
         self.window, self.tokens, self.grad_norm = [], 0, None
         return found
 
@@ -130,5 +144,9 @@ class Meters:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses, self._tokens, self._seen, self._operations = [], 0, 0, 0.0
-        self.window, self.tokens, self.total_tokens = list(state["window"]), state["tokens"], state["total_tokens"]
+        self.window, self.tokens, self.total_tokens = (
+            list(state["window"]),
+            state["tokens"],
+            state["total_tokens"],
+        )
         self.total_loss, self.steps = state["total_loss"], state["steps"]

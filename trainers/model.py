@@ -31,8 +31,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
-        # No dropout on the attention weights: that would rule out the fused kernel on the CPU and make the
-        # whole step a third slower.
+        # No dropout on the attention weights: that would rule out the fused kernel on the CPU and
+        # make the whole step a third slower.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
         return mixed
@@ -45,7 +45,9 @@ class Block(nn.Module):
         self.attention = Attention(args)
         self.mlp_norm = nn.LayerNorm(args.n_embd)
         self.mlp = nn.Sequential(
-            nn.Linear(args.n_embd, 4 * args.n_embd), nn.GELU(), nn.Linear(4 * args.n_embd, args.n_embd)
+            nn.Linear(args.n_embd, 4 * args.n_embd),
+            nn.GELU(),
+            nn.Linear(4 * args.n_embd, args.n_embd),
         )
         self.dropout = nn.Dropout(args.dropout)
 
@@ -56,7 +58,8 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """`model(input_ids)` gives logits for each next byte; with `labels` (the next bytes) also the loss."""
+    """`model(input_ids)` gives logits for each next byte; with `labels` (the next bytes) also the
+    loss."""
 
     saves_memory = False
 
@@ -79,17 +82,26 @@ class ByteGPT(nn.Module):
             elif parameter.dim() > 1:
                 # What is added to the residual stream is scaled down with depth, as GPT-2 does.
                 residual = name.endswith(("attention.out.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * len(self.blocks)) ** (0.5 if residual else 0))
+                nn.init.normal_(
+                    parameter, std=0.02 / (2 * len(self.blocks)) ** (0.5 if residual else 0)
+                )
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Blocks are computed again for the backward pass; the name is that of Hugging Face's models."""
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Blocks are computed again for the backward pass; the name is that of Hugging Face's
+        models."""
         self.saves_memory = True
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> GPTOutput:
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.embedding(input_ids) + self.position(places))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.saves_memory and self.training else block(x)
+            x = (
+                checkpoint(block, x, use_reentrant=False)
+                if self.saves_memory and self.training
+                else block(x)
+            )
         logits = self.head(self.norm(x))
         if labels is None:
             return GPTOutput(logits, None)
@@ -97,5 +109,6 @@ class ByteGPT(nn.Module):
 
 
 def next_byte_loss(outputs: GPTOutput, labels: Tensor, items: float) -> Tensor:
-    """A loss for accumulated batches: the sum over these bytes, divided by the bytes of the whole step."""
+    """A loss for accumulated batches: the sum over these bytes, divided by the bytes of the whole
+    step."""
     return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum") / items

@@ -1,4 +1,5 @@
-"""States of optimizers whose moments have few bits, taken apart so that they come back to the last bit."""
+"""States of optimizers whose moments have few bits, taken apart so that they come back to the last
+bit."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _TABLE = "qmap"  # the one part that is no sequence of codes or scales: it is wh
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, models: Any) -> OptimizerState:
-    """The optimizer's state as a checkpoint takes it: moments that are quantized tensors by their parts."""
+    """The optimizer's state as a checkpoint takes it: moments that are quantized tensors by their
+    parts."""
     if type(optimizer).__module__.startswith("torchao."):
         return QuantizedOptimizerState(optimizer, models)
     return OptimizerState(optimizer, models)
@@ -60,8 +62,11 @@ class _Slice:
         values = prod(self.shape) // max(1, prod(shape))
         if self.start % values or prod(self.local) % values:
             raise StateMismatch(
-                f"{name} is quantized in blocks of {values} values, and {list(self.local)} of {list(self.shape)} on this rank "
-                "do not begin and end with a block; resume on the number of ranks that saved it", key=name)  # fmt: skip
+                f"{name} is quantized in blocks of {values} values, and {list(self.local)} of "
+                f"{list(self.shape)} on this rank "
+                "do not begin and end with a block; resume on the number of ranks that saved it",
+                key=name,
+            )
         return self.part(torch.empty(prod(self.local) // values, **like))
 
 
@@ -69,17 +74,22 @@ def _slice_of(parameter: Any) -> _Slice | None:
     if not hasattr(parameter, "placements"):
         return None
     if len(parameter.placements) != 1 or not parameter.placements[0].is_shard(0):
-        raise StateMismatch(f"quantized moments of a parameter with placements {parameter.placements} cannot be saved: only those cut along the first dimension can")  # fmt: skip
+        raise StateMismatch(
+            f"quantized moments of a parameter with placements {parameter.placements} cannot be "
+            "saved: only those cut along the first dimension can"
+        )
     shape, local = tuple(parameter.shape), tuple(parameter.to_local().shape)
     each = -(-shape[0] // parameter.device_mesh.size())
     return _Slice(shape, local, min(parameter.device_mesh.get_local_rank() * each, shape[0]))
 
 
 class QuantizedOptimizerState(OptimizerState):
-    """OptimizerState that stores a quantized moment as codes, scales and table, and puts it together again.
+    """OptimizerState that stores a quantized moment as codes, scales and table, and puts it
+    together again.
 
-    Under FSDP2 these are slices of the parts of the whole moment, so that a checkpoint fits any number of ranks whose
-    slices of a parameter are whole blocks. Raises StateMismatch for other numbers.
+    Under FSDP2 these are slices of the parts of the whole moment, so that a checkpoint fits any
+    number of ranks whose slices of a parameter are whole blocks. Raises StateMismatch for other
+    numbers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, models: Any) -> None:
@@ -102,11 +112,18 @@ class QuantizedOptimizerState(OptimizerState):
         if parameter is None:
             return None
         cut, like = _slice_of(parameter), {"dtype": dtype, "device": parameter.device}
-        return torch.empty(shape, **like) if cut is None or parts[4] == _TABLE else cut.empty(name, tuple(shape), like)
+        return (
+            torch.empty(shape, **like)
+            if cut is None or parts[4] == _TABLE
+            else cut.empty(name, tuple(shape), like)
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         moments = {
-            name: {key: _together(name, self._parameters.get(name), value) for key, value in own.items()}
+            name: {
+                key: _together(name, self._parameters.get(name), value)
+                for key, value in own.items()
+            }
             for name, own in state_dict.get("state", {}).items()
         }
         super().load_state_dict({**state_dict, "state": moments})
@@ -123,7 +140,11 @@ def _apart(parameter: Any, value: Any) -> Any:
     parts = {name: getattr(whole, name) for name in names}
     if cut is not None:
         parts = {name: part if name == _TABLE else cut.part(part) for name, part in parts.items()}
-    return {"quantized": type(whole).__name__, "context": [_plain(item) for item in context], "tensors": parts}
+    return {
+        "quantized": type(whole).__name__,
+        "context": [_plain(item) for item in context],
+        "tensors": parts,
+    }
 
 
 def _together(name: str, parameter: Any, value: Any) -> Any:
@@ -133,8 +154,14 @@ def _together(name: str, parameter: Any, value: Any) -> Any:
     try:
         cls = getattr(importlib.import_module(_HOMES[kind]), kind)
     except (KeyError, ImportError, AttributeError):
-        raise StateMismatch(f"{name}: the saved state is of type {kind}, which needs torchao; install it, or train on with the optimizer that was saved") from None  # fmt: skip
-    parts = {key: part.tensor if isinstance(part, Shard) else part for key, part in value["tensors"].items()}
+        raise StateMismatch(
+            f"{name}: the saved state is of type {kind}, which needs torchao; install it, or "
+            "train on with the optimizer that was saved"
+        ) from None
+    parts = {
+        key: part.tensor if isinstance(part, Shard) else part
+        for key, part in value["tensors"].items()
+    }
     cut = _slice_of(parameter)
     local = torch.Size(parameter.shape if cut is None else cut.local)
     made = cls.__tensor_unflatten__(parts, [_meant(item, local) for item in value["context"]])
@@ -143,14 +170,21 @@ def _together(name: str, parameter: Any, value: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        made, parameter.device_mesh, parameter.placements,
-        run_check=False, shape=parameter.shape, stride=parameter.stride())  # fmt: skip
+        made,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _plain(item: Any) -> Any:
     if isinstance(item, torch.dtype):
         return str(item)
-    return "shape" if isinstance(item, tuple) else item  # that of this rank's slice, which the parameter tells
+    return (
+        "shape" if isinstance(item, tuple) else item
+    )  # that of this rank's slice, which the parameter tells
 
 
 def _meant(item: Any, shape: torch.Size) -> Any:

@@ -15,7 +15,13 @@ from torch import nn
 from .arguments import InvalidArgument, MinimalTrainingArguments
 from .arguments.optimizer_options import ADAM, check_optimizer_name, parse_options
 
-__all__ = ["DEFAULT_GROUP", "make_optimizer", "optimizer_class", "parameter_groups", "parameter_names"]
+__all__ = [
+    "DEFAULT_GROUP",
+    "make_optimizer",
+    "optimizer_class",
+    "parameter_groups",
+    "parameter_names",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +50,9 @@ _WRAPPERS = {
 }
 
 
-def optimizer_class(args: MinimalTrainingArguments) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def optimizer_class(
+    args: MinimalTrainingArguments,
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class that `optim` names, and its keyword arguments. Raises InvalidArgument."""
     check_optimizer_name(args.optim)
     package, name = _CLASSES[args.optim]
@@ -52,14 +60,20 @@ def optimizer_class(args: MinimalTrainingArguments) -> tuple[type[torch.optim.Op
         cls = getattr(importlib.import_module(package), name)
     except (ImportError, AttributeError):
         raise InvalidArgument(
-            "optim", args.optim, f"needs {package}, and it is not there", "install torchao >= 0.4, or use adamw_torch"
+            "optim",
+            args.optim,
+            f"needs {package}, and it is not there",
+            "install torchao >= 0.4, or use adamw_torch",
         ) from None
     options = parse_options(args.optim, args.optim_args)
     known = set(inspect.signature(cls).parameters) - {"self", "params"}
     for option, value in options.items():
         if option not in known:
             raise InvalidArgument(
-                f"optim_args.{option}", value, f"{name} has no such option", f"there are {', '.join(sorted(known))}"
+                f"optim_args.{option}",
+                value,
+                f"{name} has no such option",
+                f"there are {', '.join(sorted(known))}",
             )
     kwargs: dict[str, Any] = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     if args.optim in ADAM:
@@ -77,14 +91,19 @@ def make_optimizer(
     cls_and_kwargs: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | None = None,
     groups: Groups | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a model, or of the stages of one, from the first of: factory, class and kwargs, arguments.
+    """The optimizer of a model, or of the stages of one, from the first of: factory, class and
+    kwargs, arguments.
 
-    The optimizer gets groups of parameters, each with its `name`. Of several modules (the stages of a pipeline, of
-    which every rank has others) empty groups stay, so that a group has the same number on all ranks.
+    The optimizer gets groups of parameters, each with its `name`. Of several modules (the stages of
+    a pipeline, of which every rank has others) empty groups stay, so that a group has the same
+    number on all ranks.
     """
     if factory is not None and cls_and_kwargs is not None:
         raise InvalidArgument(
-            "optimizer_cls_and_kwargs", cls_and_kwargs, "optimizer_factory was given too", "give one of the two"
+            "optimizer_cls_and_kwargs",
+            cls_and_kwargs,
+            "optimizer_factory was given too",
+            "give one of the two",
         )
     made_of = parameter_groups(model, groups, keep_empty=not isinstance(model, nn.Module))
     if getattr(args, "debug_optimizer_groups", False):
@@ -114,20 +133,31 @@ def _check_options(groups: Groups, optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def parameter_groups(model: Models, groups: Groups | None = None, *, keep_empty: bool = False) -> list[dict[str, Any]]:
-    """Trainable parameters, each in the first group whose regex is found in its name, else in the default group.
+def parameter_groups(
+    model: Models, groups: Groups | None = None, *, keep_empty: bool = False
+) -> list[dict[str, Any]]:
+    """Trainable parameters, each in the first group whose regex is found in its name, else in the
+    default group.
 
     The default group comes first, the others in the order of `groups`.
     """
     patterns = dict(_patterns(groups or {}))
     found: dict[str, dict[str, Any]] = {DEFAULT_GROUP: {"params": [], "name": DEFAULT_GROUP}}
-    found |= {name: {"params": [], "name": name, **config} for name, (_, config) in patterns.items()}
+    found |= {
+        name: {"params": [], "name": name, **config} for name, (_, config) in patterns.items()
+    }
     for name, parameter in parameter_names(model):
-        of = next((group for group, (pattern, _) in patterns.items() if pattern.search(name)), DEFAULT_GROUP)
+        of = next(
+            (group for group, (pattern, _) in patterns.items() if pattern.search(name)),
+            DEFAULT_GROUP,
+        )
         found[of]["params"].append(parameter)
     if not any(group["params"] for group in found.values()):
         raise InvalidArgument(
-            "model", type(model).__name__, "no parameter of it is trainable", "set requires_grad on some"
+            "model",
+            type(model).__name__,
+            "no parameter of it is trainable",
+            "set requires_grad on some",
         )
     return [group for group in found.values() if group["params"] or keep_empty]
 
@@ -136,16 +166,27 @@ def _patterns(groups: Groups) -> Iterator[tuple[str, tuple[re.Pattern[str], dict
     for name, spec in groups.items():
         where = f"optimizer_groups.{name}"
         if name == DEFAULT_GROUP:
-            raise InvalidArgument(where, spec, "the name of the group of all other parameters", "choose another name")
+            raise InvalidArgument(
+                where, spec, "the name of the group of all other parameters", "choose another name"
+            )
         if spec is None:
             continue
-        if not isinstance(spec, Mapping) or not isinstance(spec.get("regex"), str) or spec.keys() - {"regex", "config"}:
+        if (
+            not isinstance(spec, Mapping)
+            or not isinstance(spec.get("regex"), str)
+            or spec.keys() - {"regex", "config"}
+        ):
             raise InvalidArgument(
-                where, spec, "not a group", "give {'regex': pattern, 'config': {option: value}}, or None to remove it"
+                where,
+                spec,
+                "not a group",
+                "give {'regex': pattern, 'config': {option: value}}, or None to remove it",
             )
         config = spec.get("config") or {}
         if not isinstance(config, Mapping) or config.keys() & {"params", "name"}:
-            raise InvalidArgument(f"{where}.config", config, "not a mapping of options", "give {option: value}")
+            raise InvalidArgument(
+                f"{where}.config", config, "not a mapping of options", "give {option: value}"
+            )
         try:
             yield name, (re.compile(spec["regex"]), dict(config))
         except re.error as error:
@@ -155,7 +196,8 @@ def _patterns(groups: Groups) -> Iterator[tuple[str, tuple[re.Pattern[str], dict
 
 
 def parameter_names(model: Models) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters with their names in the unwrapped model; a tied one once, under its first name."""
+    """Trainable parameters with their names in the unwrapped model; a tied one once, under its
+    first name."""
     seen: set[int] = set()
     for module in [model] if isinstance(model, nn.Module) else model:
         for name, parameter in module.named_parameters():
@@ -168,7 +210,11 @@ def _unwrapped(module: nn.Module, name: str) -> str:
     kept: list[str] = []
     inner: Any = module
     for part in name.split("."):
-        wrappers = [_WRAPPERS.get(cls.__name__) for cls in type(inner).__mro__ if cls.__module__.startswith("torch.")]
+        wrappers = [
+            _WRAPPERS.get(cls.__name__)
+            for cls in type(inner).__mro__
+            if cls.__module__.startswith("torch.")
+        ]
         if part not in wrappers:
             kept.append(part)
         inner = getattr(inner, part)

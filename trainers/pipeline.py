@@ -1,4 +1,5 @@
-"""A model too large for one device, cut into stages: batches go through the ranks in micro-batches."""
+"""A model too large for one device, cut into stages: batches go through the ranks in
+micro-batches."""
 
 from __future__ import annotations
 
@@ -33,14 +34,16 @@ log = logging.getLogger(__name__)
 
 
 class PipelineOutput(NamedTuple):
-    """What a loss function gets where the last stage returns one tensor: as a whole model would give it."""
+    """What a loss function gets where the last stage returns one tensor: as a whole model would
+    give it."""
 
     logits: Tensor
     loss: None = None
 
 
 class _Stage(nn.Module):
-    """A stage as a schedule calls it: with the trainer's settings around its forward pass, and not around backward."""
+    """A stage as a schedule calls it: with the trainer's settings around its forward pass, and not
+    around backward."""
 
     def __init__(self, module: nn.Module, trainer: PipelineTrainer) -> None:
         super().__init__()
@@ -52,11 +55,13 @@ class _Stage(nn.Module):
 
 
 class PipelineTrainer(RanksTrainer):
-    """A `Trainer` whose ranks hold the stages of one model. All read the same batches; the loss arises on the last stage.
+    """A `Trainer` whose ranks hold the stages of one model. All read the same batches; the loss
+    arises on the last stage.
 
-    model_splitter: see ModelSplitter; required. pipe_schedule_factory: a schedule class of torch.distributed.pipelining.
-    `model` is a shell on the meta device, with all names and no values. A parameter that several ranks have stays one:
-    its gradients are added up before the optimizer's step.
+    model_splitter: see ModelSplitter; required. pipe_schedule_factory: a schedule class of
+    torch.distributed.pipelining. `model` is a shell on the meta device, with all names and no
+    values. A parameter that several ranks have stays one: its gradients are added up before the
+    optimizer's step.
     """
 
     kind = "pipeline"
@@ -74,8 +79,12 @@ class PipelineTrainer(RanksTrainer):
         self.model_splitter, self.pipe_schedule_factory = model_splitter, pipe_schedule_factory
         self._fused: dict[nn.Parameter, tuple[Callable[[Tensor], None], list[int]]] = {}
         self._rehearsed, self._items = False, 1.0
-        if (fused := what.get("fused_loss_factory")) is not None:  # shares weights with the stage that has them
-            what["fused_loss_factory"] = lambda _: fused(self.stages.last) if self.stages.last is not None else _no_loss
+        if (
+            fused := what.get("fused_loss_factory")
+        ) is not None:  # shares weights with the stage that has them
+            what["fused_loss_factory"] = lambda _: (
+                fused(self.stages.last) if self.stages.last is not None else _no_loss
+            )
         elif what.get("compute_loss_func") is None and not args.label_smoothing_factor:
             what["compute_loss_func"] = getattr(model_splitter, "loss", None)
         super().__init__(args, **what)
@@ -83,22 +92,44 @@ class PipelineTrainer(RanksTrainer):
     def check(self) -> None:
         args, data = self.args, self.train_dataset
         for name, value, reason, instead in (
-            ("model_splitter", self.model_splitter, "where to cut a model is not known by itself",
-             "give one, such as ByteGPTSplitter()"),
-            ("compute_loss_func", self.compute_loss_func or self.fused_loss_factory or args.label_smoothing_factor or None,
-             "the last stage's output is no loss", "give one, or a splitter with a `loss`"),
-        ):  # fmt: skip
+            (
+                "model_splitter",
+                self.model_splitter,
+                "where to cut a model is not known by itself",
+                "give one, such as ByteGPTSplitter()",
+            ),
+            (
+                "compute_loss_func",
+                self.compute_loss_func
+                or self.fused_loss_factory
+                or args.label_smoothing_factor
+                or None,
+                "the last stage's output is no loss",
+                "give one, or a splitter with a `loss`",
+            ),
+        ):
             if value is None:
                 raise InvalidArgument(name, value, reason, instead)
         if isinstance(data, DataLoader) and not data.drop_last:
             raise InvalidArgument(
-                "train_dataset", "a DataLoader", "its last batch may be shorter than the others", "make it with drop_last=True")  # fmt: skip
+                "train_dataset",
+                "a DataLoader",
+                "its last batch may be shorter than the others",
+                "make it with drop_last=True",
+            )
         args.check_parts(
-            self.kind, model=self.given_model, model_init=self.model_init, eval_dataset=self.eval_dataset,
-            compute_loss_func=self.compute_loss_func, fused_loss_factory=self.fused_loss_factory,
-            pipe_schedule=self.pipe_schedule_factory)  # fmt: skip
+            self.kind,
+            model=self.given_model,
+            model_init=self.model_init,
+            eval_dataset=self.eval_dataset,
+            compute_loss_func=self.compute_loss_func,
+            fused_loss_factory=self.fused_loss_factory,
+            pipe_schedule=self.pipe_schedule_factory,
+        )
         if args.pp_stage_type == "v" and args.stages_per_rank != 2:
-            raise InvalidArgument("stages_per_rank", args.stages_per_rank, "a V has two stages a rank", "set 2")
+            raise InvalidArgument(
+                "stages_per_rank", args.stages_per_rank, "a V has two stages a rank", "set 2"
+            )
         super().check()
 
     @property
@@ -114,33 +145,50 @@ class PipelineTrainer(RanksTrainer):
         mine = [number for number, rank in enumerate(place) if rank == self.rank]
         self.model = self.construct("meta")
         modules, self.pipeline_stages = self.model_splitter(
-            copy.deepcopy(self.model), n_stages=len(place), stage_indices=mine, device=self.device, group=None
+            copy.deepcopy(self.model),
+            n_stages=len(place),
+            stage_indices=mine,
+            device=self.device,
+            group=None,
         )
         self.stages = Stages(dict(zip(mine, modules, strict=True)), place, self.env, self.model)
         self.tell("debug_split_model", "stages %s of the placement %s: %s", mine, place, modules)
         self.stages.allocate(self.device)
         self.fill_stages()
         for name, p in self.stages.parameters().items():
-            self.tell("debug_model_params", "%s: %s %s on %s", name, list(p.shape), p.dtype, p.device)
-        self.callable = {n: _Stage(self.compile(module), self) for n, module in self.stages.modules.items()}
+            self.tell(
+                "debug_model_params", "%s: %s %s on %s", name, list(p.shape), p.dtype, p.device
+            )
+        self.callable = {
+            n: _Stage(self.compile(module), self) for n, module in self.stages.modules.items()
+        }
         self.wrapped = nn.ModuleList(self.callable.values())
         for stage, module in zip(self.pipeline_stages, self.callable.values(), strict=True):
             stage.submod = module
         self.schedule = self.make_schedule()
 
     def fill_stages(self) -> None:
-        """From the checkpoint, where there is one to go on from; else rank 0 builds the model once and deals it out."""
+        """From the checkpoint, where there is one to go on from; else rank 0 builds the model once
+        and deals it out."""
         assert self.model_init is not None
         # Buffers that are in no checkpoint come from the constructor in either case.
         self.filled = not self.restorable or self.stages.has_derived
-        self.tell("debug_model_init", "stages get their values from %s", "rank 0" if self.filled else "the checkpoint")
+        self.tell(
+            "debug_model_init",
+            "stages get their values from %s",
+            "rank 0" if self.filled else "the checkpoint",
+        )
         if self.filled:
             with self.default_dtype():
                 self.stages.fill(self.prepare(self.model_init()) if self.rank == 0 else None)
 
     def make_schedule(self) -> Any:
         made_by, number = self.pipe_schedule_factory, self.args.n_microbatches
-        stages = self.pipeline_stages if issubclass(made_by, PipelineScheduleMulti) else self.pipeline_stages[0]
+        stages = (
+            self.pipeline_stages
+            if issubclass(made_by, PipelineScheduleMulti)
+            else self.pipeline_stages[0]
+        )
         self.tell("debug_pipeline", "%s with %d micro-batches", made_by.__name__, number)
         try:
             # Losses are shares of the mean of the whole step: nothing is left to scale.
@@ -160,7 +208,9 @@ class PipelineTrainer(RanksTrainer):
         if not isinstance(batch, Mapping):
             first, labels = batch
             return first, labels, {}
-        others = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+        others = {
+            name: value for name, value in batch.items() if name not in ("input_ids", "labels")
+        }
         return batch["input_ids"], batch["labels"], others
 
     def micro_loss(self, outputs: Any, labels: Tensor) -> Tensor:
@@ -175,15 +225,23 @@ class PipelineTrainer(RanksTrainer):
         losses: list[Tensor] = []
         self._items = items
         self.schedule.step(
-            *([first] if 0 in self.stages.modules else []), target=None if self.stages.last is None else labels,
-            losses=losses, return_outputs=False, **others)  # fmt: skip
-        return torch.stack(losses).sum().detach().float() if losses else torch.zeros((), device=self.device)
+            *([first] if 0 in self.stages.modules else []),
+            target=None if self.stages.last is None else labels,
+            losses=losses,
+            return_outputs=False,
+            **others,
+        )
+        return (
+            torch.stack(losses).sum().detach().float()
+            if losses
+            else torch.zeros((), device=self.device)
+        )
 
     def rehearse(self, batch: Any) -> None:
         """A first step that is thrown away.
 
-        Stages find out by computing what shapes they exchange, which must leave no trace: a run that resumes does so
-        where the run that did not stop had no need to.
+        Stages find out by computing what shapes they exchange, which must leave no trace: a run
+        that resumes does so where the run that did not stop had no need to.
         """
         streams, buffers = RNGState(), list(self.wrapped.buffers())
         before, values = streams.state_dict(), [buffer.clone() for buffer in buffers]
@@ -225,21 +283,39 @@ class PipelineTrainer(RanksTrainer):
 
     def build_optimizer(self) -> None:
         self.optimizer = make_optimizer(
-            self.args, list(self.stages.modules.values()), factory=self.optimizer_factory,
-            cls_and_kwargs=self.optimizer_cls_and_kwargs, groups=self.optimizer_groups)  # fmt: skip
-        # The groups of the whole model, so that they are the same on all ranks, and on a single one.
+            self.args,
+            list(self.stages.modules.values()),
+            factory=self.optimizer_factory,
+            cls_and_kwargs=self.optimizer_cls_and_kwargs,
+            groups=self.optimizer_groups,
+        )
+        # The groups of the whole model, so that they are the same on all ranks, and on a single
+        # one.
         names = {group["name"] for group in parameter_groups(self.model, self.optimizer_groups)}
-        self.optimizer.param_groups = [group for group in self.optimizer.param_groups if group["name"] in names]
-        self.scheduler = make_scheduler(self.args, self.optimizer, self.state.max_steps, self.lr_scheduler_factory)
+        self.optimizer.param_groups = [
+            group for group in self.optimizer.param_groups if group["name"] in names
+        ]
+        self.scheduler = make_scheduler(
+            self.args, self.optimizer, self.state.max_steps, self.lr_scheduler_factory
+        )
         self.fuse_optimizer()
 
     def fuse_optimizer(self) -> None:
-        """Step each parameter when the gradients of all micro-batches are there, if no other rank or stage has a part in
-        it; what is left over (those parameters, and all where a schedule makes gradients by itself) after the last."""
+        """Step each parameter when the gradients of all micro-batches are there, if no other rank
+        or stage has a part in it; what is left over (those parameters, and all where a schedule
+        makes gradients by itself) after the last."""
         if not self.args.fuse_optim_with_backward:
             return
-        uses = Counter(parameter for module in self.stages.modules.values() for parameter in module.parameters())
-        alone = {p for name, p in self.stages.parameters().items() if uses[p] == 1 and name not in self.stages.shared}
+        uses = Counter(
+            parameter
+            for module in self.stages.modules.values()
+            for parameter in module.parameters()
+        )
+        alone = {
+            p
+            for name, p in self.stages.parameters().items()
+            if uses[p] == 1 and name not in self.stages.shared
+        }
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 single = copy.copy(self.optimizer)
@@ -259,8 +335,14 @@ class PipelineTrainer(RanksTrainer):
     def evaluate_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
         first, labels, others = self.split_batch(batch)
         count = min(self.args.n_microbatches, len(first))
-        parts = {n: v.tensor_split(count) if isinstance(v, Tensor) else [v] * count for n, v in others.items()}
-        chunks = [(x, {n: part[i] for n, part in parts.items()}) for i, x in enumerate(first.tensor_split(count))]
+        parts = {
+            n: v.tensor_split(count) if isinstance(v, Tensor) else [v] * count
+            for n, v in others.items()
+        }
+        chunks = [
+            (x, {n: part[i] for n, part in parts.items()})
+            for i, x in enumerate(first.tensor_split(count))
+        ]
         outputs = self.stages.forward(self.callable, chunks)
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._items = 1.0
@@ -280,7 +362,11 @@ class PipelineTrainer(RanksTrainer):
         modules = list(self.stages.modules.values())
         found = [StateComponent("model", ModelState(modules), SharingPattern.SHARDED)]
         if self.optimizer is not None:
-            found.append(StateComponent("optimizer", optimizer_state(self.optimizer, modules), SharingPattern.SHARDED))
+            found.append(
+                StateComponent(
+                    "optimizer", optimizer_state(self.optimizer, modules), SharingPattern.SHARDED
+                )
+            )
         return found
 
     def export_state(self) -> dict[str, Tensor]:

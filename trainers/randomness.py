@@ -1,4 +1,5 @@
-"""Random numbers for data: a stream of their own for every batch, and the process's generators as they were."""
+"""Random numbers for data: a stream of their own for every batch, and the process's generators as
+they were."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ __all__ = ["restored_random", "seed_random", "seeded_random"]
 
 def seed_random(*key: int) -> None:
     """Seed what data sets draw from (random, numpy, torch on the CPU) from some numbers."""
-    first, second = np.random.SeedSequence([number & (2**64 - 1) for number in key]).generate_state(2, np.uint64)
+    first, second = np.random.SeedSequence([number & (2**64 - 1) for number in key]).generate_state(
+        2, np.uint64
+    )
     random.seed(int(first))
     np.random.seed(int(second) & 0xFFFFFFFF)
     # Not torch.manual_seed: that one seeds the accelerators too.

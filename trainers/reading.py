@@ -1,7 +1,8 @@
 """Positions in map-style data, and what they share with those in streams.
 
-A map-style data set is read in a global order of its samples, a pure function of (seed, epoch). Every batch is made
-under random numbers of its own, so that it is the same in whatever process it is made and whatever was made before it.
+A map-style data set is read in a global order of its samples, a pure function of (seed, epoch).
+Every batch is made under random numbers of its own, so that it is the same in whatever process it
+is made and whatever was made before it.
 """
 
 from __future__ import annotations
@@ -98,9 +99,15 @@ def _as_it_is(item: Any) -> Any:
 
 
 def torch_loader(dataset: Any, options: Options, sampler: Any = None) -> DataLoader[Any]:
-    # Without a generator of its own torch's loader draws one number from the process's at the start of each epoch.
+    # Without a generator of its own torch's loader draws one number from the process's at the start
+    # of each epoch.
     return DataLoader(
-        dataset, batch_size=None, sampler=sampler, collate_fn=_as_it_is, generator=torch.Generator(), **options.loader
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),
+        **options.loader,
     )
 
 
@@ -141,7 +148,8 @@ class _Batches(Dataset[Any]):
 
 
 class MapReader:
-    """Positions in the order of a map-style data set: the epoch, and how many of its samples all ranks had."""
+    """Positions in the order of a map-style data set: the epoch, and how many of its samples all
+    ranks had."""
 
     def __init__(self, dataset: Any, options: Options) -> None:
         self.options = options
@@ -155,15 +163,16 @@ class MapReader:
             raise InvalidArgument(
                 "per_device_train_batch_size",
                 options.batch_size,
-                f"{self.samples} samples do not fill one batch" + (" on every rank" if options.world_size > 1 else ""),
+                f"{self.samples} samples do not fill one batch"
+                + (" on every rank" if options.world_size > 1 else ""),
                 "give a smaller batch or more data",
             )
 
     def order(self, epoch: int) -> np.ndarray:
         """Sample indices of an epoch: a sort by random keys.
 
-        numpy promises the stream of a bit generator for good, other than that of its `permutation`, so the order
-        stays the same after an upgrade and on another machine.
+        numpy promises the stream of a bit generator for good, other than that of its `permutation`,
+        so the order stays the same after an upgrade and on another machine.
         """
         wanted = (self.options.seed, epoch, self.options.shuffle)
         if self._order is None or self._order[0] != wanted:
@@ -176,9 +185,12 @@ class MapReader:
         return self._order[1]
 
     def __iter__(self) -> Iterator[Key]:
-        """The batches that are left of this epoch, as torch's loader asks for them (it reads ahead)."""
+        """The batches that are left of this epoch, as torch's loader asks for them (it reads
+        ahead)."""
         order, epoch, options = self.order(self.epoch), self.epoch, self.options
-        for position in range(self.position, self.position + (self.left * options.together), options.together):
+        for position in range(
+            self.position, self.position + (self.left * options.together), options.together
+        ):
             every = order[position : position + options.together]
             mine = every[options.rank :: options.world_size]
             yield epoch, position, options.seed, (mine if len(mine) else every[:1]).tolist()
@@ -202,7 +214,9 @@ class MapReader:
                 self._iterator = iter(self._loader)
             batch = next(self._iterator)
             every = min(self.options.together, self.samples - self.position)
-            taken.append((batch, len(range(self.options.rank, every, self.options.world_size)), every))
+            taken.append(
+                (batch, len(range(self.options.rank, every, self.options.world_size)), every)
+            )
             self._go_to(self.epoch, self.position + every)
         return taken
 

@@ -17,7 +17,8 @@ __all__ = ["add_reporters", "choose_logging_dir", "set_log_level", "stored_loggi
 
 
 def choose_logging_dir(args: Any, env: DistributedEnvironment, metadata: dict[str, Any]) -> str:
-    """As given; else that of the run which is resumed, where it lies in this root; else a new one. The same on all ranks."""
+    """As given; else that of the run which is resumed, where it lies in this root; else a new one.
+    The same on all ranks."""
     if args.logging_dir is not None:
         return str(args.logging_dir)
     chosen = os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{env.host}")
@@ -28,7 +29,8 @@ def choose_logging_dir(args: Any, env: DistributedEnvironment, metadata: dict[st
 
 
 def stored_logging_dir(args: Any, folder: str | None) -> str | None:
-    """As a checkpoint's metadata holds it: relative to the root. One that lies elsewhere is the user's to name again."""
+    """As a checkpoint's metadata holds it: relative to the root. One that lies elsewhere is the
+    user's to name again."""
     return None if folder is None else relative_to_root(folder, args.output_dir)
 
 

@@ -43,7 +43,10 @@ class Progress:
         self.trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self.trainer.state.state_dict(), "meters": self.trainer.meters.state_dict()}
+        return {
+            "state": self.trainer.state.state_dict(),
+            "meters": self.trainer.meters.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.trainer.state.load_state_dict(state["state"])
@@ -61,15 +64,21 @@ def run_components(trainer: TrainerParts) -> list[StateComponent]:
         StateComponent("scaler", Part(trainer.scaler), shared),
         StateComponent("trainer", Progress(trainer), shared),
         StateComponent("callbacks", Part(trainer.callbacks, callbacks), shared),
-        # A position in the data means the same on every rank and for any number of ranks; a random stream does not.
+        # A position in the data means the same on every rank and for any number of ranks; a random
+        # stream does not.
         StateComponent("rng", RNGState(), own, on_resize="keep" if go_on else "error"),
     ]
-    # Always there, so that a checkpoint of a run which had such callbacks can be read by one that has none.
-    each = any(getattr(callback, "state_per_rank", False) for callback in trainer.callbacks.callbacks)
+    # Always there, so that a checkpoint of a run which had such callbacks can be read by one that
+    # has none.
+    each = any(
+        getattr(callback, "state_per_rank", False) for callback in trainer.callbacks.callbacks
+    )
     part = StateComponent("callbacks_per_rank", Part(trainer.callbacks.per_rank(), callbacks), own)
     part.on_resize = ("keep" if go_on else "error") if each else (lambda *_: 0)
     found.append(part)
     if trainer.loader is not None:
         loader = (EpochAlone if args.ignore_data_skip else Part)(trainer.loader)
-        found.append(StateComponent("loader", loader, own if trainer.loader.state_per_rank else shared))
+        found.append(
+            StateComponent("loader", loader, own if trainer.loader.state_per_rank else shared)
+        )
     return found

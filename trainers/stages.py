@@ -1,4 +1,5 @@
-"""The stages of one rank of a pipeline, and what they exchange with those of other ranks besides training itself."""
+"""The stages of one rank of a pipeline, and what they exchange with those of other ranks besides
+training itself."""
 
 from __future__ import annotations
 
@@ -16,18 +17,25 @@ __all__ = ["Stages"]
 
 
 class Stages:
-    """modules: of this rank, by number of the stage. place: the rank of each stage. model: what was split, for its names.
+    """modules: of this rank, by number of the stage. place: the rank of each stage. model: what was
+    split, for its names.
 
     Made on every rank at once. Raises InvalidArgument where the parts are not those of the model.
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], place: Sequence[int], env: DistributedEnvironment, model: nn.Module
+        self,
+        modules: Mapping[int, nn.Module],
+        place: Sequence[int],
+        env: DistributedEnvironment,
+        model: nn.Module,
     ) -> None:
         self.modules, self.place, self.env = dict(modules), list(place), env
         told = env.gather_objects((list(self.tensors()), list(self.parameters())))
         self.holders: dict[str, list[int]] = {}  # name of a tensor -> the ranks that have it
-        self.trained_by: dict[str, list[int]] = {}  # the same for parameters, each under its first name only
+        self.trained_by: dict[
+            str, list[int]
+        ] = {}  # the same for parameters, each under its first name only
         for rank, (tensors, parameters) in enumerate(told):
             for names, by_name in ((tensors, self.holders), (parameters, self.trained_by)):
                 for name in names:
@@ -39,7 +47,8 @@ class Stages:
         self.shared = {name: ranks for name, ranks in self.trained_by.items() if len(ranks) > 1}
         # Every rank takes part in making every group.
         self._groups = {
-            ranks: dist.new_group(list(ranks)) for ranks in sorted({tuple(r) for r in self.shared.values()})
+            ranks: dist.new_group(list(ranks))
+            for ranks in sorted({tuple(r) for r in self.shared.values()})
         }
         self._metas: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
 
@@ -51,8 +60,11 @@ class Stages:
                 for name, tensor in named(remove_duplicate=False):
                     if found.setdefault(name, tensor) is not tensor:
                         raise InvalidArgument(
-                            "model_splitter", name, "two stages of one rank have different tensors of this name",
-                            "let them share it")  # fmt: skip
+                            "model_splitter",
+                            name,
+                            "two stages of one rank have different tensors of this name",
+                            "let them share it",
+                        )
         return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -77,12 +89,23 @@ class Stages:
         unknown = self.holders.keys() - self.first_name.keys()
         lost = [group[0] for group in names.values() if not self.holders.keys() & set(group)]
         twice = [
-            n for group in names.values() for n in group[1:] if n in self.trained_by and group[0] in self.trained_by
+            n
+            for group in names.values()
+            for n in group[1:]
+            if n in self.trained_by and group[0] in self.trained_by
         ]
         for wrong, reason, instead in (
-            (sorted(unknown), "the model has no tensor of this name", "give stages the names of the model"),
+            (
+                sorted(unknown),
+                "the model has no tensor of this name",
+                "give stages the names of the model",
+            ),
             (lost, "is in no stage", "put it in one"),
-            (twice, "is another name of a parameter of another rank", "have it under its first name there too"),
+            (
+                twice,
+                "is another name of a parameter of another rank",
+                "have it under its first name there too",
+            ),
         ):
             if wrong:
                 raise InvalidArgument("model_splitter", wrong[0], reason, instead)
@@ -91,7 +114,9 @@ class Stages:
 
     def allocate(self, device: torch.device) -> None:
         """Memory in the place of what has none; what was one tensor stays one."""
-        made: dict[int, tuple[Tensor, Tensor]] = {}  # old and new: an old one must live, or its id might be used again
+        made: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # old and new: an old one must live, or its id might be used again
         for module in {part: None for stage in self.modules.values() for part in stage.modules()}:
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
@@ -119,13 +144,16 @@ class Stages:
                         mine[name].copy_(self._received(mine[name], 0))
 
     def gather(self) -> dict[str, Tensor]:
-        """The parameters and kept buffers of all stages, on the CPU of rank 0; nothing on other ranks."""
+        """The parameters and kept buffers of all stages, on the CPU of rank 0; nothing on other
+        ranks."""
         kept, mine, rank = (
             {name for module in self.modules.values() for name in module.state_dict()},
             self.tensors(),
             self.env.rank,
         )
-        told = self.env.gather_objects({n: (t.shape, t.dtype) for n, t in mine.items() if n in kept})
+        told = self.env.gather_objects(
+            {n: (t.shape, t.dtype) for n, t in mine.items() if n in kept}
+        )
         found: dict[str, Tensor] = {}
         sent: set[str] = set()
         for name, (holder, *_) in self.holders.items():
@@ -170,11 +198,14 @@ class Stages:
 
     # Looking, without gradients.
 
-    def forward(self, modules: Mapping[int, Any], chunks: Sequence[tuple[Any, dict[str, Any]]]) -> list[Any]:
-        """What the last stage makes of each (input, other inputs); an empty list on ranks without it.
+    def forward(
+        self, modules: Mapping[int, Any], chunks: Sequence[tuple[Any, dict[str, Any]]]
+    ) -> list[Any]:
+        """What the last stage makes of each (input, other inputs); an empty list on ranks without
+        it.
 
-        Unlike the schedules of torch, this takes inputs of any shape and stages in any order. modules: how each stage of
-        this rank is called.
+        Unlike the schedules of torch, this takes inputs of any shape and stages in any order.
+        modules: how each stage of this rank is called.
         """
         outputs, under_way, rank = [], [], self.env.rank
         for first, others in chunks:
@@ -186,7 +217,11 @@ class Stages:
                 before = self.place[number - 1] if number else rank
                 if before != rank:
                     x = self._receive((number - 1, first.shape), before)
-                x = modules[number](*x, **others) if isinstance(x, tuple) else modules[number](x, **others)
+                x = (
+                    modules[number](*x, **others)
+                    if isinstance(x, tuple)
+                    else modules[number](x, **others)
+                )
                 if number + 1 == len(self.place):
                     outputs.append(x)
                 elif self.place[number + 1] != rank:
@@ -207,14 +242,20 @@ class Stages:
             told: list[Any] = [None]
             dist.recv_object_list(told, source, group=self.env.cpu_group)
             self._metas[key] = told[0]
-        tensors = [torch.empty(shape, dtype=dtype, device=self.env.device) for shape, dtype in self._metas[key]]
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=self.env.device)
+            for shape, dtype in self._metas[key]
+        ]
         for tensor in tensors:
             dist.recv(tensor, source)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
-    parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    parameters, buffers = (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    )
     return [*((name, p.detach()) for name, p in parameters), *buffers]
 
 

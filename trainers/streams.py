@@ -21,17 +21,21 @@ __all__ = ["StreamReader"]
 
 
 class _Stream(IterableDataset[Any]):
-    """Cuts a stream into batches, in each worker the part of the stream that the data set gives it."""
+    """Cuts a stream into batches, in each worker the part of the stream that the data set gives
+    it."""
 
     def __init__(self, dataset: Any, options: Options) -> None:
         self.dataset = dataset
         self.options = options
-        # Seed, which pass, its first batch, batches to skip. Shared: workers that persist must see it change.
+        # Seed, which pass, its first batch, batches to skip. Shared: workers that persist must see
+        # it change.
         self.start = torch.zeros(4, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def start_at(self, *values: int) -> None:
         """Where the next iteration starts."""
-        self.start.copy_(torch.from_numpy(np.array([v & (2**64 - 1) for v in values], np.uint64).view(np.int64)))
+        self.start.copy_(
+            torch.from_numpy(np.array([v & (2**64 - 1) for v in values], np.uint64).view(np.int64))
+        )
 
     def __iter__(self) -> Iterator[Counted | None]:
         options, info = self.options, get_worker_info()
@@ -41,7 +45,9 @@ class _Stream(IterableDataset[Any]):
             self.dataset.set_epoch(number)
         with seeded_random(seed, number, worker):
             stream = iter(self.dataset)
-        place = first + worker  # of the batch in the pass, or after it: workers that have no more data are passed over
+        place = (
+            first + worker
+        )  # of the batch in the pass, or after it: workers that have no more data are passed over
         while True:
             # The stream is the same on all ranks, so the rank counts only from here on.
             with seeded_random(seed, number, place, 0):
@@ -59,7 +65,8 @@ class _Stream(IterableDataset[Any]):
 
 
 class StreamReader:
-    """Positions in a stream: the epoch and its batches so far, the pass over the data and its batches so far.
+    """Positions in a stream: the epoch and its batches so far, the pass over the data and its
+    batches so far.
 
     An epoch is a pass, or `epoch_steps` batches of passes that follow one another.
     """
@@ -75,7 +82,9 @@ class StreamReader:
             callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
         )
         self._beginning = copy.deepcopy(dataset.state_dict()) if self.own_state else None
-        self._here: Any = None  # the data set's state after the batches handed out, if it had to read on since
+        self._here: Any = (
+            None  # the data set's state after the batches handed out, if it had to read on since
+        )
         self._stream = _Stream(dataset, options)
         self._loader = torch_loader(self._stream, options)
         self._iterator: Any = None
@@ -110,7 +119,10 @@ class StreamReader:
             if item is None:
                 if self.batches == 0:
                     raise InvalidArgument(
-                        "train_dataset", type(self.dataset).__name__, "gives no batch", "give it data"
+                        "train_dataset",
+                        type(self.dataset).__name__,
+                        "gives no batch",
+                        "give it data",
                     )
                 self._next_pass()
                 epoch = self.epoch if not taken else epoch
@@ -121,7 +133,8 @@ class StreamReader:
             if self.position == self.epoch_steps:
                 self.epoch, self.position = self.epoch + 1, 0
         if taken and self.batches and (self.own_state or self.epoch_steps is None):
-            # Only reading on tells whether this was the end: of the epoch, and of what the data's own state is about.
+            # Only reading on tells whether this was the end: of the epoch, and of what the data's
+            # own state is about.
             self._here = copy.deepcopy(self.dataset.state_dict()) if self.own_state else None
             self._ahead = self._pull()
             if self._ahead is None:
@@ -154,7 +167,8 @@ class StreamReader:
             except StopIteration:
                 facts = {"batches": (f"at least {skip}", str(done))}
                 raise StateMismatch(
-                    f"the checkpoint's data position is after batch {skip} of a pass, but the data end after {done}",
+                    f"the checkpoint's data position is after batch {skip} of a pass, but the "
+                    f"data end after {done}",
                     mismatched=facts,
                 ) from None
 

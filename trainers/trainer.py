@@ -40,11 +40,11 @@ class TrainResult:
 
 
 class Trainer(TrainerParts):
-    """Trains a model on a dataset, in one process. Subclasses change how the model is prepared, how a batch reaches it,
-    and who shares which state (see TrainerParts).
+    """Trains a model on a dataset, in one process. Subclasses change how the model is prepared, how
+    a batch reaches it, and who shares which state (see TrainerParts).
 
-    A trainer is a `StatefulProvider`: it can itself be given to a CheckpointManager. Raises InvalidArgument for what
-    cannot work, before anything is built.
+    A trainer is a `StatefulProvider`: it can itself be given to a CheckpointManager. Raises
+    InvalidArgument for what cannot work, before anything is built.
     """
 
     def train(self) -> TrainResult:
@@ -56,7 +56,11 @@ class Trainer(TrainerParts):
             resumed_from = self.prepare_run(checkpoints)
             if self.is_over():
                 if self.rank == 0:
-                    log.info("nothing to do: step %d of %d is reached", self.state.global_step, self.state.max_steps)
+                    log.info(
+                        "nothing to do: step %d of %d is reached",
+                        self.state.global_step,
+                        self.state.max_steps,
+                    )
                 self.best.load(checkpoints)
                 return TrainResult(self.state.global_step, 0, resumed_from, self.state.log_history)
             until_the_end.callback(self.loader.close)
@@ -69,7 +73,9 @@ class Trainer(TrainerParts):
                 self.callbacks.close()
                 raise
 
-    def run(self, boundary: Boundary, checkpoints: CheckpointManager, resumed_from: int | None) -> TrainResult:
+    def run(
+        self, boundary: Boundary, checkpoints: CheckpointManager, resumed_from: int | None
+    ) -> TrainResult:
         state = self.state
         self.meters.start(state.global_step)
         self.fire("on_train_begin")
@@ -94,8 +100,14 @@ class Trainer(TrainerParts):
         self.log(metrics)
         self.fire("on_train_end")
         return TrainResult(
-            state.global_step, state.steps_run, resumed_from, state.log_history, metrics, state.stop_reason,
-            checkpoints.failed_steps)  # fmt: skip
+            state.global_step,
+            state.steps_run,
+            resumed_from,
+            state.log_history,
+            metrics,
+            state.stop_reason,
+            checkpoints.failed_steps,
+        )
 
     def training_step(self) -> None:
         """One optimizer step."""
@@ -127,7 +139,8 @@ class Trainer(TrainerParts):
         self.fire("on_step_end")
 
     def items_of(self, group: list[Micro]) -> float:
-        """What the loss of the step is averaged over: labels where there is a loss function, else samples."""
+        """What the loss of the step is averaged over: labels where there is a loss function, else
+        samples."""
         if self.loss_function is None:
             return float(sum(of_all_ranks for _, _, of_all_ranks in group))
         mine = float(sum(labels_in(batch) for batch, samples, _ in group if samples))
@@ -147,7 +160,8 @@ class Trainer(TrainerParts):
         return metrics
 
     def evaluate_now(self, ranks: bool = True) -> bool:
-        """Evaluate as a part of training. Whether it was the best so far; ranks: whether it counts for that."""
+        """Evaluate as a part of training. Whether it was the best so far; ranks: whether it counts
+        for that."""
         metrics = self.measure(self.eval_dataset, "eval")
         self.measured_step = self.state.global_step
         self.fire("on_evaluate", metrics=metrics)
@@ -169,7 +183,8 @@ class Trainer(TrainerParts):
         self.log(self.meters.take(self))
 
     def log(self, values: dict[str, Any]) -> None:
-        """Let callbacks add to a record of this step and write it; it becomes part of the history."""
+        """Let callbacks add to a record of this step and write it; it becomes part of the
+        history."""
         logs = {**values, "epoch": self.state.epoch}
         self.fire("on_log_step", logs=logs)
         self.note(logs)
@@ -183,7 +198,8 @@ class Trainer(TrainerParts):
         history[-1].update(values)
 
     def save_model(self, path: str | None = None) -> None:
-        """Write the weights (and what belongs to the processing class) to a folder, for use outside of training."""
+        """Write the weights (and what belongs to the processing class) to a folder, for use outside
+        of training."""
         self.fill_weights()
         self.share_state()
         write_model(self, path or self.args.output_dir)

@@ -36,7 +36,9 @@ def stop_signal(trainer: Trainer, checkpoints: CheckpointManager) -> Iterator[An
         yield Signals()
         return
     if trainer.args.save_only_model:
-        log.warning("enable_jit_checkpoint with save_only_model: what SIGTERM saves cannot be resumed from")
+        log.warning(
+            "enable_jit_checkpoint with save_only_model: what SIGTERM saves cannot be resumed from"
+        )
     with PreemptionGuard(checkpoints, [signal.SIGTERM]) as guard:
         yield guard
 
@@ -44,8 +46,9 @@ def stop_signal(trainer: Trainer, checkpoints: CheckpointManager) -> Iterator[An
 class Boundary:
     """What happens between two steps. `stopped`: training is to end here.
 
-    Any rank may set a flag; it counts when all ranks know of it. Flags travel in the background and are read one step
-    later, everywhere the same; at once where a log, an evaluation, a save or an end is due.
+    Any rank may set a flag; it counts when all ranks know of it. Flags travel in the background and
+    are read one step later, everywhere the same; at once where a log, an evaluation, a save or an
+    end is due.
     """
 
     def __init__(self, trainer: Trainer, signals: Any, checkpoints: CheckpointManager) -> None:
@@ -54,7 +57,8 @@ class Boundary:
         self._sent: list[Callable[[], list[int]]] = []
 
     def after_step(self) -> bool:
-        """Whether the epoch is over; then its saves are left to `after_epoch`, so that they have all of the epoch."""
+        """Whether the epoch is over; then its saves are left to `after_epoch`, so that they have
+        all of the epoch."""
         trainer, state = self.trainer, self.trainer.state
         ends = trainer.loader.epoch_ended or state.global_step >= state.max_steps
         due = self.due_by_step()
@@ -92,7 +96,8 @@ class Boundary:
         first = args.logging_first_step and step == 1
         return {
             "should_log": due(args.logging_strategy, state.logging_steps) or first,
-            "should_evaluate": due(args.eval_strategy, state.eval_steps) and step >= args.eval_delay,
+            "should_evaluate": due(args.eval_strategy, state.eval_steps)
+            and step >= args.eval_delay,
             "should_save": due(args.save_strategy, state.save_steps),
         }
 
@@ -106,13 +111,20 @@ class Boundary:
         saving = may_save and (trainer.control.should_save or self.ends_with_a_save())
         wanted = trainer.control.should_evaluate or (saving and trainer.args.eval_on_save)
         if wanted and not trainer.control.should_abort_without_save:
-            if not (trainer.measured_step == trainer.state.global_step and not trainer.control.should_evaluate):
+            if not (
+                trainer.measured_step == trainer.state.global_step
+                and not trainer.control.should_evaluate
+            ):
                 improved = trainer.evaluate_now()
                 trainer.control.should_save |= improved and trainer.args.save_strategy == "best"
             trainer.control.should_evaluate = False
             self.agree({}, at_once=True)
         control = trainer.control
-        if may_save and not control.should_abort_without_save and (control.should_save or self.ends_with_a_save()):
+        if (
+            may_save
+            and not control.should_abort_without_save
+            and (control.should_save or self.ends_with_a_save())
+        ):
             control.should_save = False
             trainer.saves.save(self.checkpoints, wait=trainer.state.stop_reason == "sigterm")
         if control.should_training_stop and may_save:
@@ -137,10 +149,13 @@ class Boundary:
             log.info("stopping at step %d: %s", state.global_step, who)
 
     def agree(self, due: dict[str, bool], at_once: bool) -> None:
-        """Let `control` be what all ranks know of: what any of them asked for, and what is due everywhere."""
+        """Let `control` be what all ranks know of: what any of them asked for, and what is due
+        everywhere."""
         trainer, control = self.trainer, self.trainer.control
         self._sent.append(
-            trainer.env.begin_max([*control.flags(), self.signals.signaled, -trainer.saves.count_ended()])
+            trainer.env.begin_max(
+                [*control.flags(), self.signals.signaled, -trainer.saves.count_ended()]
+            )
         )
         read = self._sent if at_once or trainer.world_size == 1 else self._sent[:-1]
         self._sent = self._sent[len(read) :]

@@ -1,4 +1,5 @@
-"""What a trainer is made of: its constructor, and what the trainers for several processes change of it."""
+"""What a trainer is made of: its constructor, and what the trainers for several processes change of
+it."""
 
 from __future__ import annotations
 
@@ -38,18 +39,21 @@ Micro = tuple[Any, int, int]  # a batch, its samples, and those of all data-para
 
 
 class TrainerParts(Models):
-    """All of a trainer but the loop. A subclass for several processes changes how the model is prepared, how a batch
-    reaches it, and who shares which state.
+    """All of a trainer but the loop. A subclass for several processes changes how the model is
+    prepared, how a batch reaches it, and who shares which state.
 
-    args: arguments of the class `arguments_class`, or a mapping. train_dataset, eval_dataset: map-style, iterable, or a
-    DataLoader, which is used as it is. compute_loss_func: (outputs, labels, items) -> the sum over a batch divided by
-    `items`, the labels of the whole step; without it the model's own loss counts. fused_loss_factory: makes such a
-    function of the model. distributed_env: by default what the launcher says.
+    args: arguments of the class `arguments_class`, or a mapping. train_dataset, eval_dataset:
+    map-style, iterable, or a DataLoader, which is used as it is. compute_loss_func: (outputs,
+    labels, items) -> the sum over a batch divided by `items`, the labels of the whole step; without
+    it the model's own loss counts. fused_loss_factory: makes such a function of the model.
+    distributed_env: by default what the launcher says.
     """
 
     kind: ClassVar[str] = "single"
     arguments_class: ClassVar[type[Any]] = TrainingArguments
-    evaluates_together: ClassVar[bool] = False  # all ranks must run the same number of evaluation batches
+    evaluates_together: ClassVar[bool] = (
+        False  # all ranks must run the same number of evaluation batches
+    )
     fixed_shapes: ClassVar[bool] = False  # batches shorter than the others cannot be used
 
     def __init__(
@@ -80,7 +84,10 @@ class TrainerParts(Models):
         self.data_collator, self.processing_class = data_collator, processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.fused_loss_factory = compute_loss_func, fused_loss_factory
-        self.optimizer_factory, self.optimizer_cls_and_kwargs = optimizer_factory, optimizer_cls_and_kwargs
+        self.optimizer_factory, self.optimizer_cls_and_kwargs = (
+            optimizer_factory,
+            optimizer_cls_and_kwargs,
+        )
         self.optimizer_groups, self.lr_scheduler_factory = optimizer_groups, lr_scheduler_factory
         self.enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
         self.check()
@@ -95,7 +102,8 @@ class TrainerParts(Models):
         self.scheduler: Any = None
         self.optimizer = None
         self.callbacks = CallbackHandler(
-            self.default_callbacks() if callbacks is None else callbacks, context=self.callback_extras
+            self.default_callbacks() if callbacks is None else callbacks,
+            context=self.callback_extras,
         )
         add_reporters(self)
         self.build_model()
@@ -109,7 +117,10 @@ class TrainerParts(Models):
         """What the arguments cannot know by themselves. Raises InvalidArgument."""
         self.args.check_trainer(self.kind, self.world_size)
         if not self.args.save_safetensors and self.rank == 0:
-            log.warning("save_safetensors=False has no effect: nothing here pickles, so weights are safetensors always")
+            log.warning(
+                "save_safetensors=False has no effect: nothing here pickles, so weights are "
+                "safetensors always"
+            )
         self.args.check_parts(
             self.kind,
             model=self.given_model,
@@ -133,9 +144,14 @@ class TrainerParts(Models):
         args, env = self.args, self.env
         self.control, self.meters, self.measured_step = TrainerControl(), Meters(args), -1
         self.state = TrainerState(
-            is_world_process_zero=env.rank == 0, is_local_process_zero=env.local_rank == 0,
-            max_eval_steps=args.max_eval_steps, num_train_epochs=args.num_train_epochs)  # fmt: skip
-        self.scaler = torch.amp.GradScaler(self.device.type) if args.mixed_precision == "fp16" else None
+            is_world_process_zero=env.rank == 0,
+            is_local_process_zero=env.local_rank == 0,
+            max_eval_steps=args.max_eval_steps,
+            num_train_epochs=args.num_train_epochs,
+        )
+        self.scaler = (
+            torch.amp.GradScaler(self.device.type) if args.mixed_precision == "fp16" else None
+        )
         self.used = False
         if self.loader is not None:
             total = self.state.max_steps = self.count_steps()
@@ -148,7 +164,11 @@ class TrainerParts(Models):
         args, batches = self.args, self.loader.batches_per_epoch
         if args.max_steps > 0:
             return int(args.max_steps)
-        per_epoch = args.epoch_train_steps if batches is None else -(-batches // args.gradient_accumulation_steps)
+        per_epoch = (
+            args.epoch_train_steps
+            if batches is None
+            else -(-batches // args.gradient_accumulation_steps)
+        )
         return math.ceil(float(args.num_train_epochs) * int(per_epoch))
 
     def prepare_run(self, checkpoints: CheckpointManager) -> int | None:
@@ -161,14 +181,17 @@ class TrainerParts(Models):
         resumed_from: int | None
         resumed_from, metadata = self.saves.restore(checkpoints)
         if resumed_from is None and not self.filled:
-            raise CheckpointNotFound("the checkpoint that was to fill the model is gone", path=self.args.output_dir)
+            raise CheckpointNotFound(
+                "the checkpoint that was to fill the model is gone", path=self.args.output_dir
+            )
         self.filled = True
         if not self.is_over():
             self.logging_dir = choose_logging_dir(self.args, self.env, metadata)
         return resumed_from
 
     def is_over(self) -> bool:
-        """Whether there is nothing left to do: the last step is reached, or a callback had ended the run before it."""
+        """Whether there is nothing left to do: the last step is reached, or a callback had ended
+        the run before it."""
         asked = (getattr(callback, "run_is_over", None) for callback in self.callbacks.callbacks)
         ended = [bool(over(self.args, self.state)) for over in asked if over is not None]
         return self.state.global_step >= self.state.max_steps or any(ended)
@@ -203,7 +226,11 @@ class TrainerParts(Models):
     def epochs_done(self) -> float:
         loader = self.loader
         done, left = float(loader.epoch), loader.batches_left
-        return done if loader.epoch_ended or left is None else done + 1 - left / loader.batches_per_epoch
+        return (
+            done
+            if loader.epoch_ended or left is None
+            else done + 1 - left / loader.batches_per_epoch
+        )
 
     def choose_data_seed(self) -> int:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -224,9 +251,15 @@ class TrainerParts(Models):
     def build_optimizer(self) -> None:
         """Set `optimizer` and `scheduler`."""
         self.optimizer = make_optimizer(
-            self.args, self.model, factory=self.optimizer_factory,
-            cls_and_kwargs=self.optimizer_cls_and_kwargs, groups=self.optimizer_groups)  # fmt: skip
-        self.scheduler = make_scheduler(self.args, self.optimizer, self.state.max_steps, self.lr_scheduler_factory)
+            self.args,
+            self.model,
+            factory=self.optimizer_factory,
+            cls_and_kwargs=self.optimizer_cls_and_kwargs,
+            groups=self.optimizer_groups,
+        )
+        self.scheduler = make_scheduler(
+            self.args, self.optimizer, self.state.max_steps, self.lr_scheduler_factory
+        )
         self.fuse_optimizer()
 
     def make_train_loader(self) -> Any:
@@ -237,7 +270,9 @@ class TrainerParts(Models):
         """What hands out the training batches of one of `size` data-parallel ranks."""
         args, dataset = self.args, self.train_dataset
         if isinstance(dataset, torch.utils.data.DataLoader):
-            return ForeignLoader(dataset, seed=self.data_seed, rank=rank, call_set_epoch=args.set_dataset_epoch)
+            return ForeignLoader(
+                dataset, seed=self.data_seed, rank=rank, call_set_epoch=args.set_dataset_epoch
+            )
         return ResumableLoader(
             dataset,
             batch_size,
@@ -266,7 +301,8 @@ class TrainerParts(Models):
         return nullcontext()
 
     def forward_backward(self, group: list[Micro], items: float) -> Tensor:
-        """Gradients of one step. Returns this rank's share of the mean loss: the sum over the ranks is that of the step.
+        """Gradients of one step. Returns this rank's share of the mean loss: the sum over the ranks
+        is that of the step.
 
         items: labels (where there is a loss function), else samples, of the step on all ranks.
         """
@@ -278,7 +314,9 @@ class TrainerParts(Models):
             with self.accumulating(last):
                 with self.computing():
                     share = self.loss_share(batch, samples, items)
-                self.backward(share * ranks)  # the gradient of a step is the mean of those of the ranks
+                self.backward(
+                    share * ranks
+                )  # the gradient of a step is the mean of those of the ranks
             total += share.detach()
             self.fire("on_forward_backward_end")
             if not last:
@@ -289,7 +327,10 @@ class TrainerParts(Models):
         """A batch's part in the mean loss over `items`."""
         if self.loss_function is None:
             return loss_of(self.forward(batch)) * (samples / items)
-        labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
+        labels, inputs = (
+            batch["labels"],
+            {name: value for name, value in batch.items() if name != "labels"},
+        )
         loss: Tensor = self.loss_function(self.forward(inputs), labels, items)
         return loss if samples else loss * 0
 
@@ -327,14 +368,17 @@ class TrainerParts(Models):
         shared = SharingPattern.GLOBAL if self.world_size == 1 else SharingPattern.REPLICATED
         found = [StateComponent("model", self.model, shared)]
         if self.optimizer is not None:
-            found.append(StateComponent("optimizer", optimizer_state(self.optimizer, self.model), shared))
+            found.append(
+                StateComponent("optimizer", optimizer_state(self.optimizer, self.model), shared)
+            )
         return found
 
     def get_process_groups(self) -> dict[str, Any]:
         return {}
 
     def share_state(self) -> None:
-        """Before a save or an evaluation: let all ranks hold what only one of them is right about."""
+        """Before a save or an evaluation: let all ranks hold what only one of them is right
+        about."""
 
     def get_state_components(self) -> list[StateComponent]:
         """Everything that a run needs to go on as if it had never stopped."""

@@ -40,7 +40,9 @@ __all__ = ["CommitRecord", "Saves"]
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 10.0  # seconds that a rank which fails waits for a save that others may not be there to finish
+PATIENCE = (
+    10.0  # seconds that a rank which fails waits for a save that others may not be there to finish
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,11 @@ class Saves:
     def committed(self) -> list[CheckpointInfo]:
         """The committed checkpoints in output_dir, of whatever run, as this rank sees them."""
         try:
-            return [info for info in scan_root(self.trainer.args.output_dir) if info.status == "committed"]
+            return [
+                info
+                for info in scan_root(self.trainer.args.output_dir)
+                if info.status == "committed"
+            ]
         except CheckpointNotFound:
             return []
 
@@ -104,7 +110,8 @@ class Saves:
 
     @contextmanager
     def open(self) -> Iterator[CheckpointManager]:
-        """The manager for the time of a run. An error that ends the run stays the one that counts."""
+        """The manager for the time of a run. An error that ends the run stays the one that
+        counts."""
         self._pending.clear()
         self.announced = 0
         manager = CheckpointManager(
@@ -122,7 +129,8 @@ class Saves:
         manager.close()
 
     def leave(self, manager: CheckpointManager, error: BaseException) -> None:
-        """After an error: a save that is staged may finish, but nobody waits long for ranks that may be gone."""
+        """After an error: a save that is staged may finish, but nobody waits long for ranks that
+        may be gone."""
         try:
             ended = manager.wait(None if self.trainer.world_size == 1 else PATIENCE)
             if ended:
@@ -155,8 +163,10 @@ class Saves:
             present = checkpoints.latest()
             if present is not None and not args.overwrite_output_dir:
                 raise CheckpointExists(
-                    f"{args.output_dir} holds checkpoints up to step {present.step} and the run is not to "
-                    "resume from them: give another output_dir, or overwrite_output_dir to replace them",
+                    f"{args.output_dir} holds checkpoints up to step {present.step} and the run "
+                    "is not to "
+                    "resume from them: give another output_dir, or overwrite_output_dir to "
+                    "replace them",
                     path=args.output_dir,
                     step=present.step,
                 )
@@ -182,7 +192,8 @@ class Saves:
         return trainer.state.global_step, metadata
 
     def check_optimizer(self, checkpoints: CheckpointManager, chosen: int | str) -> None:
-        """Before anything is loaded: the moments of one optimizer are nothing for another. Raises StateMismatch."""
+        """Before anything is loaded: the moments of one optimizer are nothing for another. Raises
+        StateMismatch."""
         trainer = self.trainer
         listed = isinstance(chosen, int) or chosen == "auto"
         infos = checkpoints.list() if listed and self.looks else []
@@ -192,29 +203,41 @@ class Saves:
             was, now = metadata.get("optimizer"), class_name(trainer.optimizer)
             if was not in (None, now):
                 optim = metadata.get("training_args", {}).get("optim")
-                wrong = path, f"{path} holds the state of the optimizer {was} (optim={optim!r}), and this run has {now}"
+                wrong = (
+                    path,
+                    f"{path} holds the state of the optimizer {was} (optim={optim!r}), and this "
+                    f"run has {now}",
+                )
         if (told := trainer.env.broadcast_object(wrong)) is not None:
             path, what = told
             raise StateMismatch(
-                f"{what}: go on with the same optimizer, or start another run from its weights", path=path
+                f"{what}: go on with the same optimizer, or start another run from its weights",
+                path=path,
             )
 
     def refuse_to_run_into(self, damaged: Iterable[str], run_id: str) -> None:
-        """Later steps than the one that was restored may be there already, those of another run or of another end of this
-        one: then nothing is trained that could not be saved, or would replace them without being asked. What the run has
-        abandoned before gives way: that it is to go back was decided then. Raises CheckpointExists."""
+        """Later steps than the one that was restored may be there already, those of another run or
+        of another end of this
+        one: then nothing is trained that could not be saved, or would replace them without being
+        asked. What the run has abandoned before gives way: that it is to go back was decided then.
+        Raises CheckpointExists."""
         trainer, args = self.trainer, self.trainer.args
         if self._replace or args.save_strategy == "no" or trainer.is_over():
             return
         span = range(trainer.state.global_step + 1, trainer.state.max_steps + 1)
         infos = self.committed() if self.looks else []
-        gives_way = {*damaged, *(i.name for i in infos if i.abandoned and i.run_id == run_id and not i.pinned)}
+        gives_way = {
+            *damaged,
+            *(i.name for i in infos if i.abandoned and i.run_id == run_id and not i.pinned),
+        }
         mine = [info.step for info in infos if info.step in span and info.name not in gives_way]
         steps = sorted({step for steps in trainer.env.gather_objects(mine) for step in steps})
         if steps:
             raise CheckpointExists(
-                f"{args.output_dir} holds step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}, which the run that goes "
-                f"on from step {trainer.state.global_step} would come to again: give another output_dir, or "
+                f"{args.output_dir} holds step{'s' * (len(steps) > 1)} "
+                f"{', '.join(map(str, steps))}, which the run that goes "
+                f"on from step {trainer.state.global_step} would come to again: give another "
+                "output_dir, or "
                 "overwrite_output_dir=True to replace them",
                 path=args.output_dir,
                 step=steps[0],
@@ -224,11 +247,16 @@ class Saves:
         """For resume_from_checkpoint="best". Raises CheckpointNotFound."""
         best, root = self.trainer.best, self.trainer.args.output_dir
         ranked = KeepBest(best.metric, best.mode).ranked(checkpoints.list()) if self.looks else []
-        step = self.trainer.env.broadcast_object(next((info.step for info in ranked if _resumable(info)), None))
+        step = self.trainer.env.broadcast_object(
+            next((info.step for info in ranked if _resumable(info)), None)
+        )
         if step is None:
             raise CheckpointNotFound(
-                f"resume_from_checkpoint='best': {root} holds no checkpoint of a whole run with {best.metric}; name one, "
-                "or another metric_for_best_model", path=root)  # fmt: skip
+                f"resume_from_checkpoint='best': {root} holds no checkpoint of a whole run with "
+                f"{best.metric}; name one, "
+                "or another metric_for_best_model",
+                path=root,
+            )
         return int(step)
 
     def which(self, checkpoints: CheckpointManager, wanted: bool | str) -> int | str | None:
@@ -245,8 +273,11 @@ class Saves:
                     pass  # the manager says so, on all ranks
             if self.trainer.env.broadcast_object(refused):
                 raise InvalidArgument(
-                    "resume_from_checkpoint", wanted, "it was made with save_only_model and holds weights alone",
-                    "load it as a model, or name one that holds a whole run")  # fmt: skip
+                    "resume_from_checkpoint",
+                    wanted,
+                    "it was made with save_only_model and holds weights alone",
+                    "load it as a model, or name one that holds a whole run",
+                )
             return wanted
         chosen: Any = "auto"
         infos = checkpoints.list() if self.looks else []
@@ -256,7 +287,8 @@ class Saves:
             if skipped and (not whole or skipped[-1].order > whole[-1].order):
                 chosen = whole[-1].step if whole else None
                 warnings.warn(
-                    f"{', '.join(info.name for info in skipped)}: weights alone (save_only_model), not resumed from",
+                    f"{', '.join(info.name for info in skipped)}: weights alone "
+                    "(save_only_model), not resumed from",
                     CheckpointWarning,
                     stacklevel=2,
                 )
@@ -267,10 +299,13 @@ class Saves:
         args = self.trainer.args
         changed = list(args.differences(metadata.get("training_args", {})))
         if ranks != self.trainer.world_size:
-            changed.append(f"number of ranks {ranks} -> {self.trainer.world_size} (random streams start anew)")
+            changed.append(
+                f"number of ranks {ranks} -> {self.trainer.world_size} (random streams start anew)"
+            )
         if changed:
             log.warning(
-                "changed since the checkpoint: %s. The states of optimizer, schedule and data position come from the "
+                "changed since the checkpoint: %s. The states of optimizer, schedule and data "
+                "position come from the "
                 "checkpoint all the same",
                 ", ".join(changed),
             )
@@ -278,7 +313,8 @@ class Saves:
     # Saving.
 
     def prepare(self, checkpoints: CheckpointManager) -> None:
-        """After the first step, when all of the state has come to be: have ready what the first save would wait for."""
+        """After the first step, when all of the state has come to be: have ready what the first
+        save would wait for."""
         if self.trainer.args.save_async and self.trainer.args.save_strategy != "no":
             checkpoints.prewarm(self.settled_state())
 
@@ -289,7 +325,8 @@ class Saves:
         return self.weights() if self.trainer.args.save_only_model else self.trainer
 
     def save(self, checkpoints: CheckpointManager, wait: bool = False) -> None:
-        """Save this step, once. wait: until it is committed; else it is written in the background."""
+        """Save this step, once. wait: until it is committed; else it is written in the
+        background."""
         trainer, args = self.trainer, self.trainer.args
         step = trainer.state.global_step
         if self.last_step == step:
@@ -358,13 +395,20 @@ class Saves:
         texts = self.trainer.env.gather_objects(str(error) if error else None) if failed else []
         size = 0
         if not failed:
-            info = pending.saved if isinstance(pending.saved, CheckpointInfo) else pending.saved.result(0)
+            info = (
+                pending.saved
+                if isinstance(pending.saved, CheckpointInfo)
+                else pending.saved.result(0)
+            )
             size = 0 if info is None else info.size_bytes or 0
         text = next((text for text in texts if text), None)
-        return CommitRecord(pending.step, pending.path, not failed, text, stall / 1e3, took / 1e6, size)
+        return CommitRecord(
+            pending.step, pending.path, not failed, text, stall / 1e3, took / 1e6, size
+        )
 
     def settle(self) -> None:
-        """Wait for the save in the background, as the next one would, and tell how it ended before that raises it."""
+        """Wait for the save in the background, as the next one would, and tell how it ended before
+        that raises it."""
         for pending in self._pending:
             if pending.handle is not None:
                 pending.handle.wait(None)
@@ -376,11 +420,18 @@ class Saves:
         checkpoints.wait()
 
 
-def stored_metadata(infos: Sequence[CheckpointInfo], chosen: int | str) -> tuple[str, dict[str, Any]]:
-    """Path and metadata of the checkpoint that is to be restored; none where restoring it will say what is wrong."""
+def stored_metadata(
+    infos: Sequence[CheckpointInfo], chosen: int | str
+) -> tuple[str, dict[str, Any]]:
+    """Path and metadata of the checkpoint that is to be restored; none where restoring it will say
+    what is wrong."""
     if isinstance(chosen, int) or chosen == "auto":
-        fits = [info for info in infos if chosen in ("auto", info.step) and info.manifest is not None]
-        return (fits[-1].url, fits[-1].manifest.metadata) if fits and fits[-1].manifest else ("", {})
+        fits = [
+            info for info in infos if chosen in ("auto", info.step) and info.manifest is not None
+        ]
+        return (
+            (fits[-1].url, fits[-1].manifest.metadata) if fits and fits[-1].manifest else ("", {})
+        )
     try:
         with open_checkpoint(chosen) as view:
             return view.url, view.manifest.metadata

@@ -1,1 +1,2 @@
-"""What lies on disk: digests, tensor files, values, indexes, manifests. Nothing here imports torch."""
+"""What lies on disk: digests, tensor files, values, indexes, manifests. Nothing here imports
+torch."""

@@ -1,4 +1,5 @@
-"""Codecs of numpy scalars and arrays: the dtype as numpy spells it, the shape, and the bytes of the items.
+"""Codecs of numpy scalars and arrays: the dtype as numpy spells it, the shape, and the bytes of the
+items.
 
 numpy is imported only where there are some, so that readers of other checkpoints start faster.
 """
@@ -12,9 +13,18 @@ from typing import Any
 
 from .strict import exact, exact_items, short
 
-__all__ = ["array_of", "bytes_of", "is_array", "is_numpy", "payload_of", "scalar_of", "why_not_storable"]
+__all__ = [
+    "array_of",
+    "bytes_of",
+    "is_array",
+    "is_numpy",
+    "payload_of",
+    "scalar_of",
+    "why_not_storable",
+]
 
-# As numpy writes them: byte order, kind, size, and the unit of times. What else it reads, it takes for a small language.
+# As numpy writes them: byte order, kind, size, and the unit of times. What else it reads, it takes
+# for a small language.
 _SPELLING = re.compile(r"[<>|=][a-zA-Z][0-9]{0,10}(\[[0-9]*[a-zA-Zμ]+(/[0-9]+)?\])?")
 
 
@@ -24,9 +34,12 @@ def is_array(value: Any) -> bool:
 
 
 def is_numpy(value: Any) -> bool:
-    """Whether `value` is an array or a scalar of numpy's own. Where numpy was not imported, nothing can be."""
+    """Whether `value` is an array or a scalar of numpy's own. Where numpy was not imported, nothing
+    can be."""
     np = sys.modules.get("numpy")
-    return is_array(value) or (np is not None and isinstance(value, np.generic) and type(value).__module__ == "numpy")
+    return is_array(value) or (
+        np is not None and isinstance(value, np.generic) and type(value).__module__ == "numpy"
+    )
 
 
 def bytes_of(value: Any) -> bytes:
@@ -56,7 +69,11 @@ def scalar_of(dtype: str, raw: bytes) -> Any:
     if kind.kind == "S":  # arrays cut zeros off the end of their strings
         return np.bytes_(exact(raw, bytes))
     if kind.kind == "U":
-        return np.str_(exact(raw, bytes).decode("utf-32-be" if dtype.startswith(">") else "utf-32-le", "surrogatepass"))
+        return np.str_(
+            exact(raw, bytes).decode(
+                "utf-32-be" if dtype.startswith(">") else "utf-32-le", "surrogatepass"
+            )
+        )
     return array_of(dtype, [], raw)[()]
 
 
@@ -65,7 +82,9 @@ def array_of(dtype: str, shape: list[int], raw: bytes) -> Any:
 
     kind = _dtype(dtype)
     if kind.hasobject or kind.names is not None or any(n < 0 for n in exact_items(shape, int)):
-        raise ValueError(f"numpy dtype {dtype!r} or shape {short(shape)} is not one that is ever stored")
+        raise ValueError(
+            f"numpy dtype {dtype!r} or shape {short(shape)} is not one that is ever stored"
+        )
     count = prod(shape)
     if count * kind.itemsize != len(exact(raw, bytes)):
         raise ValueError(f"{len(raw)} bytes do not hold {short(count)} items of {dtype}")

@@ -29,8 +29,8 @@ def _defaultdict(made: Any, payload: Any) -> defaultdict[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value that its codec has not decoded: none of that name is registered in this process (when reading leniently, as
-    `ckpt` does), or it has tensors in it that are yet to be read."""
+    """A value that its codec has not decoded: none of that name is registered in this process (when
+    reading leniently, as `ckpt` does), or it has tensors in it that are yet to be read."""
 
     codec: str
     payload: Any
@@ -57,10 +57,12 @@ def register_codec(
 ) -> None:
     """Teach checkpoints to hold values of exactly the type `cls`.
 
-    `encode` turns a value into plain ones (tensors inside are fine), `decode` turns them back. An Enum needs
-    neither: its members are stored by name. `name` is what the file says, by default module and qualified name;
-    keep it when you move the class. The same call must have been made in the process that loads.
-    Raises ValueError when the name is taken by another class, TypeError when functions are missing.
+    `encode` turns a value into plain ones (tensors inside are fine), `decode` turns them back. An
+    Enum needs
+    neither: its members are stored by name. `name` is what the file says, by default module and
+    qualified name; keep it when you move the class. The same call must have been made in the
+    process that loads. Raises ValueError when the name is taken by another class, TypeError when
+    functions are missing.
     """
     if issubclass(cls, Flag):  # any combination of members
         encode = encode or (lambda flag: [member.name for member in flag])  # type: ignore[attr-defined]
@@ -72,7 +74,10 @@ def register_codec(
         raise TypeError(f"register_codec({cls.__qualname__}) needs encode= and decode=")
     name = name or f"{cls.__module__}.{cls.__qualname__}"
     taken = BY_NAME.get(name)
-    if taken is not None and (taken.cls.__module__, taken.cls.__qualname__) != (cls.__module__, cls.__qualname__):
+    if taken is not None and (taken.cls.__module__, taken.cls.__qualname__) != (
+        cls.__module__,
+        cls.__qualname__,
+    ):
         raise ValueError(f"codec name {name!r} is taken by {taken.cls!r}")
     BY_TYPE[cls] = BY_NAME[name] = _Codec(cls, name, encode, decode)
 
@@ -80,23 +85,37 @@ def register_codec(
 register_codec(OrderedDict, dict, lambda p: OrderedDict(exact(p, dict)), name="OrderedDict")
 register_codec(Counter, dict, lambda p: Counter(exact(p, dict)), name="Counter")
 register_codec(
-    SimpleNamespace, lambda n: dict(vars(n)), lambda p: SimpleNamespace(**exact(p, dict)), name="SimpleNamespace"
+    SimpleNamespace,
+    lambda n: dict(vars(n)),
+    lambda p: SimpleNamespace(**exact(p, dict)),
+    name="SimpleNamespace",
 )
-register_codec(deque, lambda d: [list(d), d.maxlen], lambda p: deque(exact(p[0], list), p[1]), name="deque")
+register_codec(
+    deque, lambda d: [list(d), d.maxlen], lambda p: deque(exact(p[0], list), p[1]), name="deque"
+)
 register_codec(bytearray, bytes, lambda p: bytearray(exact(p, bytes)), name="bytearray")
-register_codec(range, lambda r: [r.start, r.stop, r.step], lambda p: range(*exact_items(p, int)), name="range")
-register_codec(slice, lambda s: [s.start, s.stop, s.step], lambda p: slice(*exact(p, list)), name="slice")
+register_codec(
+    range, lambda r: [r.start, r.stop, r.step], lambda p: range(*exact_items(p, int)), name="range"
+)
+register_codec(
+    slice, lambda s: [s.start, s.stop, s.step], lambda p: slice(*exact(p, list)), name="slice"
+)
 register_codec(Decimal, str, lambda p: Decimal(exact(p, str)), name="Decimal")
 register_codec(
-    Fraction, lambda f: [f.numerator, f.denominator], lambda p: Fraction(*exact_items(p, int)), name="Fraction"
+    Fraction,
+    lambda f: [f.numerator, f.denominator],
+    lambda p: Fraction(*exact_items(p, int)),
+    name="Fraction",
 )
-# Texts and bytes too large for an index: the payload is a tensor. Small ones need no codec, so none is found by type.
+# Texts and bytes too large for an index: the payload is a tensor. Small ones need no codec, so none
+# is found by type.
 BY_NAME["bytes"] = _Codec(bytes, "bytes", bytes, lambda p: bytes_of(p))
 BY_NAME["str"] = _Codec(str, "str", str, lambda p: bytes_of(p).decode("utf-8", "surrogatepass"))
 register_codec(UUID, lambda u: u.bytes, lambda p: UUID(bytes=exact(p, bytes)), name="UUID")
 
 
-# The factory is in the name, so that the payload is a dict like any other. None of them runs anything.
+# The factory is in the name, so that the payload is a dict like any other. None of them runs
+# anything.
 for _made in (None, int, float, str, list, dict, set):
     _name = f"defaultdict.{_made.__name__ if _made else 'None'}"
     BY_NAME[_name] = _Codec(defaultdict, _name, dict, partial(_defaultdict, _made))
@@ -115,16 +134,20 @@ _PUT_UP = "put it at the top level of the state, under a name of its own"
 _HINTS = {
     "torch.nn.modules.module.Module": f"a module is a component: {_PUT_UP}",
     "torch.optim.optimizer.Optimizer": f"an optimizer is a component: {_PUT_UP}",
-    "torch.utils.data.dataloader.DataLoader": "a DataLoader has no state; use one that has, as torchdata's StatefulDataLoader, "
+    "torch.utils.data.dataloader.DataLoader": "a DataLoader has no state; use one that has, as "
+    "torchdata's StatefulDataLoader, "
     "or store the epoch and position",
-    "torch._C.Generator": "store its get_state(), and give that to set_state() after the load; the default streams are in RNGState()",
-    "ckptcore.state.component.StateComponent": "a StateComponent belongs at the top level of the state, as an item of the list or "
+    "torch._C.Generator": "store its get_state(), and give that to set_state() after the load; "
+    "the default streams are in RNGState()",
+    "ckptcore.state.component.StateComponent": "a StateComponent belongs at the top level of the "
+    "state, as an item of the list or "
     "a value of the dict, under its own key",
     "builtins.function": "a function is code, and no state; store its name",
     "builtins.builtin_function_or_method": "a function is code, and no state; store its name",
     "builtins.type": "a class is code, and no state; store its name",
     "builtins.generator": "where an iterator is cannot be read from it; store the position",
-    "collections.defaultdict": "one is stored if its factory is int, float, str, list, dict, set or None",
+    "collections.defaultdict": "one is stored if its factory is int, float, str, list, dict, set "
+    "or None",
 }
 
 
@@ -147,7 +170,8 @@ def hint(value: Any) -> str:
 
 
 def keyed(value: Any) -> Mapping[Any, Any] | None:
-    """What has the keys that are parts of names: a dict, or what the codec of a dict's type makes of it. Else None."""
+    """What has the keys that are parts of names: a dict, or what the codec of a dict's type makes
+    of it. Else None."""
     codec = BY_NAME.get(value.codec) if type(value) is Opaque else codec_of(value)
     if type(value) is Opaque:
         value = value.payload if codec is not None and issubclass(codec.cls, Mapping) else None
@@ -157,13 +181,17 @@ def keyed(value: Any) -> Mapping[Any, Any] | None:
 
 
 def revived(value: Any, file: str = "") -> Any:
-    """`value` with what `opaque` left aside decoded: its tensors are there now. Raises CheckpointCorrupt."""
+    """`value` with what `opaque` left aside decoded: its tensors are there now. Raises
+    CheckpointCorrupt."""
     if type(value) is Opaque:
         payload = revived(value.payload, file)
         try:
             return BY_NAME[value.codec].decode(payload)
         except Exception as error:
-            what = f"{file or 'index'}: stored values cannot be read (codec {value.codec!r}: {type(error).__name__}: {error})"
+            what = (
+                f"{file or 'index'}: stored values cannot be read (codec {value.codec!r}: "
+                f"{type(error).__name__}: {error})"
+            )
             raise CheckpointCorrupt(what, file=file or None, kind="format") from error
     if type(value) in (dict, OrderedDict, Counter):
         if only_plain(value.values()):

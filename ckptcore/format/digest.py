@@ -1,9 +1,10 @@
 """Digests: xxh3 of chunks, combined into the digests of tensors and files.
 
-Every byte is hashed once. Tensor bytes are hashed in chunks of 4 MiB (xxh3-64, so that chunks can be hashed and
-checked in parallel and in any order); the digest of a tensor is the xxh3-128 of its ordered chunk digests, that of a
-tensor file the xxh3-128 of its header's digest and the chunk digests in file order. xxh3 detects damage, not malice:
-whoever can change the data can change the digests.
+Every byte is hashed once. Tensor bytes are hashed in chunks of 4 MiB (xxh3-64, so that chunks can
+be hashed and checked in parallel and in any order); the digest of a tensor is the xxh3-128 of its
+ordered chunk digests, that of a tensor file the xxh3-128 of its header's digest and the chunk
+digests in file order. xxh3 detects damage, not malice: whoever can change the data can change the
+digests.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
-"""What one writer wrote: for each component the tree of its plain values, and where its tensors' bytes lie.
+"""What one writer wrote: for each component the tree of its plain values, and where its tensors'
+bytes lie.
 
-An index is msgpack: {"format", "version", "writer", "files": {name: [size, header size, header digest]},
-"components": {key: {"tree": bytes or nil, "tensors": [row, ...]}}}. A row is
-[number, name, dtype, shape, file, name in file, start, chunk digests, alias]: `number` is what the tree calls the
-tensor; its bytes are C order in `file` from byte `start` on, with 8 bytes of digest per 4 MiB. `alias` (else nil) is
-the number of the tensor that holds the bytes; then file, start and digests are nil. A component that several ranks wrote together has its tree, and its aliases, in the index of the lowest of them.
+An index is msgpack: {"format", "version", "writer", "files": {name: [size, header size, header
+digest]}, "components": {key: {"tree": bytes or nil, "tensors": [row, ...]}}}. A row is [number,
+name, dtype, shape, file, name in file, start, chunk digests, alias]: `number` is what the tree
+calls the tensor; its bytes are C order in `file` from byte `start` on, with 8 bytes of digest per 4
+MiB. `alias` (else nil) is the number of the tensor that holds the bytes; then file, start and
+digests are nil. A component that several ranks wrote together has its tree, and its aliases, in the
+index of the lowest of them.
 
-A sharded component has {"tree", "layouts", "pieces"} instead: the table of layout.py beside the tree, and for each box
-that this writer wrote [number, file, start, chunk digests]; the rest follows from the table.
+A sharded component has {"tree", "layouts", "pieces"} instead: the table of layout.py beside the
+tree, and for each box that this writer wrote [number, file, start, chunk digests]; the rest follows
+from the table.
 
-Beside a tree there may be "versions": bytes of what torch keeps beside the state of modules in it, by path in the tree and
-name of the module, where that is not {"version": 1}.
+Beside a tree there may be "versions": bytes of what torch keeps beside the state of modules in it,
+by path in the tree and name of the module, where that is not {"version": 1}.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ def index_file_name(writer: int) -> str:
 
 @dataclass(slots=True)
 class TensorEntry:
-    """One tensor, or the piece of a sharded one at `offset` (else None). Shapes in items, `start`, `nbytes` in bytes."""
+    """One tensor, or the piece of a sharded one at `offset` (else None). Shapes in items, `start`,
+    `nbytes` in bytes."""
 
     number: int
     name: str
@@ -79,7 +84,8 @@ class Piece:
 
 @dataclass(slots=True)
 class FileEntry:
-    """A tensor file: its size, and the length and 16-byte digest of its header (with the length field)."""
+    """A tensor file: its size, and the length and 16-byte digest of its header (with the length
+    field)."""
 
     size: int
     header_size: int
@@ -88,9 +94,11 @@ class FileEntry:
 
 @dataclass(slots=True)
 class ComponentIndex:
-    """`tree`: encoded plain values with TensorRefs that number the tensors; None where another writer has it.
+    """`tree`: encoded plain values with TensorRefs that number the tensors; None where another
+    writer has it.
 
-    layouts: the table of a sharded component, beside its tree; pieces: what this writer has of it, else None.
+    layouts: the table of a sharded component, beside its tree; pieces: what this writer has of it,
+    else None.
     versions: of modules, encoded; None where there are none, or the writer did not know of them.
     """
 
@@ -108,7 +116,8 @@ class Index:
     components: dict[str, ComponentIndex] = field(default_factory=dict)
 
     def file_digests(self) -> dict[str, str]:
-        """What the manifest must say of each tensor file: over header digest and chunk digests in file order."""
+        """What the manifest must say of each tensor file: over header digest and chunk digests in
+        file order."""
         held: dict[str, list[TensorEntry | Piece]] = {name: [] for name in self.files}
         for component in self.components.values():
             for entry in (*component.tensors, *(component.pieces or ())):
@@ -116,14 +125,18 @@ class Index:
                     held[entry.file].append(entry)
         return {
             name: combined_digest(
-                [self.files[name].header_digest, *(e.digests for e in sorted(entries, key=lambda e: e.start))]
+                [
+                    self.files[name].header_digest,
+                    *(e.digests for e in sorted(entries, key=lambda e: e.start)),
+                ]
             )
             for name, entries in held.items()
         }
 
     def starts(self) -> dict[str, list[int]]:
-        """Where in each file something starts, in order. Raises ValueError when two tensors lie on the same bytes: then
-        a small file would fill a lot of memory. How long a box is, is known with the table of layouts only."""
+        """Where in each file something starts, in order. Raises ValueError when two tensors lie on
+        the same bytes: then a small file would fill a lot of memory. How long a box is, is known
+        with the table of layouts only."""
         held: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
         for component in self.components.values():
             for entry in component.tensors:
@@ -131,7 +144,9 @@ class Index:
                     held[entry.file].append((entry.start, entry.nbytes))
             for piece in component.pieces or ():
                 if piece.digests:
-                    held[piece.file].append((piece.start, CHUNK_BYTES * (len(piece.digests) // DIGEST_BYTES - 1) + 1))
+                    held[piece.file].append(
+                        (piece.start, CHUNK_BYTES * (len(piece.digests) // DIGEST_BYTES - 1) + 1)
+                    )
         for name, places in held.items():
             places.sort()
             if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(places)):
@@ -146,34 +161,55 @@ class Index:
                 place = (
                     [None, None, None, None]
                     if e.file is None
-                    else [e.file, None if e.stored_name == e.name else e.stored_name, e.start, e.digests]
+                    else [
+                        e.file,
+                        None if e.stored_name == e.name else e.stored_name,
+                        e.start,
+                        e.digests,
+                    ]
                 )
                 rows.append([e.number, e.name, e.dtype, e.shape, *place, e.alias_of])
             if component.pieces is None:
                 components[key] = {"tree": component.tree, "tensors": rows}
             else:
                 pieces = [[p.number, p.file, p.start, p.digests] for p in component.pieces]
-                components[key] = {"tree": component.tree, "layouts": component.layouts, "pieces": pieces}
+                components[key] = {
+                    "tree": component.tree,
+                    "layouts": component.layouts,
+                    "pieces": pieces,
+                }
             if component.versions is not None:
                 components[key]["versions"] = component.versions
         files = {name: [f.size, f.header_size, f.header_digest] for name, f in self.files.items()}
-        packed = {"format": FORMAT, "version": VERSION, "writer": self.writer, "files": files, "components": components}
+        packed = {
+            "format": FORMAT,
+            "version": VERSION,
+            "writer": self.writer,
+            "files": files,
+            "components": components,
+        }
         return bytes(msgpack.packb(packed, use_bin_type=True, unicode_errors="surrogatepass"))
 
     @classmethod
     def decode(cls, data: bytes, file: str = "index") -> Index:
         """Raises CheckpointCorrupt when `data` is not an index whose parts fit together."""
         try:
-            raw = msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass", object_pairs_hook=unique)
+            raw = msgpack.unpackb(
+                data, raw=False, unicode_errors="surrogatepass", object_pairs_hook=unique
+            )
             if raw["format"] != FORMAT or raw["version"] != VERSION:
-                raise ValueError(f"format {raw['format']!r} version {raw['version']!r} is not known")
+                raise ValueError(
+                    f"format {raw['format']!r} version {raw['version']!r} is not known"
+                )
             index = cls(whole(raw["writer"]))
             for name, (size, header_size, header_digest) in raw["files"].items():
                 check_file_name(name)
                 if len(header_digest) != 16:
                     raise ValueError("a header digest is not 16 bytes")
                 if not 8 <= whole(header_size) <= min(whole(size), HEADER_LIMIT + 8):
-                    raise ValueError(f"a header of {header_size} bytes is not that of a file of {size}")
+                    raise ValueError(
+                        f"a header of {header_size} bytes is not that of a file of {size}"
+                    )
                 index.files[name] = FileEntry(whole(size), whole(header_size), bytes(header_digest))
             for key, component in raw["components"].items():
                 tree, versions = component["tree"], component.get("versions")
@@ -183,7 +219,9 @@ class Index:
                     raise ValueError("a component's key, tree or versions have the wrong type")
                 if "pieces" in component:
                     pieces = [_piece(row, index.files) for row in component["pieces"]]
-                    index.components[key] = ComponentIndex(tree, [], component["layouts"], pieces, versions)
+                    index.components[key] = ComponentIndex(
+                        tree, [], component["layouts"], pieces, versions
+                    )
                     continue
                 entries = [_entry(row, index.files) for row in component["tensors"]]
                 if len({e.name for e in entries} | {None}) != len(entries) + 1:
@@ -195,18 +233,29 @@ class Index:
             if isinstance(error, CheckpointCorrupt):
                 raise
             what = f"{type(error).__name__}: {short(str(error))}"
-            raise CheckpointCorrupt(f"{file} is not a valid index ({what})", file=file, kind="format") from None
+            raise CheckpointCorrupt(
+                f"{file} is not a valid index ({what})", file=file, kind="format"
+            ) from None
 
 
 _DECODE_ERRORS = (
-    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, MemoryError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
     msgpack.UnpackException,
-)  # fmt: skip
+)
 
 
 def _piece(row: list[Any], files: dict[str, FileEntry]) -> Piece:
     number, file, start, digests = row
-    if not files[file].header_size <= whole(start) <= files[file].size or not isinstance(digests, bytes):
+    if not files[file].header_size <= whole(start) <= files[file].size or not isinstance(
+        digests, bytes
+    ):
         raise ValueError(f"a piece of tensor {number} is not inside {file}")
     return Piece(whole(number), file, start, digests)
 
@@ -219,13 +268,27 @@ def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
     if alias is not None:
         if whole(alias) == number or file is not None:
             raise ValueError(f"tensor {name!r}: alias of number {alias} is not valid")
-        return TensorEntry(whole(number), name, dtype, shape, None, shape, None, None, 0, b"", alias)
+        return TensorEntry(
+            whole(number), name, dtype, shape, None, shape, None, None, 0, b"", alias
+        )
     nbytes = tensor_nbytes(dtype, shape)
     known = files[file]
     if not known.header_size <= whole(start) <= start + nbytes <= known.size:
-        raise ValueError(f"tensor {name!r}: bytes {start} to {start + nbytes} are not inside {file}")
+        raise ValueError(
+            f"tensor {name!r}: bytes {start} to {start + nbytes} are not inside {file}"
+        )
     if len(digests) != DIGEST_BYTES * chunk_count(nbytes):
         raise ValueError(f"tensor {name!r}: {len(digests)} digest bytes for {nbytes} bytes of data")
     return TensorEntry(
-        whole(number), name, dtype, shape, None, shape, file, stored_name or name, start, bytes(digests), None
+        whole(number),
+        name,
+        dtype,
+        shape,
+        None,
+        shape,
+        file,
+        stored_name or name,
+        start,
+        bytes(digests),
+        None,
     )

@@ -1,12 +1,14 @@
-"""Layouts: how one logical tensor is cut into boxes over ranks, recorded once, and who holds and who wrote which box.
+"""Layouts: how one logical tensor is cut into boxes over ranks, recorded once, and who holds and
+who wrote which box.
 
-A mesh is an array of ranks. A placement per mesh dimension says how the tensor lies along it: "R" replicated, "S<d>"
-cut along tensor dimension d, "s<d>" cut along d after all "S<d>" cuts (data-parallel sharding over tensor-parallel
-shards). Cuts of one tensor dimension are made one after the other, "S" from the first mesh dimension to the last, then
-"s" from the last to the first; each cut of n items over k ranks gives the i-th of them items i*c to min((i+1)*c, n),
-c = ceil(n/k), so late parts may be short or empty. Ranks that differ only along "R" dimensions hold the same box;
-`replica` counts them in C order, and the replica recorded is the one that wrote the tensor.
-Source of the rule: torch.chunk, torch.distributed.tensor.Shard and _StridedShard.
+A mesh is an array of ranks. A placement per mesh dimension says how the tensor lies along it: "R"
+replicated, "S<d>" cut along tensor dimension d, "s<d>" cut along d after all "S<d>" cuts
+(data-parallel sharding over tensor-parallel shards). Cuts of one tensor dimension are made one
+after the other, "S" from the first mesh dimension to the last, then "s" from the last to the first;
+each cut of n items over k ranks gives the i-th of them items i*c to min((i+1)*c, n), c = ceil(n/k),
+so late parts may be short or empty. Ranks that differ only along "R" dimensions hold the same box;
+`replica` counts them in C order, and the replica recorded is the one that wrote the tensor. Source
+of the rule: torch.chunk, torch.distributed.tensor.Shard and _StridedShard.
 """
 
 from __future__ import annotations
@@ -21,8 +23,19 @@ from .strict import DIMENSIONS, sizes, whole
 from .tensorfile import DTYPES, tensor_nbytes
 
 __all__ = [
-    "Box", "BoxLayout", "Layout", "LogicalTensor", "Mesh", "MeshLayout", "WholeLayout", "decode_layouts", "encode_layouts",
-    "intersection", "overlapping", "volume"]  # fmt: skip
+    "Box",
+    "BoxLayout",
+    "Layout",
+    "LogicalTensor",
+    "Mesh",
+    "MeshLayout",
+    "WholeLayout",
+    "decode_layouts",
+    "encode_layouts",
+    "intersection",
+    "overlapping",
+    "volume",
+]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
@@ -40,8 +53,9 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of `boxes`, none of them empty, that have an item in common; None when all are apart. Along the dimension with
-    the most cuts, only boxes that start before another ends can meet it."""
+    """Two of `boxes`, none of them empty, that have an item in common; None when all are apart.
+    Along the dimension with the most cuts, only boxes that start before another ends can meet
+    it."""
     dims = range(len(boxes[0][0])) if boxes else range(0)
     along = max(dims, key=lambda d: len({box[0][d] for box in boxes}), default=None)
     if along is None:
@@ -107,7 +121,9 @@ class BoxLayout:
     boxes: tuple[tuple[int, Box], ...]
 
     def cuts(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, Box]]:
-        yield from ((writer, held) for writer, held in self.boxes if intersection(held, box) is not None)
+        yield from (
+            (writer, held) for writer, held in self.boxes if intersection(held, box) is not None
+        )
 
     def box_of(self, shape: tuple[int, ...], rank: int) -> Box | None:
         return next((held for writer, held in self.boxes if writer == rank), None)
@@ -126,12 +142,16 @@ class MeshLayout:
 
     @property
     def replicas(self) -> int:
-        return prod(size for size, p in zip(self.mesh.shape, self.placements, strict=True) if p == "R")
+        return prod(
+            size for size, p in zip(self.mesh.shape, self.placements, strict=True) if p == "R"
+        )
 
     def order(self, dim: int) -> list[int]:
         """The mesh dimensions that cut tensor dimension `dim`, in the order of the cuts."""
         plain = [m for m, p in enumerate(self.placements) if p == f"S{dim}"]
-        return plain + [m for m in reversed(range(len(self.placements))) if self.placements[m] == f"s{dim}"]
+        return plain + [
+            m for m in reversed(range(len(self.placements))) if self.placements[m] == f"s{dim}"
+        ]
 
     def box_at(self, shape: tuple[int, ...], coordinates: Sequence[int]) -> Box:
         """The box at a place of the mesh; it may be empty."""
@@ -174,10 +194,14 @@ class MeshLayout:
             yield self.holder(place, self.replica), held
 
     def places(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[list[int], Box]]:
-        """(mesh coordinates, their box) where boxes meet `box`; coordinates along "R" dimensions are 0."""
+        """(mesh coordinates, their box) where boxes meet `box`; coordinates along "R" dimensions
+        are 0."""
         if not volume(box[1]):
             return
-        per_dim = [list(self._cuts_of(dim, n, box[0][dim], box[0][dim] + box[1][dim])) for dim, n in enumerate(shape)]
+        per_dim = [
+            list(self._cuts_of(dim, n, box[0][dim], box[0][dim] + box[1][dim]))
+            for dim, n in enumerate(shape)
+        ]
         for choice in product(*per_dim):
             at: dict[int, int] = {}
             for coordinates, _, _ in choice:
@@ -185,8 +209,11 @@ class MeshLayout:
             held = tuple(start for _, start, _ in choice), tuple(length for _, _, length in choice)
             yield [at.get(mesh_dim, 0) for mesh_dim in range(len(self.placements))], held
 
-    def _cuts_of(self, dim: int, n: int, low: int, high: int) -> Iterator[tuple[dict[int, int], int, int]]:
-        """(mesh coordinates, start, length) of the parts of one tensor dimension that meet items low to high."""
+    def _cuts_of(
+        self, dim: int, n: int, low: int, high: int
+    ) -> Iterator[tuple[dict[int, int], int, int]]:
+        """(mesh coordinates, start, length) of the parts of one tensor dimension that meet items
+        low to high."""
 
         def cut(
             order: list[int], start: int, length: int, at: dict[int, int]
@@ -195,9 +222,13 @@ class MeshLayout:
                 yield at, start, length
                 return
             step = -(-length // self.mesh.shape[order[0]])
-            for number in range(max(low - start, 0) // step, (min(high - start, length) - 1) // step + 1):
+            for number in range(
+                max(low - start, 0) // step, (min(high - start, length) - 1) // step + 1
+            ):
                 first = number * step
-                yield from cut(order[1:], start + first, min(step, length - first), {**at, order[0]: number})
+                yield from cut(
+                    order[1:], start + first, min(step, length - first), {**at, order[0]: number}
+                )
 
         if high > low:
             yield from cut(self.order(dim), 0, n, {})
@@ -208,8 +239,8 @@ Layout = WholeLayout | BoxLayout | MeshLayout
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """One tensor of a sharded component: its number is its place in the table. alias_of: number of the tensor whose
-    bytes it shares; then it has no layout of its own."""
+    """One tensor of a sharded component: its number is its place in the table. alias_of: number of
+    the tensor whose bytes it shares; then it has no layout of its own."""
 
     name: str
     dtype: str
@@ -220,13 +251,22 @@ class LogicalTensor:
     @property
     def stored_nbytes(self) -> int:
         """Bytes of its own in this checkpoint: of all of it, or of the boxes that one node has."""
-        shapes = [box[1] for _, box in self.layout.boxes] if isinstance(self.layout, BoxLayout) else [self.shape]
-        return 0 if self.alias_of is not None else sum(tensor_nbytes(self.dtype, shape) for shape in shapes)
+        shapes = (
+            [box[1] for _, box in self.layout.boxes]
+            if isinstance(self.layout, BoxLayout)
+            else [self.shape]
+        )
+        return (
+            0
+            if self.alias_of is not None
+            else sum(tensor_nbytes(self.dtype, shape) for shape in shapes)
+        )
 
 
 def encode_layouts(tensors: Sequence[LogicalTensor]) -> dict[str, Any]:
-    """The table as plain values: {"meshes": [[shape, ranks]], "tensors": [[name, dtype, shape, alias, layout]]} with
-    layout a writer's rank, [mesh number, placements, replica], or {"boxes": [[writer, offset, shape]]}."""
+    """The table as plain values: {"meshes": [[shape, ranks]], "tensors": [[name, dtype, shape,
+    alias, layout]]} with layout a writer's rank, [mesh number, placements, replica], or {"boxes":
+    [[writer, offset, shape]]}."""
     meshes: dict[Mesh, int] = {}
     rows = []
     for t in tensors:
@@ -240,9 +280,11 @@ def encode_layouts(tensors: Sequence[LogicalTensor]) -> dict[str, Any]:
     return {"meshes": [[m.shape, m.ranks] for m in meshes], "tensors": rows}
 
 
-def decode_layouts(table: dict[str, Any], world_size: int, *, holes: bool = False) -> list[LogicalTensor]:
-    """Raises ValueError, TypeError, KeyError or IndexError when the table does not make sense. holes: boxes need not cover
-    their tensor, because other nodes have the rest."""
+def decode_layouts(
+    table: dict[str, Any], world_size: int, *, holes: bool = False
+) -> list[LogicalTensor]:
+    """Raises ValueError, TypeError, KeyError or IndexError when the table does not make sense.
+    holes: boxes need not cover their tensor, because other nodes have the rest."""
     meshes = [_mesh(shape, ranks, world_size) for shape, ranks in table["meshes"]]
     tensors = []
     for name, dtype, shape, alias, layout in table["tensors"]:
@@ -252,25 +294,38 @@ def decode_layouts(table: dict[str, Any], world_size: int, *, holes: bool = Fals
         made = None if alias is not None else _layout(layout, meshes, size, world_size, holes)
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name!r} has dtype {dtype!r}, which is not known")
-        tensors.append(LogicalTensor(name, dtype, size, made, None if alias is None else whole(alias)))
+        tensors.append(
+            LogicalTensor(name, dtype, size, made, None if alias is None else whole(alias))
+        )
     if len({t.name for t in tensors}) != len(tensors):
         raise ValueError("two tensors have one name")
     for t in tensors:
         if t.alias_of is not None:
             first = tensors[t.alias_of]
             if first.alias_of is not None or (first.dtype, first.shape) != (t.dtype, t.shape):
-                raise ValueError(f"tensor {t.name!r} is an alias of an alias, or of another kind of tensor")
+                raise ValueError(
+                    f"tensor {t.name!r} is an alias of an alias, or of another kind of tensor"
+                )
     return tensors
 
 
 def _mesh(shape: Any, ranks: Any, world_size: int) -> Mesh:
-    mesh = Mesh(tuple(1 + whole(n - 1, world_size) for n in shape), tuple(whole(r, world_size) for r in ranks))
-    if len(mesh.shape) > DIMENSIONS or len(mesh.ranks) != prod(mesh.shape) or len(set(mesh.ranks)) != len(mesh.ranks):
+    mesh = Mesh(
+        tuple(1 + whole(n - 1, world_size) for n in shape),
+        tuple(whole(r, world_size) for r in ranks),
+    )
+    if (
+        len(mesh.shape) > DIMENSIONS
+        or len(mesh.ranks) != prod(mesh.shape)
+        or len(set(mesh.ranks)) != len(mesh.ranks)
+    ):
         raise ValueError("a mesh's ranks do not fit its shape")
     return mesh
 
 
-def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size: int, holes: bool) -> Layout:
+def _layout(
+    layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size: int, holes: bool
+) -> Layout:
     if type(layout) is int:
         return WholeLayout(whole(layout, world_size))
     if isinstance(layout, dict):
@@ -294,6 +349,12 @@ def _layout(layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size:
     mesh = meshes[whole(number)]
     made = MeshLayout(mesh, tuple(placements.split()), whole(replica))
     known = {"R", *(f"{kind}{dim}" for kind in "Ss" for dim in range(len(shape)))}
-    if len(made.placements) != len(mesh.shape) or not known.issuperset(made.placements) or replica >= made.replicas:
-        raise ValueError(f"placements {placements!r}, replica {replica} do not fit the mesh or the tensor")
+    if (
+        len(made.placements) != len(mesh.shape)
+        or not known.issuperset(made.placements)
+        or replica >= made.replicas
+    ):
+        raise ValueError(
+            f"placements {placements!r}, replica {replica} do not fit the mesh or the tensor"
+        )
     return made

@@ -1,8 +1,9 @@
 """The manifest: strict JSON, written last. Its presence and its own digest are the commit.
 
-The file is the JSON object with sorted keys and one-space indentation, in UTF-8, whose last member (out of order, so
-that it can be cut off) is "digest": the xxh3-128, in hex, of every byte of the file before that member. A single
-changed byte anywhere is found without agreeing on how numbers or strings are spelled.
+The file is the JSON object with sorted keys and one-space indentation, in UTF-8, whose last member
+(out of order, so that it can be cut off) is "digest": the xxh3-128, in hex, of every byte of the
+file before that member. A single changed byte anywhere is found without agreeing on how numbers or
+strings are spelled.
 """
 
 from __future__ import annotations
@@ -51,13 +52,16 @@ def check_file_name(name: Any, file: str = MANIFEST_NAME) -> str:
         or not _fits(name)
     ):
         raise UnsafePath(
-            f"{file}: {short(name)} is not a plain file name inside the checkpoint; refused", file=file, kind="format"
+            f"{file}: {short(name)} is not a plain file name inside the checkpoint; refused",
+            file=file,
+            kind="format",
         )
     return name
 
 
 def _fits(name: str) -> bool:
-    """Whether file systems can hold the name: UTF-8 of at most 255 bytes, which lone surrogates are not."""
+    """Whether file systems can hold the name: UTF-8 of at most 255 bytes, which lone surrogates are
+    not."""
     try:
         return len(name.encode()) <= 255
     except UnicodeEncodeError:
@@ -66,7 +70,8 @@ def _fits(name: str) -> bool:
 
 @dataclass(slots=True)
 class FileRecord:
-    """One file of the checkpoint: size in bytes, digest (see format/digest.py), rank that wrote it."""
+    """One file of the checkpoint: size in bytes, digest (see format/digest.py), rank that wrote
+    it."""
 
     size: int
     digest: str
@@ -75,7 +80,8 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One stored copy of a component: the ranks whose state it is, and how its files are told apart."""
+    """One stored copy of a component: the ranks whose state it is, and how its files are told
+    apart."""
 
     label: str
     members: Sequence[int]
@@ -89,25 +95,31 @@ def copies(
     partition: list[list[int]] | None = None,
     group_keys: list[str] | None = None,
 ) -> list[Copy]:
-    """The copies of a component with this sharing pattern, in order of their lowest rank, which has the values."""
+    """The copies of a component with this sharing pattern, in order of their lowest rank, which has
+    the values."""
     if pattern == "PER_RANK":
         return [Copy(f".rank{rank:05d}", (rank,)) for rank in range(world_size)]
     if pattern == "PER_NODE":
         return [Copy(f".node{number:05d}", tuple(ranks)) for number, ranks in enumerate(nodes)]
     if pattern == "PER_GROUP":
         names = group_keys or [f"{number:05d}" for number in range(len(partition or []))]
-        return [Copy(f".{group}-{name}", tuple(ranks)) for name, ranks in zip(names, partition or [], strict=True)]
+        return [
+            Copy(f".{group}-{name}", tuple(ranks))
+            for name, ranks in zip(names, partition or [], strict=True)
+        ]
     return [Copy("", range(world_size))]
 
 
 @dataclass(slots=True)
 class ComponentManifest:
-    """One component: who shares it and who wrote it. `tensors` is a count, `size_bytes` that of tensor data.
+    """One component: who shares it and who wrote it. `tensors` is a count, `size_bytes` that of
+    tensor data.
 
-    writers: the ranks whose index has something of it. group: name of the process group (PER_GROUP); partition: its
-    groups, each a list of ranks; group_keys: the user's names for them, in the same order. checksum: over the
-    component's plain values and the digests of its files, in order. replicated_across: the groups of ranks whose state
-    was the same, by what the user said (REPLICATED: one of all ranks; PER_GROUP: the partition); it is not in the file.
+    writers: the ranks whose index has something of it. group: name of the process group
+    (PER_GROUP); partition: its groups, each a list of ranks; group_keys: the user's names for them,
+    in the same order. checksum: over the component's plain values and the digests of its files, in
+    order. replicated_across: the groups of ranks whose state was the same, by what the user said
+    (REPLICATED: one of all ranks; PER_GROUP: the partition); it is not in the file.
     """
 
     key: str
@@ -128,9 +140,11 @@ class ComponentManifest:
 
 @dataclass(slots=True)
 class CheckpointManifest:
-    """Everything about one checkpoint but its tensors and values. `extra` keeps fields of newer minor versions.
+    """Everything about one checkpoint but its tensors and values. `extra` keeps fields of newer
+    minor versions.
 
-    node: where nodes share no storage, the number of the one whose part this is; None for a checkpoint that is whole.
+    node: where nodes share no storage, the number of the one whose part this is; None for a
+    checkpoint that is whole.
     abandoned: [first, last] commit sequences of the run that it had gone back behind by then.
     """
 
@@ -162,7 +176,9 @@ class CheckpointManifest:
         for component in self.components.values():
             everybody: list[Sequence[int]] = [range(self.world_size)]
             parts: list[Sequence[int]] = [*(component.partition or [])]
-            component.replicated_across = {"REPLICATED": everybody, "PER_GROUP": parts}.get(component.pattern, [])
+            component.replicated_across = {"REPLICATED": everybody, "PER_GROUP": parts}.get(
+                component.pattern, []
+            )
 
     @property
     def size_bytes(self) -> int:
@@ -184,16 +200,20 @@ class CheckpointManifest:
         return self.node is None or any(rank in self.here for rank in copy.members)
 
     def copies(self, key: str) -> list[Copy]:
-        """The stored copies of a component. KeyError when there is no such component; CheckpointCorrupt when there are
-        fewer writers than copies."""
+        """The stored copies of a component. KeyError when there is no such component;
+        CheckpointCorrupt when there are fewer writers than copies."""
         c = self.components[key]
         if c.pattern == "PER_RANK" and len(set(c.writers)) < len(self.here):
-            what = f"component {key!r} is said to be that of {len(self.here)} ranks, and {len(c.writers)} wrote it"
+            what = (
+                f"component {key!r} is said to be that of {len(self.here)} ranks, and "
+                f"{len(c.writers)} wrote it"
+            )
             raise CheckpointCorrupt(f"{MANIFEST_NAME}: {what}", file=MANIFEST_NAME, kind="format")
         return copies(c.pattern, self.world_size, self.nodes, c.group, c.partition, c.group_keys)
 
     def encode(self) -> bytes:
-        """The manifest file. Sets `digest`. Raises InvalidState for metadata that JSON cannot hold."""
+        """The manifest file. Sets `digest`. Raises InvalidState for metadata that JSON cannot
+        hold."""
         document = {**self.extra, "format": FORMAT}
         for name in self.__slots__:
             if name not in ("extra", "digest", "node", "abandoned"):
@@ -203,12 +223,17 @@ class CheckpointManifest:
         if self.node is not None:
             document |= {"storage_mode": "node", "node": self.node}
         document["components"] = {
-            key: {**c.extra, **{name: getattr(c, name) for name in c.__slots__ if name not in _NOT_STORED}}
+            key: {
+                **c.extra,
+                **{name: getattr(c, name) for name in c.__slots__ if name not in _NOT_STORED},
+            }
             for key, c in self.components.items()
         }
         document["files"] = {name: [f.size, f.digest, f.writer] for name, f in self.files.items()}
         # Strict JSON has no NaN or infinity, and a metric may well be one.
-        document["metrics"] = {k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()}
+        document["metrics"] = {
+            k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()
+        }
         body = strict_json(document).removesuffix(b"\n}")
         self.digest = content_digest(body)
         return body + b',\n "digest": "%s"\n}\n' % self.digest.encode()
@@ -219,7 +244,9 @@ class CheckpointManifest:
         where = f"{path}/{MANIFEST_NAME}" if path else MANIFEST_NAME
 
         def bad(what: str, kind: str = "format", **facts: Any) -> CheckpointCorrupt:
-            return CheckpointCorrupt(f"{where}: {what}", path=path or None, file=MANIFEST_NAME, kind=kind, **facts)
+            return CheckpointCorrupt(
+                f"{where}: {what}", path=path or None, file=MANIFEST_NAME, kind=kind, **facts
+            )
 
         tail = _TAIL.search(data[-64:])
         if tail is None:
@@ -228,21 +255,35 @@ class CheckpointManifest:
         body = data[: -len(tail.group(0))]
         actual = content_digest(body)
         if actual != expected:
-            raise bad(f"digest is {actual}, the manifest says {expected}", "digest", expected=expected, actual=actual)
+            raise bad(
+                f"digest is {actual}, the manifest says {expected}",
+                "digest",
+                expected=expected,
+                actual=actual,
+            )
         try:
-            document = json.loads(body + b"\n}", object_pairs_hook=unique, parse_constant=_no_constant)
+            document = json.loads(
+                body + b"\n}", object_pairs_hook=unique, parse_constant=_no_constant
+            )
             if document.pop("format") != FORMAT:
                 raise ValueError(f"format is not {FORMAT!r}")
             version = document["format_version"]
             if int(version.split(".")[0]) > int(VERSION.split(".")[0]):
                 raise UnsupportedVersion(
-                    f"{where}: format version {version} is newer than {VERSION}, the newest that this ckptcore reads; "
-                    "install a newer ckptcore", path=path or None, found=version, supported=VERSION)  # fmt: skip
+                    f"{where}: format version {version} is newer than {VERSION}, the newest that "
+                    "this ckptcore reads; "
+                    "install a newer ckptcore",
+                    path=path or None,
+                    found=version,
+                    supported=VERSION,
+                )
             manifest = _manifest(document)
         except _DECODE_ERRORS as error:
             if isinstance(error, CheckpointCorrupt | UnsupportedVersion):
                 raise
-            raise bad(f"not a valid manifest ({type(error).__name__}: {short(str(error))})") from None
+            raise bad(
+                f"not a valid manifest ({type(error).__name__}: {short(str(error))})"
+            ) from None
         manifest.digest = expected
         return manifest
 
@@ -254,15 +295,21 @@ def check_readable(encoded: bytes, what: str = "the manifest") -> None:
             raise ValueError(f"it has {len(encoded):,} bytes, and readers take {SIZE_LIMIT:,}")
         CheckpointManifest.decode(encoded)
     except (CheckpointCorrupt, UnsupportedVersion, ValueError) as error:
-        raise InvalidState(f"{what} could not be read back, so it is not published: {error}") from None
+        raise InvalidState(
+            f"{what} could not be read back, so it is not published: {error}"
+        ) from None
 
 
 def strict_json(document: Any) -> bytes:
     """Raises InvalidState for what JSON cannot hold."""
     try:
-        return json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False).encode()
+        return json.dumps(
+            document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False
+        ).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidState(f"metadata that is not JSON cannot go into a manifest: {error}") from None
+        raise InvalidState(
+            f"metadata that is not JSON cannot go into a manifest: {error}"
+        ) from None
 
 
 JSON_DEPTH = 100  # readers have a stack of their own
@@ -271,8 +318,8 @@ JSON_ITEMS = 10_000_000
 
 
 def private_json(what: str, document: Any) -> Any:
-    """A copy of what a user gives for a manifest, as it will be read. Raises InvalidState for what JSON cannot hold, or
-    what the limits of another reader would refuse."""
+    """A copy of what a user gives for a manifest, as it will be read. Raises InvalidState for what
+    JSON cannot hold, or what the limits of another reader would refuse."""
     try:
         _check_json(document)
         data = json.dumps(document, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
@@ -282,7 +329,8 @@ def private_json(what: str, document: Any) -> Any:
 
 
 def _check_json(document: Any) -> None:
-    """Raises ValueError for what is nested deeply, or contains itself, and for ints of very many digits."""
+    """Raises ValueError for what is nested deeply, or contains itself, and for ints of very many
+    digits."""
     level = [document]
     for _ in range(JSON_DEPTH + 1):
         if not level:
@@ -290,7 +338,9 @@ def _check_json(document: Any) -> None:
         inner: list[Any] = []
         for item in level:
             if isinstance(item, int) and item.bit_length() > JSON_INT:
-                raise ValueError(f"an int of {item.bit_length():,} bits has too many digits; store it as text")
+                raise ValueError(
+                    f"an int of {item.bit_length():,} bits has too many digits; store it as text"
+                )
             if isinstance(item, dict | list | tuple):
                 inner += item.values() if isinstance(item, dict) else item
         if len(inner) > JSON_ITEMS:
@@ -369,12 +419,18 @@ def _file(value: Any) -> FileRecord:
 
 
 _COMPONENT = {
-    "pattern": _pattern, "writers": _ranks,
-    "group": _optional(_is(str)), "partition": _optional(_partition),
+    "pattern": _pattern,
+    "writers": _ranks,
+    "group": _optional(_is(str)),
+    "partition": _optional(_partition),
     "group_keys": _optional(lambda v: [_typed(k, str) for k in _typed(v, list)]),
-    "size_bytes": whole, "checksum": _is(str), "files": lambda v: [check_file_name(n) for n in _typed(v, list)],
-    "required": _is(bool), "tensors": whole, "metadata": _is(dict),
-}  # fmt: skip
+    "size_bytes": whole,
+    "checksum": _is(str),
+    "files": lambda v: [check_file_name(n) for n in _typed(v, list)],
+    "required": _is(bool),
+    "tensors": whole,
+    "metadata": _is(dict),
+}
 
 
 def _ranges(value: Any) -> list[list[int]]:
@@ -391,19 +447,34 @@ def _component(key: str, value: dict[str, Any]) -> ComponentManifest:
 
 
 _MANIFEST = {
-    "checkpoint_id": _is(str), "step": whole, "run_id": _is(str), "attempt_id": _is(str), "sequence": whole,
-    "created": _is(str), "world_size": _world_size, "nodes": _partition,
+    "checkpoint_id": _is(str),
+    "step": whole,
+    "run_id": _is(str),
+    "attempt_id": _is(str),
+    "sequence": whole,
+    "created": _is(str),
+    "world_size": _world_size,
+    "nodes": _partition,
     "groups": lambda v: {k: _partition(p) for k, p in _typed(v, dict).items()},
     "components": lambda v: {k: _component(k, c) for k, c in _typed(v, dict).items()},
     "files": lambda v: {check_file_name(n): _file(f) for n, f in _typed(v, dict).items()},
-    "metrics": _numbers, "metrics_step": _optional(whole), "training_args_hash": _optional(_is(str)),
-    "versions": _texts, "environment": _texts, "timings": _numbers, "metadata": _is(dict), "format_version": _is(str),
-}  # fmt: skip
+    "metrics": _numbers,
+    "metrics_step": _optional(whole),
+    "training_args_hash": _optional(_is(str)),
+    "versions": _texts,
+    "environment": _texts,
+    "timings": _numbers,
+    "metadata": _is(dict),
+    "format_version": _is(str),
+}
 
 
 def _manifest(document: dict[str, Any]) -> CheckpointManifest:
     known = {name: check(document.pop(name)) for name, check in _MANIFEST.items()}
-    mode, node = document.pop("storage_mode", "shared"), _optional(whole)(document.pop("node", None))
+    mode, node = (
+        document.pop("storage_mode", "shared"),
+        _optional(whole)(document.pop("node", None)),
+    )
     if mode not in ("shared", "node") or (mode == "node") != (node is not None):
         raise ValueError(f"storage mode {short(mode)} with node {node} makes no sense")
     abandoned = _ranges(document.pop("abandoned", []))
@@ -416,11 +487,15 @@ def _manifest(document: dict[str, Any]) -> CheckpointManifest:
             raise ValueError(f"there is no node {node} with ranks")
     for component in manifest.components.values():
         groups, names = component.partition, component.group_keys
-        if (component.pattern == "PER_GROUP") != (groups is not None) or (names and len(names) != len(groups or [])):
+        if (component.pattern == "PER_GROUP") != (groups is not None) or (
+            names and len(names) != len(groups or [])
+        ):
             raise ValueError(f"the groups of component {component.key!r} are not told")
         members = {"PER_GROUP": groups, "PER_NODE": manifest.nodes}.get(component.pattern)
         if members is not None and not (members and all(members)):
             raise ValueError(f"a group or node of component {component.key!r} has no ranks")
         if unlisted := [name for name in component.files if name not in manifest.files]:
-            raise ValueError(f"component {component.key!r} names files that are not listed: {short(unlisted)}")
+            raise ValueError(
+                f"component {component.key!r} names files that are not listed: {short(unlisted)}"
+            )
     return manifest

@@ -14,29 +14,41 @@ __all__ = ["MAX_DEPTH", "check_declared", "check_depth", "containers_copied"]
 
 MAX_DEPTH = 64  # each level of extensions costs some 50 KB of the C stack when it is read
 
-# msgpack makes room for up to 10,000 items of a list, 80 KB, when it has read its length. So few lengths do no harm.
+# msgpack makes room for up to 10,000 items of a list, 80 KB, when it has read its length. So few
+# lengths do no harm.
 FEW = 8
 _LONG = (b"\xdc", b"\xdd", b"\xde", b"\xdf")
 
-# Tokens that hold nothing: numbers, nil, booleans, and extensions of fixed size. No more at once than the regular
-# expression engine takes little memory for.
+# Tokens that hold nothing: numbers, nil, booleans, and extensions of fixed size. No more at once
+# than the regular expression engine takes little memory for.
 _PLAIN = re.compile(
     rb"(?:[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]|[\xcc\xd0].|[\xcd\xd1\xd4]..|\xd5.{3}|[\xca\xce\xd2].{4}|\xd6.{5}|"
     rb"[\xcb\xcf\xd3].{8}|\xd7.{9}|\xd8.{17}){1,1000}+",
     re.DOTALL,
 )
 # First byte -> bytes of the length that follows, and bytes that come on top of that length.
-_SKIPPED = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1),
-            0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}  # fmt: skip
+_SKIPPED = {
+    0xC4: (1, 0),
+    0xC5: (2, 0),
+    0xC6: (4, 0),
+    0xC7: (1, 1),
+    0xC8: (2, 1),
+    0xC9: (4, 1),
+    0xD9: (1, 0),
+    0xDA: (2, 0),
+    0xDB: (4, 0),
+}
 # First byte -> bytes of the count that follows, and values for each.
 _COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
 def check_declared(data: bytes) -> None:
-    """Raises ValueError when lists and dicts in this msgpack say that they have more items than there are bytes.
+    """Raises ValueError when lists and dicts in this msgpack say that they have more items than
+    there are bytes.
 
-    Each item takes a byte at least, so what is whole never does. Lists in lists that only say they are long would
-    cost a thousand times the memory of the data, and that again for each level of extensions.
+    Each item takes a byte at least, so what is whole never does. Lists in lists that only say they
+    are long would cost a thousand times the memory of the data, and that again for each level of
+    extensions.
     """
     # Each length is three bytes at least.
     if len(data) < 3 * FEW or sum(map(data.count, _LONG)) <= FEW:
@@ -71,19 +83,26 @@ _NESTED = (list, dict, tuple, deque)
 
 
 def check_depth(value: Any) -> None:
-    """Raises ValueError for what is nested deeper than anything that is ever stored: it would overflow the stack of
-    whoever walks through it."""
+    """Raises ValueError for what is nested deeper than anything that is ever stored: it would
+    overflow the stack of whoever walks through it."""
     level = [value] if isinstance(value, _NESTED) else []
     for _ in range(2 * MAX_DEPTH):
         if not level:
             return
         inner = [item.values() if isinstance(item, dict) else item for item in level]
-        level = [part for parts in inner if not only_plain(parts) for part in parts if isinstance(part, _NESTED)]
+        level = [
+            part
+            for parts in inner
+            if not only_plain(parts)
+            for part in parts
+            if isinstance(part, _NESTED)
+        ]
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
 def containers_copied(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """`value` with dicts, lists, tuples, sets and deques of its own, and `leaf(item)` for everything else."""
+    """`value` with dicts, lists, tuples, sets and deques of its own, and `leaf(item)` for
+    everything else."""
     if isinstance(value, dict):
         made = copy.copy(value)
         for key, item in value.items():

@@ -1,9 +1,10 @@
 """Tensor files: the safetensors header and byte layout.
 
-A file is 8 bytes (header length, little-endian), the JSON header, and the tensors' bytes back to back in C order.
-Tensors are ordered by (item size descending, name): stock readers demand data without holes and aligned to the item
-size, and this order gives both for any shapes. The header is padded with spaces to a multiple of 4096 bytes, so that
-the data of large files can be mapped and written in whole pages. Source: the safetensors format description.
+A file is 8 bytes (header length, little-endian), the JSON header, and the tensors' bytes back to
+back in C order. Tensors are ordered by (item size descending, name): stock readers demand data
+without holes and aligned to the item size, and this order gives both for any shapes. The header is
+padded with spaces to a multiple of 4096 bytes, so that the data of large files can be mapped and
+written in whole pages. Source: the safetensors format description.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from typing import Any
 from ..errors import CheckpointCorrupt
 from .strict import unique
 
-__all__ = ["DTYPES", "HEADER_LIMIT", "DType", "StoredTensor", "lay_out", "parse_header", "tensor_nbytes"]
+__all__ = [
+    "DTYPES",
+    "HEADER_LIMIT",
+    "DType",
+    "StoredTensor",
+    "lay_out",
+    "parse_header",
+    "tensor_nbytes",
+]
 
 HEADER_LIMIT = 100_000_000  # stock readers refuse more
 ALIGNMENT = 4096
@@ -26,7 +35,8 @@ METADATA = {"format": "pt"}  # Hugging Face refuses weight files without it
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One dtype: its name in indexes, bytes per item, and whether safetensors files know it by that name.
+    """One dtype: its name in indexes, bytes per item, and whether safetensors files know it by that
+    name.
 
     Other dtypes are stored as `U8` with the item size as an extra last dimension.
     """
@@ -44,7 +54,12 @@ def _table() -> dict[str, DType]:
         8: "U64 I64 F64 C64",
     }
     # Named as torch names them. No stock reader knows these, or not under one agreed name.
-    other = {1: "float8_e8m0fnu float4_e2m1fn_x2 bits8", 2: "bits16", 4: "complex32", 16: "complex128"}
+    other = {
+        1: "float8_e8m0fnu float4_e2m1fn_x2 bits8",
+        2: "bits16",
+        4: "complex32",
+        16: "complex128",
+    }
     small = " ".join(f"int{n} uint{n}" for n in range(1, 8))
     other[1] = f"{other[1]} {small} bits1x8 bits2x4 bits4x2"
     table = {n: DType(n, size, True) for size, names in native.items() for n in names.split()}
@@ -71,12 +86,17 @@ class StoredTensor:
     nbytes: int
 
 
-def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[StoredTensor]]:
+def lay_out(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+) -> tuple[bytes, list[StoredTensor]]:
     """Header bytes, and the tensors in file order, for (name, dtype, shape) triples in any order.
 
-    Raises ValueError when two names are equal or the header would be larger than stock readers accept.
+    Raises ValueError when two names are equal or the header would be larger than stock readers
+    accept.
     """
-    ordered = sorted(tensors, key=lambda t: (-DTYPES[t[1]].itemsize if DTYPES[t[1]].native else -1, t[0]))
+    ordered = sorted(
+        tensors, key=lambda t: (-DTYPES[t[1]].itemsize if DTYPES[t[1]].native else -1, t[0])
+    )
     header: dict[str, Any] = {"__metadata__": METADATA}
     placed: list[tuple[str, str, tuple[int, ...], int, int]] = []
     at = 0
@@ -87,26 +107,36 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes,
         nbytes = tensor_nbytes(dtype, shape)
         stored_shape = [*shape] if kind.native else [*shape, kind.itemsize]
         stored_dtype = dtype if kind.native else "U8"
-        header[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": [at, at + nbytes]}
+        header[name] = {
+            "dtype": stored_dtype,
+            "shape": stored_shape,
+            "data_offsets": [at, at + nbytes],
+        }
         placed.append((name, dtype, shape, at, nbytes))
         at += nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > HEADER_LIMIT:
-        raise ValueError(f"a header of {len(text):,} bytes is larger than the {HEADER_LIMIT:,} that readers accept")
+        raise ValueError(
+            f"a header of {len(text):,} bytes is larger than the {HEADER_LIMIT:,} that readers "
+            "accept"
+        )
     head = len(text).to_bytes(8, "little") + text
     return head, [StoredTensor(n, d, s, len(head) + a, b) for n, d, s, a, b in placed]
 
 
 def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTensor]:
-    """The tensors of a safetensors file, in file order, from its first bytes (length field and header).
+    """The tensors of a safetensors file, in file order, from its first bytes (length field and
+    header).
 
-    Checks what stock readers check: sizes that match dtype and shape, data without holes or overlaps that ends
-    with the file. Dtypes are as the file names them. Raises CheckpointCorrupt.
+    Checks what stock readers check: sizes that match dtype and shape, data without holes or
+    overlaps that ends with the file. Dtypes are as the file names them. Raises CheckpointCorrupt.
     """
 
     def bad(what: str) -> CheckpointCorrupt:
-        return CheckpointCorrupt(f"{file or 'tensor file'}: {what}", file=file or None, kind="header")
+        return CheckpointCorrupt(
+            f"{file or 'tensor file'}: {what}", file=file or None, kind="header"
+        )
 
     if len(head) < 8:
         raise bad(f"{len(head)} bytes are too short for a safetensors file")
@@ -117,22 +147,41 @@ def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTens
         header = json.loads(head[8 : 8 + length], object_pairs_hook=unique)
         header.pop("__metadata__", None)
         found = [
-            StoredTensor(str(name), e["dtype"], tuple(e["shape"]), 8 + length + e["data_offsets"][0],
-                         e["data_offsets"][1] - e["data_offsets"][0])
+            StoredTensor(
+                str(name),
+                e["dtype"],
+                tuple(e["shape"]),
+                8 + length + e["data_offsets"][0],
+                e["data_offsets"][1] - e["data_offsets"][0],
+            )
             for name, e in header.items()
-        ]  # fmt: skip
+        ]
         found.sort(key=lambda t: (t.start, t.nbytes))
         at = 8 + length
         for t in found:
             if not all(type(n) is int and n >= 0 for n in (*t.shape, t.start, t.nbytes)):
-                raise bad(f"tensor {t.name!r} has a shape or place that is not made of whole numbers")
+                raise bad(
+                    f"tensor {t.name!r} has a shape or place that is not made of whole numbers"
+                )
             if t.start != at or t.nbytes != tensor_nbytes(t.dtype, t.shape):
-                raise bad(f"tensor {t.name!r} is not where, or not as long as, its dtype and shape say")
+                raise bad(
+                    f"tensor {t.name!r} is not where, or not as long as, its dtype and shape say"
+                )
             at += t.nbytes
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         if isinstance(error, CheckpointCorrupt):
             raise
-        raise bad(f"header is not that of a safetensors file ({type(error).__name__}: {error})") from None
+        raise bad(
+            f"header is not that of a safetensors file ({type(error).__name__}: {error})"
+        ) from None
     if at != file_size:
         raise bad(f"data end at byte {at}, the file at {file_size}")
     return found

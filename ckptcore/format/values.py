@@ -1,8 +1,10 @@
-"""Codecs of plain values: every leaf keeps its exact type, and nothing is ever executed or imported to read one.
+"""Codecs of plain values: every leaf keeps its exact type, and nothing is ever executed or imported
+to read one.
 
-Values are msgpack. What msgpack has a type for is stored as that (None, bool, int of 64 bits, float, str, bytes,
-list, dict with str keys); everything else is an extension whose payload is msgpack again. Tensors are not values:
-a `leaf` function replaces them with `TensorRef(number)` on the way in and back again on the way out.
+Values are msgpack. What msgpack has a type for is stored as that (None, bool, int of 64 bits,
+float, str, bytes, list, dict with str keys); everything else is an extension whose payload is
+msgpack again. Tensors are not values: a `leaf` function replaces them with `TensorRef(number)` on
+the way in and back again on the way out.
 """
 
 from __future__ import annotations
@@ -26,10 +28,32 @@ from .codecs import BY_NAME, Opaque, codec_of, hint
 from .nesting import MAX_DEPTH, check_declared, check_depth
 from .strict import exact, exact_items, short, unique
 
-__all__ = ["LARGE_BYTES", "MAX_DEPTH", "Numbered", "TensorRef", "decode", "encode", "join_path", "largest_part"]
+__all__ = [
+    "LARGE_BYTES",
+    "MAX_DEPTH",
+    "Numbered",
+    "TensorRef",
+    "decode",
+    "encode",
+    "join_path",
+    "largest_part",
+]
 
 # Extension codes of format version 1. Never reuse a number.
-BIG_INT, TUPLE, DICT, SET, FROZENSET, COMPLEX, TIME, PATH, NUMPY_SCALAR, NUMPY_ARRAY, REGISTERED, TENSOR = range(1, 13)
+(
+    BIG_INT,
+    TUPLE,
+    DICT,
+    SET,
+    FROZENSET,
+    COMPLEX,
+    TIME,
+    PATH,
+    NUMPY_SCALAR,
+    NUMPY_ARRAY,
+    REGISTERED,
+    TENSOR,
+) = range(1, 13)
 
 Leaf = Callable[[tuple[Any, ...], Any], "TensorRef | None"]
 
@@ -38,22 +62,27 @@ LARGE_BYTES = 64 << 10  # from this length on texts and bytes need not lie in th
 
 @dataclass(slots=True, unsafe_hash=True)
 class TensorRef:
-    """Stands for the tensor number `index` of its component; `numpy`: it was a numpy array in the live state."""
+    """Stands for the tensor number `index` of its component; `numpy`: it was a numpy array in the
+    live state."""
 
     index: int
     numpy: bool = False
 
 
 def join_path(path: tuple[Any, ...]) -> str:
-    """The name of a leaf: its path joined with `/`, each part escaped as in JSON Pointer (RFC 6901).
+    """The name of a leaf: its path joined with `/`, each part escaped as in JSON Pointer (RFC
+    6901).
 
-    A part that is no str is written as its repr; where a str key of the same dict has that text too, `~2` and the
-    type follow, so names stay distinct. Lone surrogates, which no UTF-8 file can hold, become backslash escapes.
+    A part that is no str is written as its repr; where a str key of the same dict has that text
+    too, `~2` and the type follow, so names stay distinct. Lone surrogates, which no UTF-8 file can
+    hold, become backslash escapes.
     """
     parts = []
     for part in path:
         text = part if isinstance(part, str) else _key_text(part)
-        parts.append(text.replace("~", "~0").replace("/", "~1") if not isinstance(part, Numbered) else text)
+        parts.append(
+            text.replace("~", "~0").replace("/", "~1") if not isinstance(part, Numbered) else text
+        )
     name = "/".join(parts)
     return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
@@ -69,7 +98,9 @@ def _key_text(key: Any) -> str:
         return repr(key)
     except ValueError:  # there is a long int in it
         parts = [_key_text(part) for part in key] if isinstance(key, tuple | frozenset) else ["..."]
-        return f"{type(key).__name__}({', '.join(parts if isinstance(key, tuple) else sorted(parts))})"
+        return (
+            f"{type(key).__name__}({', '.join(parts if isinstance(key, tuple) else sorted(parts))})"
+        )
 
 
 class Numbered:
@@ -79,7 +110,10 @@ class Numbered:
         self.key = key
 
     def __repr__(self) -> str:
-        return _key_text(self.key).replace("~", "~0").replace("/", "~1") + f"~2{type(self.key).__name__}"
+        return (
+            _key_text(self.key).replace("~", "~0").replace("/", "~1")
+            + f"~2{type(self.key).__name__}"
+        )
 
 
 def encode(
@@ -90,12 +124,14 @@ def encode(
     renumber: Callable[[], Sequence[int]] | None = None,
     large: Leaf | None = None,
 ) -> bytes:
-    """Bytes of `value`. `leaf(path, x)` is asked first about every x that is not plain; None means "not mine".
+    """Bytes of `value`. `leaf(path, x)` is asked first about every x that is not plain; None means
+    "not mine".
 
-    large: asked about every str and bytes of LARGE_BYTES or more that is neither a key nor in a set; what it gives is the
-    tensor of its bytes (of a text in UTF-8), or None to leave it out.
-    renumber: called when all leaves were met; says for each number that `leaf` gave which one the bytes are to have.
-    Raises UnsupportedValue, naming component, path and type, for what cannot be stored.
+    large: asked about every str and bytes of LARGE_BYTES or more that is neither a key nor in a
+    set; what it gives is the tensor of its bytes (of a text in UTF-8), or None to leave it out.
+    renumber: called when all leaves were met; says for each number that `leaf` gave which one the
+    bytes are to have. Raises UnsupportedValue, naming component, path and type, for what cannot be
+    stored.
     """
     encoder = _Encoder(leaf, component, large)
     wire = encoder.wire(value, (), 0)
@@ -112,8 +148,10 @@ def decode(
 ) -> Any:
     """The value that `encode` was given. `leaf(ref)` supplies tensors. Raises CheckpointCorrupt.
 
-    lenient: values of unregistered codecs become `Opaque` instead of an error, and those whose codec wants real tensors.
-    opaque: all become `Opaque` that have tensors in them, for `revived` to decode; OrderedDict and Counter apart.
+    lenient: values of unregistered codecs become `Opaque` instead of an error, and those whose
+    codec wants real tensors.
+    opaque: all become `Opaque` that have tensors in them, for `revived` to decode; OrderedDict and
+    Counter apart.
     """
     decoder = _Decoder(leaf, lenient, opaque)
     try:
@@ -121,16 +159,27 @@ def decode(
         check_depth(value)
         return value
     except _DECODE_ERRORS as error:
-        if isinstance(error, CheckpointCorrupt | StateMismatch):  # the latter: tensors that other nodes have
+        if isinstance(
+            error, CheckpointCorrupt | StateMismatch
+        ):  # the latter: tensors that other nodes have
             raise
         what = f"{file or 'index'}: stored values cannot be read ({short(str(error))})"
         raise CheckpointCorrupt(what, file=file or None, kind="format") from None
 
 
 _DECODE_ERRORS = (
-    ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, ArithmeticError, RecursionError,
-    MemoryError, struct.error, msgpack.UnpackException,
-)  # fmt: skip
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+    struct.error,
+    msgpack.UnpackException,
+)
 
 
 _INT64 = range(-(2**63), 2**64)
@@ -142,12 +191,17 @@ _TEXT_OR_BYTES = frozenset({str, bytes})
 
 
 def _ready(items: Collection[Any]) -> bool:
-    """Whether msgpack packs all of `items` as they are, and none is large. Without a step of Python for each: there may be millions."""
+    """Whether msgpack packs all of `items` as they are, and none is large. Without a step of Python
+    for each: there may be millions."""
     kinds = set(map(type, items))
     if not kinds <= _PLAIN_OR_INT:
         return False
     if not kinds.isdisjoint(_TEXT_OR_BYTES):
-        texts = items if kinds <= _TEXT_OR_BYTES else [item for item in items if type(item) in _TEXT_OR_BYTES]
+        texts = (
+            items
+            if kinds <= _TEXT_OR_BYTES
+            else [item for item in items if type(item) in _TEXT_OR_BYTES]
+        )
         if max(map(len, texts)) >= LARGE_BYTES:
             return False
     if int not in kinds:
@@ -156,13 +210,21 @@ def _ready(items: Collection[Any]) -> bool:
     return min(numbers) in _INT64 and max(numbers) in _INT64
 
 
-_PATHS = {cls.__name__: cls for cls in
-          (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)}  # fmt: skip
+_PATHS = {
+    cls.__name__: cls
+    for cls in (
+        pathlib.PurePosixPath,
+        pathlib.PureWindowsPath,
+        pathlib.PosixPath,
+        pathlib.WindowsPath,
+    )
+}
 
 
 @dataclass(slots=True)
 class _Extension:
-    """An extension whose payload is `wire`, to be packed when it is known how tensors are numbered."""
+    """An extension whose payload is `wire`, to be packed when it is known how tensors are
+    numbered."""
 
     code: int
     wire: Any
@@ -170,8 +232,8 @@ class _Extension:
 
 
 class _Encoder:
-    """Two steps: a walk that makes of a value what msgpack knows, and packing it at once. What msgpack packs as it is stays
-    what it is; nobody else has a turn between the two steps."""
+    """Two steps: a walk that makes of a value what msgpack knows, and packing it at once. What
+    msgpack packs as it is stays what it is; nobody else has a turn between the two steps."""
 
     def __init__(self, leaf: Leaf | None, component: str, large: Leaf | None = None) -> None:
         self.leaf = leaf
@@ -184,7 +246,9 @@ class _Encoder:
         key = join_path(path)
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         where = f"component {self.component!r}, key {key!r}" if self.component else f"key {key!r}"
-        return UnsupportedValue(f"{where}: {why}", component=self.component or None, key=key, type_name=kind)
+        return UnsupportedValue(
+            f"{where}: {why}", component=self.component or None, key=key, type_name=kind
+        )
 
     def packed(self, wire: Any, numbers: Sequence[int] | None) -> bytes:
         def default(item: Any) -> msgpack.ExtType:
@@ -193,11 +257,17 @@ class _Encoder:
                 return msgpack.ExtType(TENSOR, msgpack.packb([number, item.numpy]))
             if item.is_set:
                 # In the order of their bytes: equal sets give equal files whatever the hash seed.
-                return msgpack.ExtType(item.code, msgpack.packb(sorted(pack(each) for each in item.wire)))
+                return msgpack.ExtType(
+                    item.code, msgpack.packb(sorted(pack(each) for each in item.wire))
+                )
             return msgpack.ExtType(item.code, pack(item.wire))
 
         def pack(wire: Any) -> bytes:
-            return bytes(msgpack.packb(wire, default=default, use_bin_type=True, unicode_errors="surrogatepass"))
+            return bytes(
+                msgpack.packb(
+                    wire, default=default, use_bin_type=True, unicode_errors="surrogatepass"
+                )
+            )
 
         try:
             return pack(wire)
@@ -219,7 +289,9 @@ class _Encoder:
             size = value.bit_length() // 8 + 1
             return msgpack.ExtType(BIG_INT, value.to_bytes(size, "big", signed=True))
         if depth > MAX_DEPTH:
-            raise self.refuse(path, value, f"nested deeper than {MAX_DEPTH} levels (or contains itself)")
+            raise self.refuse(
+                path, value, f"nested deeper than {MAX_DEPTH} levels (or contains itself)"
+            )
         if kind is list:
             return self.wire_items(value, path, depth)
         if kind is dict:
@@ -253,7 +325,11 @@ class _Encoder:
         if _ready(value):
             return value
         kinds = set(map(type, value))
-        if kinds in ({list}, {tuple}) and depth < MAX_DEPTH and _ready(list(chain.from_iterable(value))):
+        if (
+            kinds in ({list}, {tuple})
+            and depth < MAX_DEPTH
+            and _ready(list(chain.from_iterable(value)))
+        ):
             if list in kinds:
                 return value
             return [msgpack.ExtType(TUPLE, self.packed_now(item, path)) for item in value]
@@ -267,7 +343,9 @@ class _Encoder:
             if _ready(value.values()):
                 return value
             return {
-                key: item if type(item) in _OF_ONE_SIZE else self.wire(item, (*path, key), depth + 1)
+                key: item
+                if type(item) in _OF_ONE_SIZE
+                else self.wire(item, (*path, key), depth + 1)
                 for key, item in value.items()
             }
         if _ready(value) and _ready(value.values()):
@@ -275,7 +353,9 @@ class _Encoder:
         texts = {key for key in value if type(key) is str}
         pairs = []
         for key, item in value.items():
-            step = Numbered(key) if texts and type(key) is not str and _key_text(key) in texts else key
+            step = (
+                Numbered(key) if texts and type(key) is not str and _key_text(key) in texts else key
+            )
             with self.whole():
                 name = self.wire(key, (*path, step), depth + 1)
             pairs.append([name, self.wire(item, (*path, step), depth + 1)])
@@ -305,9 +385,13 @@ class _Encoder:
             return _Extension(REGISTERED, [value.codec, self.wire(value.payload, path, depth + 1)])
         codec = codec_of(value)
         if codec is None:
-            what = f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; {hint(value)}"
+            what = (
+                f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
+                f"{hint(value)}"
+            )
             raise self.refuse(path, value, what)
-        # The payload has the path of the value itself, so that what is in it is found by its own keys.
+        # The payload has the path of the value itself, so that what is in it is found by its own
+        # keys.
         return _Extension(REGISTERED, [codec.name, self.wire(codec.encode(value), path, depth + 1)])
 
     def time_payload(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
@@ -319,18 +403,32 @@ class _Encoder:
             return ["zone", value.key]
         if isinstance(value, dt.timezone):
             offset = value.utcoffset(None)
-            return ["timezone", offset.days, offset.seconds, offset.microseconds, value.tzname(None)]
+            return [
+                "timezone",
+                offset.days,
+                offset.seconds,
+                offset.microseconds,
+                value.tzname(None),
+            ]
         if isinstance(value, dt.datetime | dt.time):
             zone = value.tzinfo
             if zone is not None and type(zone) not in (dt.timezone, zoneinfo.ZoneInfo):
-                raise self.refuse(path, value, f"time zone of type {type(zone).__qualname__} cannot be stored")
+                raise self.refuse(
+                    path, value, f"time zone of type {type(zone).__qualname__} cannot be stored"
+                )
             zone_payload = None if zone is None else self.time_payload(zone, path)
-            return [type(value).__name__, value.replace(tzinfo=None).isoformat(), value.fold, zone_payload]
+            return [
+                type(value).__name__,
+                value.replace(tzinfo=None).isoformat(),
+                value.fold,
+                zone_payload,
+            ]
         return ["date", value.isoformat()]
 
 
 def largest_part(tree: bytes) -> tuple[str, int]:
-    """The name of the value that takes most of the bytes of a tree, and how many. It may be a container of many alike."""
+    """The name of the value that takes most of the bytes of a tree, and how many. It may be a
+    container of many alike."""
     value: Any = msgpack.unpackb(tree, strict_map_key=False, unicode_errors="surrogatepass")
     path: tuple[Any, ...] = ()
     size = len(tree)
@@ -338,12 +436,21 @@ def largest_part(tree: bytes) -> tuple[str, int]:
         while isinstance(value, msgpack.ExtType):
             if value.code not in (TUPLE, DICT, REGISTERED):
                 return join_path(path), size
-            inner = msgpack.unpackb(value.data, strict_map_key=False, unicode_errors="surrogatepass")
+            inner = msgpack.unpackb(
+                value.data, strict_map_key=False, unicode_errors="surrogatepass"
+            )
             if value.code == DICT:
                 inner = {key if isinstance(key, str) else repr(key): item for key, item in inner}
             value = inner[1] if value.code == REGISTERED else inner
-        items = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-        sizes = [(len(msgpack.packb(item, unicode_errors="surrogatepass")), key, item) for key, item in items]
+        items = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value if isinstance(value, list) else ())
+        )
+        sizes = [
+            (len(msgpack.packb(item, unicode_errors="surrogatepass")), key, item)
+            for key, item in items
+        ]
         most, step, value = max(sizes, key=lambda found: found[0], default=(0, None, None))
         if 2 * most < size:
             return join_path(path), size
@@ -351,15 +458,23 @@ def largest_part(tree: bytes) -> tuple[str, int]:
 
 
 class _Decoder:
-    def __init__(self, leaf: Callable[[TensorRef], Any] | None, lenient: bool, opaque: bool) -> None:
+    def __init__(
+        self, leaf: Callable[[TensorRef], Any] | None, lenient: bool, opaque: bool
+    ) -> None:
         self.leaf = leaf
         self.lenient, self.opaque, self.refs = lenient, opaque, 0
         self.depth = 0
 
     def value_of(self, data: bytes) -> Any:
         check_declared(data)
-        return msgpack.unpackb(data, raw=False, strict_map_key=True, unicode_errors="surrogatepass",
-                               ext_hook=self.ext, object_pairs_hook=unique)  # fmt: skip
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            unicode_errors="surrogatepass",
+            ext_hook=self.ext,
+            object_pairs_hook=unique,
+        )
 
     def ext(self, code: int, data: bytes) -> Any:
         self.depth += 1
@@ -388,7 +503,11 @@ class _Decoder:
             kind, text = self.value_of(data)
             # A path of another system stays readable as its pure kind.
             native = _PATHS[kind]
-            pure = native if kind.startswith("Pure") or kind == type(pathlib.Path()).__name__ else native.__bases__[-1]
+            pure = (
+                native
+                if kind.startswith("Pure") or kind == type(pathlib.Path()).__name__
+                else native.__bases__[-1]
+            )
             return pure(text)
         if code == NUMPY_SCALAR:
             return scalar_of(*self.value_of(data))
@@ -405,18 +524,28 @@ class _Decoder:
             before = self.refs
             name, payload = self.value_of(data)
             codec = BY_NAME.get(name)
-            if codec is not None and self.opaque and self.refs > before and codec.cls not in (OrderedDict, Counter):
+            if (
+                codec is not None
+                and self.opaque
+                and self.refs > before
+                and codec.cls not in (OrderedDict, Counter)
+            ):
                 return Opaque(name, payload)
             if codec is not None:
                 try:
                     return codec.decode(payload)
-                except Exception as error:  # a codec is anybody's code; what it raises is reported as damage
+                except (
+                    Exception
+                ) as error:  # a codec is anybody's code; what it raises is reported as damage
                     if self.lenient and self.refs > before:
                         return Opaque(name, payload)  # it wants tensors, not what stands for them
                     raise ValueError(f"codec {name!r}: {type(error).__name__}: {error}") from error
             if self.lenient:
                 return Opaque(name, payload)
-            raise ValueError(f"no codec named {name!r} is registered; call ckptcore.register_codec before loading")
+            raise ValueError(
+                f"no codec named {name!r} is registered; call ckptcore.register_codec before "
+                "loading"
+            )
         raise ValueError(f"unknown kind of value {code}")
 
     def time(self, payload: list[Any]) -> Any:

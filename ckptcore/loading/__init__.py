@@ -1,1 +1,2 @@
-"""From storage to live state: which bytes, read and verified, into which memory. Only `apply` needs torch."""
+"""From storage to live state: which bytes, read and verified, into which memory. Only `apply` needs
+torch."""

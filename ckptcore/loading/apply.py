@@ -54,7 +54,8 @@ ALLOCATED_UNSEEN = 16 << 20  # larger tensors are allocated only after a look at
 
 @dataclass(slots=True)
 class _Entry:
-    """One component that is loaded: what was saved, what there is now, and what is handed over in the end."""
+    """One component that is loaded: what was saved, what there is now, and what is handed over in
+    the end."""
 
     part: Part
     owner: Any  # who decides, also where only a part of its state is loaded
@@ -86,8 +87,8 @@ class _Entry:
 class Loading:
     """One load on one rank, in the three steps between which the ranks agree: check, read, apply.
 
-    transactional: all or nothing, also where a component refuses its state; host_first: read all into host memory before
-    anything live is touched, which `transactional` implies.
+    transactional: all or nothing, also where a component refuses its state; host_first: read all
+    into host memory before anything live is touched, which `transactional` implies.
     """
 
     def __init__(
@@ -132,22 +133,32 @@ class Loading:
         self.nothing_here: set[str] = set()
 
     def read_once(self) -> None:
-        """Read what all ranks need on one of them each, and pass it on. Raises what `read` raises."""
+        """Read what all ranks need on one of them each, and pass it on. Raises what `read`
+        raises."""
         with self._touching():
-            self.reads = read_shared(self.comm, self.view.storage, self.view.folder, self.reads, self.io_threads)
+            self.reads = read_shared(
+                self.comm, self.view.storage, self.view.folder, self.reads, self.io_threads
+            )
 
     @one_walk()
     def check(self) -> dict[str, Any]:
         """Match saved and live state, and check the files that are needed. Live state is untouched.
 
-        Returns, for sharded components, hashes of the saved names that this rank does not have: `judge` wants those
-        that no rank has; and what `keys` asked for. Raises StateMismatch, CheckpointCorrupt, StorageError.
+        Returns, for sharded components, hashes of the saved names that this rank does not have:
+        `judge` wants those that no rank has; and what `keys` asked for. Raises StateMismatch,
+        CheckpointCorrupt, StorageError.
         """
         if self.step not in (None, self.view.manifest.step):
             raise CheckpointCorrupt(
-                f"{self.view.url} is of step {self.view.manifest.step}, and step {self.step} was found there before: it was "
-                "replaced meanwhile", path=self.view.url, file=MANIFEST_NAME, kind="format",
-                expected=self.step, actual=self.view.manifest.step)  # fmt: skip
+                f"{self.view.url} is of step {self.view.manifest.step}, and step {self.step} was "
+                "found there before: it was "
+                "replaced meanwhile",
+                path=self.view.url,
+                file=MANIFEST_NAME,
+                kind="format",
+                expected=self.step,
+                actual=self.view.manifest.step,
+            )
         for part in self._parts():
             self.entries[part.component.key] = self._entry(part)
         self.shared = shared_memory(held for entry in self.entries.values() for held in entry.held)
@@ -162,35 +173,49 @@ class Loading:
         given = {c.key for c in self.components}
         others = [key for key in saved if key not in given]
         if self.keys is not None:
-            self.report.unexpected = [key for key in others if self.whole and self.keys.asks_for(key)]
+            self.report.unexpected = [
+                key for key in others if self.whole and self.keys.asks_for(key)
+            ]
             yield from parts(self.keys, self.view, self.components, self.place, self.report.missing)
             return
         self.report.missing = [c.key for c in self.components if c.key not in saved and c.required]
         self.report.unexpected = others
         for component in self.components:
-            copy = copy_for(self.view.manifest, component, self.place) if component.key in saved else None
+            copy = (
+                copy_for(self.view.manifest, component, self.place)
+                if component.key in saved
+                else None
+            )
             if copy is not None:
                 sharded = component.sharded or saved[component.key].pattern == "SHARDED"
                 yield Part(component, self.view.component(component.key, copy), sharded)
 
     def compared(self, found: list[dict[str, Any]]) -> dict[str, list[bytes]]:
-        """On rank 0: of the names that ranks lack, those that all of them lack. Raises RanksDisagree where `keys` are
-        not the same everywhere, StateMismatch where they ask for nothing."""
+        """On rank 0: of the names that ranks lack, those that all of them lack. Raises
+        RanksDisagree where `keys` are not the same everywhere, StateMismatch where they ask for
+        nothing."""
         if self.keys is not None:
             self._compare_keys([f["keys"] for f in found])
         first, *others = [f["elsewhere"] for f in found]
         lacking = [{key: set(names) for key, names in other.items()} for other in others]
         return {
-            key: [h for h in names if all(h in other.get(key, ()) for other in lacking)] for key, names in first.items()
+            key: [h for h in names if all(h in other.get(key, ()) for other in lacking)]
+            for key, names in first.items()
         }
 
     def _compare_keys(self, found: list[dict[str, Any]]) -> None:
         for key, (names, chosen) in found[0]["digests"].items():
             for rank, other in enumerate(found):
                 # Ranks may have other names, of one stage of a pipeline, say.
-                if (theirs := other["digests"].get(key)) and theirs[0] == names and theirs[1] != chosen:
+                if (
+                    (theirs := other["digests"].get(key))
+                    and theirs[0] == names
+                    and theirs[1] != chosen
+                ):
                     raise RanksDisagree(
-                        f"keys ask for other names of component {key!r} on rank {rank} than on rank 0", ranks=[rank]
+                        f"keys ask for other names of component {key!r} on rank {rank} than on "
+                        "rank 0",
+                        ranks=[rank],
                     )
         unused = [p for p in found[0]["unused"] if all(p in other["unused"] for other in found)]
         nothing = not any(other["chosen"] for other in found)
@@ -198,7 +223,8 @@ class Loading:
             which = ", ".join(map(repr, unused)) or "the function given as keys"
             live = [f"{c.key}/..." for c in self.components]
             raise StateMismatch(
-                f"{self.view.url}: {which} asks for nothing that the live state has; names there: {_some(live)}",
+                f"{self.view.url}: {which} asks for nothing that the live state has; names there: "
+                f"{_some(live)}",
                 path=self.view.url,
                 missing=unused,
                 unexpected=[],
@@ -211,7 +237,9 @@ class Loading:
         seen, owner = state, owner_of(component.stateful)
         if isinstance(owner, ModelState):
             # What its own loading makes of parameters that have no shape yet is its to say.
-            seen = {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and is_lazy(v))}
+            seen = {
+                n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and is_lazy(v))
+            }
         live = capture(component.key, seen, sharded=True, live_only=True)
         return _Entry(part, owner, state, live, list(_held(component.key, owner, live)))
 
@@ -227,13 +255,20 @@ class Loading:
         entry.versions = _versions(stored, file)
         values = decode(stored.tree, opaque=True, file=file)
         if isinstance(owner, torch.amp.GradScaler) and not values and state:
-            self.regrouped.append(StateMismatch(
-                f"{file}: the scaler was saved with nothing in it (enabled=False), and the live one is on; load without it, and "
-                "save the next checkpoint with it", path=self.view.url))  # fmt: skip
+            self.regrouped.append(
+                StateMismatch(
+                    f"{file}: the scaler was saved with nothing in it (enabled=False), and the "
+                    "live one is on; load without it, and "
+                    "save the next checkpoint with it",
+                    path=self.view.url,
+                )
+            )
         compare = getattr(entry.stateful, "differences", None)
         if isinstance(owner, PlainState):
             owner.strict = self.strict
-            compare = partial(owner.differences, sharded=skip) if owner is entry.stateful else compare
+            compare = (
+                partial(owner.differences, sharded=skip) if owner is entry.stateful else compare
+            )
         if compare is None and skip:
             compare = partial(differences, live=state)
         if compare is not None:
@@ -254,11 +289,17 @@ class Loading:
             self.regrouped.append(error)
             return
         self.report.missing += [f"{component.key}/{name}" for name in found.missing]
-        self.mismatched |= {f"{component.key}/{name}": forms for name, forms in found.mismatched.items()}
+        self.mismatched |= {
+            f"{component.key}/{name}": forms for name, forms in found.mismatched.items()
+        }
         if sharded:
             self.elsewhere[component.key] = [*found.unexpected, *found.tolerated]
             self.tolerated[component.key] = set(found.tolerated)
-            self.nothing_here |= {component.key} if not found.matched and (found.missing or found.unexpected) else set()
+            self.nothing_here |= (
+                {component.key}
+                if not found.matched and (found.missing or found.unexpected)
+                else set()
+            )
             return
         names = [*found.unexpected, *(() if self.strict else found.tolerated)]
         self.report.unexpected += [f"{component.key}/{name}" for name in names]
@@ -266,7 +307,8 @@ class Loading:
             self.unmatched.append(component.key)
 
     def judge(self, on_no_rank: dict[str, list[bytes]]) -> None:
-        """Raise StateMismatch for what must not be loaded; check the files that are to be read. Live state is untouched."""
+        """Raise StateMismatch for what must not be loaded; check the files that are to be read.
+        Live state is untouched."""
         for key, names in self.elsewhere.items():
             unknown = set(on_no_rank.get(key, ()))
             found = [n for n in names if _hash(n) in unknown]
@@ -284,10 +326,15 @@ class Loading:
         where, report = self.view.url, self.report
         # A load is of the components that were given; a restore is of all that was saved.
         parts = self.view.manifest.components
-        unexpected = [n for n in report.unexpected if "/" in n or (self.whole and parts[n].required)]
+        unexpected = [
+            n for n in report.unexpected if "/" in n or (self.whole and parts[n].required)
+        ]
         facts = {
-            "path": where, "missing": report.missing, "unexpected": unexpected, "mismatched": self.mismatched,
-        }  # fmt: skip
+            "path": where,
+            "missing": report.missing,
+            "unexpected": unexpected,
+            "mismatched": self.mismatched,
+        }
         if self.regrouped:
             raise self.regrouped[0]
         matched_any = any(c.key in self.view.manifest.components for c in self.components)
@@ -296,25 +343,35 @@ class Loading:
         if self.keys is not None:
             if report.missing and not self.entries:
                 lacking = _some(missing)
-                raise StateMismatch(f"{where}: nothing that keys ask for is in the checkpoint, not {lacking}", **facts)
+                raise StateMismatch(
+                    f"{where}: nothing that keys ask for is in the checkpoint, not {lacking}",
+                    **facts,
+                )
             matched_any = True
         if not matched_any or self.unmatched:
             what = f"component {self.unmatched[0]!r}" if self.unmatched else "the state"
             raise StateMismatch(
-                f"{where}: nothing in {what} has a name that the checkpoint has; live: {_some(report.missing)}; "
-                f"saved: {_some(report.unexpected)}", **facts)  # fmt: skip
+                f"{where}: nothing in {what} has a name that the checkpoint has; live: "
+                f"{_some(report.missing)}; "
+                f"saved: {_some(report.unexpected)}",
+                **facts,
+            )
         if self.mismatched:
             name, (saved, live) = next(iter(self.mismatched.items()))
             more = f" and {len(self.mismatched) - 1} more" if len(self.mismatched) > 1 else ""
             same_shape = "[" in saved and saved.split("[")[1:] == live.split("[")[1:]
             hint = "; cast=True converts dtypes" if same_shape else ""
             raise StateMismatch(
-                f"{where}: {name!r} was saved as {saved}, the live state has {live}{more}{hint}", **facts
+                f"{where}: {name!r} was saved as {saved}, the live state has {live}{more}{hint}",
+                **facts,
             )
         if self.strict and (report.missing or unexpected):
             raise StateMismatch(
-                f"{where} and the live state have different keys: missing in the checkpoint: {_some(missing)}; "
-                f"unexpected in the checkpoint: {_some(unexpected)}; strict=False loads the rest", **facts)  # fmt: skip
+                f"{where} and the live state have different keys: missing in the checkpoint: "
+                f"{_some(missing)}; "
+                f"unexpected in the checkpoint: {_some(unexpected)}; strict=False loads the rest",
+                **facts,
+            )
 
     def read(self) -> None:
         """Read every byte into its place, verified. Raises CheckpointCorrupt, StorageError."""
@@ -334,8 +391,11 @@ class Loading:
 
     @one_walk()
     def apply(self) -> None:
-        """Hand the complete states over, random streams last. Raises LoadFailed where a component refuses its own."""
-        order = sorted(self.entries.values(), key=lambda e: bool(getattr(e.stateful, "restore_last", False)))
+        """Hand the complete states over, random streams last. Raises LoadFailed where a component
+        refuses its own."""
+        order = sorted(
+            self.entries.values(), key=lambda e: bool(getattr(e.stateful, "restore_last", False))
+        )
         if self.transactional:
             self.before = {e.key: Snapshot(e.component, e.state, e.live) for e in order}
         seen: dict[int, tuple[Any, Any]] = {}
@@ -372,43 +432,83 @@ class Loading:
         entry.stateful.load_state_dict(state)
 
     def _failed(self, entry: _Entry, error: Exception) -> CheckpointError:
-        """What to raise where a component refused its state: with its name, and what that leaves."""
-        said = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else error.message
-        where = f"{self.view.url}: component {entry.key!r} on rank {self.comm.rank} could not be loaded"
+        """What to raise where a component refused its state: with its name, and what that
+        leaves."""
+        said = (
+            f"{type(error).__name__}: {error}"
+            if not isinstance(error, CheckpointError)
+            else error.message
+        )
+        where = (
+            f"{self.view.url}: component {entry.key!r} on rank {self.comm.rank} could not be loaded"
+        )
         touched = [e.key for e in self.entries.values() if e.in_place or e.key in self.begun]
         left = [key for key in self.entries if key not in touched]
-        after = "" if self.transactional else (
-            f"; overwritten by now, {entry.key!r} perhaps in part: {_some(touched)}; as before: {_some(left)}; do not train on "
-            "it (transactional=True puts everything back)")  # fmt: skip
-        facts = {"path": self.view.url, "component": entry.key, "rank": self.comm.rank, "overwritten": touched}
+        after = (
+            ""
+            if self.transactional
+            else (
+                f"; overwritten by now, {entry.key!r} perhaps in part: {_some(touched)}; as "
+                f"before: {_some(left)}; do not train on "
+                "it (transactional=True puts everything back)"
+            )
+        )
+        facts = {
+            "path": self.view.url,
+            "component": entry.key,
+            "rank": self.comm.rank,
+            "overwritten": touched,
+        }
         if isinstance(error, CheckpointError) and not isinstance(error, StateMismatch):
             error.message += after
             return error
         if isinstance(error, StateMismatch):
-            facts |= {"missing": error.missing, "unexpected": error.unexpected, "mismatched": error.mismatched}
+            facts |= {
+                "missing": error.missing,
+                "unexpected": error.unexpected,
+                "mismatched": error.mismatched,
+            }
         return LoadFailed(f"{where}: {said}{after}", **facts)
 
     def _check_shared(self) -> None:
-        """Raise LoadFailed where memory that several tensors have in common does not hold what was saved of each."""
-        wrong = [name for name, live, staged in self.contested
-                 if not torch.equal(words(live).cpu(), words(staged.to(live.dtype)))]  # fmt: skip
+        """Raise LoadFailed where memory that several tensors have in common does not hold what was
+        saved of each."""
+        wrong = [
+            name
+            for name, live, staged in self.contested
+            if not torch.equal(words(live).cpu(), words(staged.to(live.dtype)))
+        ]
         also = ""
         for one, keeper in () if wrong else self.shared.others:
             entry = self.entries[one.component]
-            now = {t.name: t for t in capture(entry.key, entry.stateful.state_dict(), sharded=True).tensors}.get(
-                one.tensor.name
+            now = {
+                t.name: t
+                for t in capture(entry.key, entry.stateful.state_dict(), sharded=True).tensors
+            }.get(one.tensor.name)
+            span, kept = (
+                memory_span(keeper.tensor.tensor),
+                memory_span(now.tensor) if now is not None else None,
             )
-            span, kept = memory_span(keeper.tensor.tensor), memory_span(now.tensor) if now is not None else None
             overlap = span is not None and kept is not None and span[0] == kept[0]
-            if overlap and span[1] < kept[2] and kept[1] < span[2] and not self._one_value(one, keeper):  # type: ignore[index]
+            if (
+                overlap
+                and span[1] < kept[2]  # type: ignore[index]
+                and kept[1] < span[2]  # type: ignore[index]
+                and not self._one_value(one, keeper)
+            ):
                 wrong = wrong or [f"{one.component}/{one.tensor.name}"]
                 also = also or f" with '{keeper.component}/{keeper.tensor.name}'"
         if wrong:
             raise LoadFailed(
-                f"{self.view.url}: {wrong[0]!r} shares memory{also} in the live state, and other bytes were saved of it: one "
+                f"{self.view.url}: {wrong[0]!r} shares memory{also} in the live state, and other "
+                "bytes were saved of it: one "
                 "memory cannot hold two values; make it a copy of its own before the load"
-                + ("" if self.transactional else PARTLY_OVERWRITTEN), path=self.view.url,
-                component=wrong[0].split("/")[0], rank=self.comm.rank, overwritten=list(self.entries))  # fmt: skip
+                + ("" if self.transactional else PARTLY_OVERWRITTEN),
+                path=self.view.url,
+                component=wrong[0].split("/")[0],
+                rank=self.comm.rank,
+                overwritten=list(self.entries),
+            )
 
     def _one_value(self, one: Held, other: Held) -> bool:
         """Whether the same bytes were saved of two live tensors that are one."""
@@ -419,8 +519,13 @@ class Loading:
         first, second = numbers
         if first is None or second is None or one.tensor.shape != other.tensor.shape:
             return False
-        return _same_bytes(self.entries[one.component].stored, first,
-                           self.entries[other.component].stored, second, one.tensor)  # fmt: skip
+        return _same_bytes(
+            self.entries[one.component].stored,
+            first,
+            self.entries[other.component].stored,
+            second,
+            one.tensor,
+        )
 
     def put_back(self, error: BaseException) -> None:
         """Undo what `apply` did on this rank, and say so in `error`."""
@@ -432,14 +537,18 @@ class Loading:
                 failed.append(f"{key!r} ({type(reason).__name__}: {reason})")
         text = "; live state is as it was before the load"
         if failed:
-            text = f"; the others were put back as they were, and these could not be: {', '.join(failed)}; do not train on it"
+            text = (
+                "; the others were put back as they were, and these could not be: "
+                f"{', '.join(failed)}; do not train on it"
+            )
         if isinstance(error, CheckpointError):
             error.message += text
         else:
             error.add_note(text[2:])
 
     def free_for_reading(self, place: tuple[str, str], tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory may be read into: not shared in part with another's, or with itself."""
+        """Whether a tensor's memory may be read into: not shared in part with another's, or with
+        itself."""
         # The memory of a conjugated or negated view holds other bits than its items say.
         odd = tensor.is_conj() or tensor.is_neg() or overlaps_itself(tensor)
         return not (self.host_first or odd or place in self.shared.contested)
@@ -468,26 +577,42 @@ def _versions(stored: StoredComponent, file: str) -> dict[str, Any] | None:
     found = decode(stored.versions, file=file)
     tables = found.values() if isinstance(found, dict) else [None]
     if not all(
-        isinstance(table, dict) and all(isinstance(facts, dict) for facts in table.values()) for table in tables
+        isinstance(table, dict) and all(isinstance(facts, dict) for facts in table.values())
+        for table in tables
     ):
-        raise CheckpointCorrupt(f"{file}: the versions of its modules are not a table", kind="format")
+        raise CheckpointCorrupt(
+            f"{file}: the versions of its modules are not a table", kind="format"
+        )
     return dict(found)
 
 
-def _same_bytes(a: StoredComponent, first: int, b: StoredComponent, second: int, live: CapturedTensor) -> bool:
+def _same_bytes(
+    a: StoredComponent, first: int, b: StoredComponent, second: int, live: CapturedTensor
+) -> bool:
     """Whether two saved tensors are equal where `live` wants them, by their digests."""
     box = live.part.box
     one, other = a.tensors[first], b.tensors[second]
     if box is None or (one.dtype, one.shape) != (other.dtype, other.shape):
         return box is None
-    pieces = [[(p.offset, p.digests) for p in stored.pieces(n, box)] for stored, n in ((a, first), (b, second))]
+    pieces = [
+        [(p.offset, p.digests) for p in stored.pieces(n, box)]
+        for stored, n in ((a, first), (b, second))
+    ]
     return pieces[0] == pieces[1]
 
 
 class _Component:
-    """Destinations of one component's tensors. skip: tensors that this rank does not have belong to others."""
+    """Destinations of one component's tensors. skip: tensors that this rank does not have belong to
+    others."""
 
-    def __init__(self, loading: Loading, entry: _Entry, held: dict[tuple[str, ...], int | None], *, skip: bool) -> None:
+    def __init__(
+        self,
+        loading: Loading,
+        entry: _Entry,
+        held: dict[tuple[str, ...], int | None],
+        *,
+        skip: bool,
+    ) -> None:
         self.loading, self.entry, self.skip = loading, entry, skip
         self.component, self.stored, self.owner = entry.component, entry.stored, entry.owner
         self.live = {t.name: t for t in entry.live.tensors}
@@ -499,7 +624,8 @@ class _Component:
         self.arrays: set[int] = set()
 
     def leaf(self, ref: TensorRef) -> Any:
-        """What stands for a saved tensor in the state that is handed over; its bytes are read later."""
+        """What stands for a saved tensor in the state that is handed over; its bytes are read
+        later."""
         if not 0 <= ref.index < len(self.stored.tensors):
             raise ValueError(f"the tree refers to tensor {ref.index} of {len(self.stored.tensors)}")
         if ref.numpy:
@@ -527,10 +653,15 @@ class _Component:
                 return self.two_values(number, tensor, live, repr(other.name))
         return self.once(number)
 
-    def two_values(self, number: int, tensor: LogicalTensor, live: CapturedTensor, other: str) -> Any:
-        """One memory cannot hold two values. What is held by name gets memory of its own; a module's tensors are refused."""
+    def two_values(
+        self, number: int, tensor: LogicalTensor, live: CapturedTensor, other: str
+    ) -> Any:
+        """One memory cannot hold two values. What is held by name gets memory of its own; a
+        module's tensors are refused."""
         dtype = torch_dtype(tensor.dtype)
-        free = (isinstance(self.owner, PlainState) or is_optimizer(self.owner)) and not owned_elsewhere(live.live)
+        free = (
+            isinstance(self.owner, PlainState) or is_optimizer(self.owner)
+        ) and not owned_elsewhere(live.live)
         if free and dtype is not None and self.fitting(live, tensor):
             return self.as_saved(number, tensor, dtype, live)
         forms = ("a value of its own", f"memory that it shares with {other}")
@@ -553,8 +684,12 @@ class _Component:
         name = f"{self.component.key}/{tensor.name}"
         dtype = torch_dtype(tensor.dtype)
         if dtype is None:
-            raise CheckpointCorrupt(f"{self.loading.view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch lacks",
-                                    tensor=name, kind="format")  # fmt: skip
+            raise CheckpointCorrupt(
+                f"{self.loading.view.url}: tensor {name!r} has dtype {tensor.dtype}, which this "
+                "torch lacks",
+                tensor=name,
+                kind="format",
+            )
         if (live := self.live.get(tensor.name)) is None:
             return self.as_saved(number, tensor, dtype, None)
         fits = self.fitting(live, tensor)
@@ -564,7 +699,11 @@ class _Component:
             if not fits and checked and not self.castable(name, tensor, live, dtype):
                 return live.live
             return self.as_saved(number, tensor, dtype, live)
-        if not fits and self.replaceable(tensor, live) and not (self.loading.cast and live.part.shape == tensor.shape):
+        if (
+            not fits
+            and self.replaceable(tensor, live)
+            and not (self.loading.cast and live.part.shape == tensor.shape)
+        ):
             return self.as_saved(number, tensor, dtype, live)
         if not fits and not self.castable(name, tensor, live, dtype):
             return live.live
@@ -573,7 +712,9 @@ class _Component:
         if keeper is not None:
             one = Held(*place[:1], self.order[tensor.name], live)
             if not self.loading._one_value(one, keeper):
-                return self.two_values(number, tensor, live, f"'{keeper.component}/{keeper.tensor.name}'")
+                return self.two_values(
+                    number, tensor, live, f"'{keeper.component}/{keeper.tensor.name}'"
+                )
             return live.live
         if fits and self.loading.free_for_reading(place, live.tensor):
             self.entry.in_place = True
@@ -583,17 +724,23 @@ class _Component:
             self.entry.staged.append((live.tensor, staged))
             if place in self.loading.shared.contested:
                 self.loading.contested.append((name, live.tensor, staged))
-            self.read_into(number, tensor, LocalPart(staged, tensor.shape, live.part.box, live.part.layout))
+            self.read_into(
+                number, tensor, LocalPart(staged, tensor.shape, live.part.box, live.part.layout)
+            )
         return live.live
 
     def replaceable(self, tensor: LogicalTensor, live: CapturedTensor) -> bool:
-        """Whether a plain tensor of another shape or dtype may take the place of the live one in the dict or list around
+        """Whether a plain tensor of another shape or dtype may take the place of the live one in
+        the dict or list around
         it: one that nothing else is known to use."""
         whole = tensor.layout is None or isinstance(tensor.layout, WholeLayout)
         return isinstance(self.owner, PlainState) and whole and self.owner.may_replace(live.live)
 
-    def as_saved(self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: CapturedTensor | None) -> Any:
-        """Fresh memory in the shape and dtype that were saved, on the device of the live tensor if there is one."""
+    def as_saved(
+        self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: CapturedTensor | None
+    ) -> Any:
+        """Fresh memory in the shape and dtype that were saved, on the device of the live tensor if
+        there is one."""
         leaf = self.fresh(number, tensor, dtype, live)
         if leaf is not SKIPPED:
             self.read_into(number, tensor, local_part(leaf))
@@ -608,16 +755,23 @@ class _Component:
             key = self.stored.of[number] if self.stored.of else self.component.key
             self.loading.reads.append(read_of(key, piece, part.box, words))
 
-    def castable(self, name: str, tensor: LogicalTensor, live: CapturedTensor, dtype: torch.dtype) -> bool:
+    def castable(
+        self, name: str, tensor: LogicalTensor, live: CapturedTensor, dtype: torch.dtype
+    ) -> bool:
         same_kind = live.tensor.is_complex() == dtype.is_complex
         if self.loading.cast and live.part.shape == tensor.shape and same_kind:
             self.loading.report.cast[name] = f"{tensor.dtype} -> {live.dtype}"
             return True
-        saved, held = f"{tensor.dtype} {list(tensor.shape)}", f"{live.dtype} {list(live.part.shape)}"
+        saved, held = (
+            f"{tensor.dtype} {list(tensor.shape)}",
+            f"{live.dtype} {list(live.part.shape)}",
+        )
         self.loading.mismatched[name] = (saved, held)
         return False
 
-    def fresh(self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: CapturedTensor | None) -> Any:
+    def fresh(
+        self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: CapturedTensor | None
+    ) -> Any:
         allocate = getattr(self.owner, "allocate", None)
         if allocate is not None:
             made = allocate(tensor.name, dtype, tensor.shape)
@@ -628,7 +782,9 @@ class _Component:
         if volume(tensor.shape) * dtype.itemsize > ALLOCATED_UNSEEN:
             # First that the bytes are there, then memory for them.
             whole = (0,) * len(tensor.shape), tensor.shape
-            self.loading.view.check_files(piece.file for piece in self.stored.pieces(number, whole) if piece.file)
+            self.loading.view.check_files(
+                piece.file for piece in self.stored.pieces(number, whole) if piece.file
+            )
         # A module copies what it is handed, from wherever it is.
         here = live is None or number in self.arrays or isinstance(self.owner, ModelState)
         device = torch.device("cpu") if live is None or here else live.tensor.device
@@ -656,7 +812,9 @@ def torch_words(tensor: torch.Tensor) -> Words:
         with torch.inference_mode(), own_stream(tensor.device):
             yield
 
-    return Words(array, array.element_size(), flat, memory, flattened, pinned_memory(tensor.device), moving)
+    return Words(
+        array, array.element_size(), flat, memory, flattened, pinned_memory(tensor.device), moving
+    )
 
 
 def _some(names: Sequence[str]) -> str:

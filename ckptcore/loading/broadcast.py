@@ -1,7 +1,8 @@
-"""Reading once and passing on: what every rank needs of the same bytes is read by one of them and handed to the rest.
+"""Reading once and passing on: what every rank needs of the same bytes is read by one of them and
+handed to the rest.
 
-For storage that is slow or billed by the request. The ranks take turns in windows of bounded size, so that each reads
-its part of the bytes in parallel with the others.
+For storage that is slow or billed by the request. The ranks take turns in windows of bounded size,
+so that each reads its part of the bytes in parallel with the others.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ class _Host:
 def read_shared(
     comm: Communicator, storage: Storage, folder: str, reads: Sequence[TensorRead], io_threads: int
 ) -> list[TensorRead]:
-    """Do those of `reads` that are the same on every rank; the others are returned, to be read by each rank itself.
+    """Do those of `reads` that are the same on every rank; the others are returned, to be read by
+    each rank itself.
 
     What one rank raises, all raise: CheckpointCorrupt, StorageError.
     """
-    wanted: dict[bytes, list[TensorRead]] = {}  # several where a rank puts the same bytes into several places
+    wanted: dict[
+        bytes, list[TensorRead]
+    ] = {}  # several where a rank puts the same bytes into several places
     for read in reads:
         wanted.setdefault(_identity(read), []).append(read)
 
@@ -63,14 +67,18 @@ def read_shared(
             _pass_on(comm, windows[turn : turn + comm.world_size], staged)
         except CheckpointError:
             raise  # everybody's
-        except Exception as error:  # of the transport: a bare error of its own, and on this rank alone
+        except (
+            Exception
+        ) as error:  # of the transport: a bare error of its own, and on this rank alone
             failed.append(error)
         comm.together("pass on", partial(_raise_first, failed), _nothing)
     taken = set(shared)
     return [read for name, same in wanted.items() for read in same[name in taken :]]
 
 
-def _pass_on(comm: Communicator, windows: Sequence[list[TensorRead]], staged: Sequence[TensorRead]) -> None:
+def _pass_on(
+    comm: Communicator, windows: Sequence[list[TensorRead]], staged: Sequence[TensorRead]
+) -> None:
     """Hand what each rank has read of its window to all of them."""
     for owner, window in enumerate(windows):
         for number, read in enumerate(window):

@@ -1,4 +1,5 @@
-"""Joining a load: all ranks mean the same checkpoint, see the same manifest, and know the groups of now."""
+"""Joining a load: all ranks mean the same checkpoint, see the same manifest, and know the groups of
+now."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ def join_load(
     mode: StorageMode = "shared",
     keys: Keys | None = None,
 ) -> tuple[CheckpointView, dict[str, list[list[int]]], Selection | None]:
-    """The view of the checkpoint, the partitions of the groups as they are now, and what `keys` ask for. mode: whether
-    nodes share their storage; where they do not, each has a view of its own part, and may have it under another name.
+    """The view of the checkpoint, the partitions of the groups as they are now, and what `keys` ask
+    for. mode: whether nodes share their storage; where they do not, each has a view of its own
+    part, and may have it under another name.
 
-    Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StorageError, RanksDisagree, InvalidState.
+    Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StorageError, RanksDisagree,
+    InvalidState.
     """
     opened: list[CheckpointView] = []
     selections: list[Selection | None] = []
@@ -40,12 +43,25 @@ def join_load(
     def local() -> dict[str, Any]:
         selections.append(None if keys is None else Selection(keys))
         opened.append(_opened(comm, storage, name, mode))
-        views = {group: own_view(group, ranks, comm.rank, comm.world_size) for group, ranks in groups.items()}
+        views = {
+            group: own_view(group, ranks, comm.rank, comm.world_size)
+            for group, ranks in groups.items()
+        }
         named = [component.key for component in components]
         manifest = opened[0].manifest
         asked = None if selections[0] is None else selections[0].text
-        said = {"name": name, "components": named, "keys": asked, "digest": manifest.digest, "groups": views}
-        return said | ({"name": "", "id": manifest.checkpoint_id, "node": manifest.node} if mode == "node" else {})
+        said = {
+            "name": name,
+            "components": named,
+            "keys": asked,
+            "digest": manifest.digest,
+            "groups": views,
+        }
+        return said | (
+            {"name": "", "id": manifest.checkpoint_id, "node": manifest.node}
+            if mode == "node"
+            else {}
+        )
 
     def decide(calls: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
         if mode == "node":
@@ -53,8 +69,13 @@ def join_load(
         for what in ("name", "components", "keys", *(() if mode == "node" else ("digest",))):
             wrong = [rank for rank, call in enumerate(calls) if call[what] != calls[0][what]]
             if wrong and what == "digest":
-                raise CheckpointCorrupt(f"{storage.at(name)}: ranks {wrong} read another manifest than rank 0: do they "
-                                        "see the same storage?", path=storage.at(name), kind="digest")  # fmt: skip
+                raise CheckpointCorrupt(
+                    f"{storage.at(name)}: ranks {wrong} read another manifest than rank 0: do "
+                    "they "
+                    "see the same storage?",
+                    path=storage.at(name),
+                    kind="digest",
+                )
             if wrong:
                 first, other = calls[0][what], calls[wrong[0]][what]
                 differs = f"{what} is {first!r} on rank 0 and {other!r} on rank {wrong[0]}"
@@ -72,14 +93,23 @@ def _opened(comm: Communicator, storage: Storage, name: str, mode: StorageMode) 
         view = CheckpointView(storage, name)
     except CheckpointNotFound as error:
         if mode == "node":
-            error.message = f"{node_name(comm.nodes, own_node(comm))} has no part of it: {error.message}"
+            error.message = (
+                f"{node_name(comm.nodes, own_node(comm))} has no part of it: {error.message}"
+            )
         raise
     saved = view.manifest.storage_mode
     if saved != mode:
         raise InvalidState(
-            f"{view.url} was saved with storage_mode={saved!r}, and is to be loaded with storage_mode={mode!r}: "
-            + ("it is the part of one node; load it on the nodes that saved it with storage_mode='node'" if saved == "node"
-               else "it lies whole in storage that all nodes see; load it with storage_mode='shared'"))  # fmt: skip
+            f"{view.url} was saved with storage_mode={saved!r}, and is to be loaded with "
+            f"storage_mode={mode!r}: "
+            + (
+                "it is the part of one node; load it on the nodes that saved it with "
+                "storage_mode='node'"
+                if saved == "node"
+                else "it lies whole in storage that all nodes see; load it with "
+                "storage_mode='shared'"
+            )
+        )
     return view
 
 
@@ -91,5 +121,9 @@ def _check_parts(comm: Communicator, where: str, calls: list[dict[str, Any]]) ->
             call, lowest = calls[rank], calls[ranks[0]]
             if call["id"] != first["id"] or call["digest"] != lowest["digest"]:
                 raise CheckpointCorrupt(
-                    f"{where}: rank {rank} on {node_name(comm.nodes, number)} has a part of another checkpoint "
-                    f"({call['id']}) than rank 0 ({first['id']})", path=where, kind="digest")  # fmt: skip
+                    f"{where}: rank {rank} on {node_name(comm.nodes, number)} has a part of "
+                    "another checkpoint "
+                    f"({call['id']}) than rank 0 ({first['id']})",
+                    path=where,
+                    kind="digest",
+                )

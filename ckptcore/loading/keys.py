@@ -1,7 +1,9 @@
-"""Loading a part: which names of the live state are asked for, and which saved names they are read from.
+"""Loading a part: which names of the live state are asked for, and which saved names they are read
+from.
 
-A part of a component is loaded as if the checkpoint held just that part, under the names of the live state, and the
-live state had nothing else. So everything that follows (checks, reading in place, other layouts) is the same.
+A part of a component is loaded as if the checkpoint held just that part, under the names of the
+live state, and the live state had nothing else. So everything that follows (checks, reading in
+place, other layouts) is the same.
 """
 
 from __future__ import annotations
@@ -33,19 +35,25 @@ Path = tuple[Any, ...]
 class Selection:
     """The `keys` of a load, checked; and what they chose on this rank.
 
-    A pattern asks for the names that it matches and for all that lies below them: "model", "model/*" and "m*" ask for
-    the component "model". `*` matches `/`, too. A function is called with each name of the live state, "component/name".
-    Raises InvalidState for what is neither.
+    A pattern asks for the names that it matches and for all that lies below them: "model",
+    "model/*" and "m*" ask for the component "model". `*` matches `/`, too. A function is called
+    with each name of the live state, "component/name". Raises InvalidState for what is neither.
     """
 
     def __init__(self, keys: Keys) -> None:
         self.function = keys if callable(keys) else None
         found: Any = () if callable(keys) else (keys,) if isinstance(keys, str) else keys
         if not isinstance(found, list | tuple | set | frozenset | KeysView):
-            raise InvalidState(f"keys must be a name, a pattern, a list of them or a function, not {shown(keys)}")
+            raise InvalidState(
+                f"keys must be a name, a pattern, a list of them or a function, not {shown(keys)}"
+            )
         self.patterns: list[str] = [*found]
-        if self.function is None and not (self.patterns and all(isinstance(p, str) and p for p in self.patterns)):
-            raise InvalidState(f"keys must be one or more names or patterns such as 'model/*', not {shown(keys)}")
+        if self.function is None and not (
+            self.patterns and all(isinstance(p, str) and p for p in self.patterns)
+        ):
+            raise InvalidState(
+                f"keys must be one or more names or patterns such as 'model/*', not {shown(keys)}"
+            )
         self.used: set[str] = set()
         self.chosen = 0
         self.digests: dict[str, list[str]] = {}
@@ -72,30 +80,35 @@ class Selection:
         if isinstance(answer, str) and (answer == name or answer.strip("/").count("/")):
             return answer
         raise InvalidState(
-            f"the function given as keys must give True, False or a saved name 'component/name'; for {name!r} it "
+            "the function given as keys must give True, False or a saved name 'component/name'; "
+            f"for {name!r} it "
             f"gives {shown(answer)}"
         )
 
     def asks_for(self, name: str) -> bool:
-        """Whether a name that only the checkpoint has is asked for; functions are for names of the live state."""
+        """Whether a name that only the checkpoint has is asked for; functions are for names of the
+        live state."""
         return any(_matches(pattern, name) for pattern in self.patterns)
 
     def choose(self, key: str, names: Collection[str]) -> dict[str, str]:
-        """Live name -> saved name, both with the component, for what is asked for among `names` of a component."""
+        """Live name -> saved name, both with the component, for what is asked for among `names` of
+        a component."""
         # A component without names (an empty dict, a fresh loader) goes by its own.
         asked = [f"{key}/{name}" for name in names] or [key]
         chosen = {name: source for name in asked if (source := self.source(name)) is not None}
         self.chosen += len(chosen)
         pairs = "\n".join(f"{name}\t{source}" for name, source in sorted(chosen.items()))
         self.digests[key] = [
-            content_digest(text.encode("utf-8", "surrogatepass")) for text in ("\n".join(sorted(asked)), pairs)
+            content_digest(text.encode("utf-8", "surrogatepass"))
+            for text in ("\n".join(sorted(asked)), pairs)
         ]
         self.renamed |= {name: source for name, source in chosen.items() if name != source}
         return chosen
 
     @property
     def answer(self) -> dict[str, Any]:
-        """What the other ranks need to know: patterns that match nothing here, how much was chosen, and what."""
+        """What the other ranks need to know: patterns that match nothing here, how much was chosen,
+        and what."""
         unused = [pattern for pattern in self.patterns if pattern not in self.used]
         return {"unused": unused, "chosen": self.chosen, "digests": self.digests}
 
@@ -115,7 +128,8 @@ def _matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is loaded of one component: its owner here, what is stored for it, and names that only the checkpoint has."""
+    """What is loaded of one component: its owner here, what is stored for it, and names that only
+    the checkpoint has."""
 
     component: StateComponent
     stored: StoredComponent
@@ -145,8 +159,10 @@ class _Source:
 class _Wanted:
     """What is asked for of one live component.
 
-    names: all that it has, and where in its state. chosen: live name -> saved name, both with their components.
-    sources: the stored components that are read from; None where the live state is to stay (on_resize="keep").
+    names: all that it has, and where in its state. chosen: live name -> saved name, both with their
+    components.
+    sources: the stored components that are read from; None where the live state is to stay
+    (on_resize="keep").
     missing: chosen names that the checkpoint lacks.
     """
 
@@ -177,9 +193,14 @@ class _Wanted:
 
 
 def parts(
-    selection: Selection, view: CheckpointView, components: Sequence[StateComponent], place: Place, missing: list[str]
+    selection: Selection,
+    view: CheckpointView,
+    components: Sequence[StateComponent],
+    place: Place,
+    missing: list[str],
 ) -> Iterator[Part]:
-    """What `selection` asks for, component by component; `missing` gets the names that the checkpoint lacks.
+    """What `selection` asks for, component by component; `missing` gets the names that the
+    checkpoint lacks.
 
     Raises InvalidState, StateMismatch, CheckpointCorrupt, StorageError.
     """
@@ -241,7 +262,8 @@ def _whole(wanted: _Wanted) -> _Source | None:
 
 
 def _live_names(owner: Any, state: Any) -> dict[str, Path]:
-    """Names of a state's parts, and where they are in it. Those of an optimizer are the names of its parameters."""
+    """Names of a state's parts, and where they are in it. Those of an optimizer are the names of
+    its parameters."""
     if isinstance(owner, OptimizerState):
         return {name: (name,) for name in state["group_of"]}
     return dict(_leaves(state))
@@ -252,8 +274,12 @@ def _saved_names(owner: Any, state: Any) -> dict[str, Path]:
         return dict(_leaves(state))
     groups = state.get("group_of") if isinstance(state, dict) else None
     wanted = ("state", "shapes", "groups")
-    if not isinstance(groups, dict) or not all(isinstance(state.get(name), dict) for name in wanted):
-        raise StateMismatch("the saved state is not that of an OptimizerState (no groups of named parameters)")
+    if not isinstance(groups, dict) or not all(
+        isinstance(state.get(name), dict) for name in wanted
+    ):
+        raise StateMismatch(
+            "the saved state is not that of an OptimizerState (no groups of named parameters)"
+        )
     return {name: (name,) for name in groups}
 
 
@@ -321,7 +347,8 @@ def _part_of_tree(wanted: _Wanted) -> Part | None:
 
 
 def _versions(chosen: Mapping[str, str], sources: Mapping[str, StoredComponent]) -> bytes | None:
-    """What was saved beside the state of the modules that are read from, by the names of those that read it."""
+    """What was saved beside the state of the modules that are read from, by the names of those that
+    read it."""
     tables = {}
     for key, stored in sources.items():
         found = None if stored.versions is None else decode(stored.versions)
@@ -356,7 +383,8 @@ def _only_saved(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
 
 
 def _part_of_optimizer(wanted: _Wanted) -> Part | None:
-    """The state of some parameters. The options of a group come along where all its parameters do, from one group."""
+    """The state of some parameters. The options of a group come along where all its parameters do,
+    from one group."""
     key, owner, held = wanted.component.key, wanted.component.stateful, wanted.held
     named = {k: _saved_names(owner, source.state) for k, source in held.items()}
     live = owner.state_dict()
@@ -381,7 +409,11 @@ def _part_of_optimizer(wanted: _Wanted) -> Part | None:
         origin = next(iter(found)) if len(found) == 1 else None
         options = {} if origin is None else held[origin[0]].state["groups"].get(origin[1], {})
         tree["groups"][number] = options
-    extra = [n for n in named.get(key, ()) if n not in wanted.names and wanted.selection.asks_for(f"{key}/{n}")]
+    extra = [
+        n
+        for n in named.get(key, ())
+        if n not in wanted.names and wanted.selection.asks_for(f"{key}/{n}")
+    ]
     return wanted.part(_OptimizerPart(owner, set(tree["group_of"])), tree, extra)
 
 
@@ -415,7 +447,8 @@ def _stored(tree: Any) -> StoredComponent:
 
 
 class _PartOwner:
-    """The owner of a component, with some paths of its state only; what is not asked for stays as it is."""
+    """The owner of a component, with some paths of its state only; what is not asked for stays as
+    it is."""
 
     def __init__(self, whole: Any, paths: Sequence[Path]) -> None:
         self.whole, self.paths = whole, paths
@@ -467,7 +500,8 @@ class _OptimizerPart:
     def state_dict(self) -> dict[str, Any]:
         state = self.whole.state_dict()
         some = {
-            part: {n: v for n, v in state[part].items() if n in self.names} for part in ("state", "group_of", "shapes")
+            part: {n: v for n, v in state[part].items() if n in self.names}
+            for part in ("state", "group_of", "shapes")
         }
         return {**some, "groups": state["groups"]}
 
@@ -476,12 +510,16 @@ class _OptimizerPart:
 
     def load_state_dict(self, part: Mapping[str, Any]) -> None:
         live = self.whole.state_dict()
-        groups = {number: part["groups"].get(number) or options for number, options in live["groups"].items()}
+        groups = {
+            number: part["groups"].get(number) or options
+            for number, options in live["groups"].items()
+        }
         self.whole.load_state_dict({**live, "state": {}, **part, "groups": groups})
 
 
 def _fit(whole: Any, part: Any) -> Differences:
-    """How what is there fits; what is missing or unexpected was found out when the part was chosen."""
+    """How what is there fits; what is missing or unexpected was found out when the part was
+    chosen."""
     return Differences([], [], 1, whole.differences(part).mismatched)
 
 
@@ -490,14 +528,17 @@ def _owner(whole: Any, paths: Sequence[Path]) -> _PartOwner:
 
 
 def _with(state: Any, taken: Mapping[Path, Any]) -> Any:
-    """A copy of nested dicts with other values at some paths. What is not on the way to them is the same object."""
+    """A copy of nested dicts with other values at some paths. What is not on the way to them is the
+    same object."""
     if () in taken:
         return taken[()]
     below: dict[Any, dict[Path, Any]] = {}
     for path, value in taken.items():
         below.setdefault(path[0], {})[path[1:]] = value
     items = keyed(state) or {}
-    new = {key: _with(item, below.pop(key)) if key in below else item for key, item in items.items()}
+    new = {
+        key: _with(item, below.pop(key)) if key in below else item for key, item in items.items()
+    }
     new |= {key: _with({}, rest) for key, rest in below.items()}
     codec = None if type(state) is dict else codec_of(state)
     return new if codec is None else codec.decode(new)

@@ -20,9 +20,11 @@ class _Skipped:
 SKIPPED = _Skipped()
 
 
-def held_names(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[str, ...], int | None]]:
-    """Parts of the names, made as those of tensors, of lists in the live state with their lengths, and of what is neither
-    dict nor list."""
+def held_names(
+    state: Any, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], int | None]]:
+    """Parts of the names, made as those of tensors, of lists in the live state with their lengths,
+    and of what is neither dict nor list."""
     if (items := keyed(state)) is not None:
         for key, item in items.items():
             yield from held_names(item, (*path, key))
@@ -34,13 +36,17 @@ def held_names(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def has_other(held: Mapping[tuple[str, ...], int | None], name: str) -> bool:
-    """Whether the live state has something else where the tensor `name` was saved: another value, or a list that ends
-    before it."""
+    """Whether the live state has something else where the tensor `name` was saved: another value,
+    or a list that ends before it."""
     parts = tuple(name.split("/"))
     for n in range(len(parts) + 1):
         if parts[:n] in held:
             length = held[parts[:n]]
-            if length is None or n == len(parts) or (parts[n].isdecimal() and int(parts[n]) >= length):
+            if (
+                length is None
+                or n == len(parts)
+                or (parts[n].isdecimal() and int(parts[n]) >= length)
+            ):
                 return True
     return False
 
@@ -49,7 +55,9 @@ def _lacks(state: Any) -> bool:
     """Whether something was skipped at any depth."""
     if type(state) is Opaque:
         return _lacks(state.payload)
-    items = state.values() if isinstance(state, dict) else state if type(state) in (list, tuple) else ()
+    items = (
+        state.values() if isinstance(state, dict) else state if type(state) in (list, tuple) else ()
+    )
     return state is SKIPPED or any(_lacks(item) for item in items)
 
 

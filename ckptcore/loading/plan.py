@@ -1,7 +1,9 @@
-"""The load plan: which chunks of which stored boxes fill a part of a tensor, and where their bytes go.
+"""The load plan: which chunks of which stored boxes fill a part of a tensor, and where their bytes
+go.
 
-A stored piece is a box of the logical tensor in C order. Of a piece that is needed in part, the chunks that hold
-needed items are read whole, so that their digests can be checked, and cut afterwards.
+A stored piece is a box of the logical tensor in C order. Of a piece that is needed in part, the
+chunks that hold needed items are read whole, so that their digests can be checked, and cut
+afterwards.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ __all__ = ["Words", "needed_chunks", "numpy_words", "read_of"]
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Memory of a part of a tensor as an array of integers as wide as its items (numpy or torch, any strides).
+    """Memory of a part of a tensor as an array of integers as wide as its items (numpy or torch,
+    any strides).
 
-    flat(bytes) gives bytes as a flat array of the same kind; memory(array) the bytes of a contiguous host array, else
-    None; flattened(array) the same items in one dimension and the same memory, None where there is no such view.
+    flat(bytes) gives bytes as a flat array of the same kind; memory(array) the bytes of a
+    contiguous host array, else None; flattened(array) the same items in one dimension and the same
+    memory, None where there is no such view.
     pinned: how to make memory that is fast to copy from; moving: what copies are made in.
     """
 
@@ -44,7 +48,11 @@ def numpy_words(array: Any) -> Words:
     import numpy as np
 
     def memory(part: Any) -> memoryview | None:
-        return memoryview(part.reshape(-1).view(np.uint8).data) if part.flags.c_contiguous and part.size else None
+        return (
+            memoryview(part.reshape(-1).view(np.uint8).data)
+            if part.flags.c_contiguous and part.size
+            else None
+        )
 
     return Words(array, array.itemsize, lambda data: np.frombuffer(data, array.dtype), memory)
 
@@ -66,12 +74,17 @@ def read_of(component: str, entry: TensorEntry, wanted: Box, words: Words) -> Te
     inner = tuple(o - h for o, h in zip(common[0], held[0], strict=True)) + (0,) * len(extra)
     target = _PartTarget(region, held[1] + extra, inner, common[1] + extra, words)
     whole = common == held
-    chunks = None if whole else needed_chunks(held[1] + extra, inner, common[1] + extra, words.itemsize)
+    chunks = (
+        None if whole else needed_chunks(held[1] + extra, inner, common[1] + extra, words.itemsize)
+    )
     return TensorRead(component, entry, target, chunks)
 
 
-def needed_chunks(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], itemsize: int) -> list[int]:
-    """The chunks of a C-order array of `shape` that hold something of the box at `offset` of `size`."""
+def needed_chunks(
+    shape: Sequence[int], offset: Sequence[int], size: Sequence[int], itemsize: int
+) -> list[int]:
+    """The chunks of a C-order array of `shape` that hold something of the box at `offset` of
+    `size`."""
     rows = _row_ranges(shape, offset, size)
     chunks: dict[int, None] = {}
     for first, count in rows:
@@ -80,9 +93,11 @@ def needed_chunks(shape: Sequence[int], offset: Sequence[int], size: Sequence[in
     return list(chunks)
 
 
-def _row_ranges(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> list[tuple[int, int]]:
-    """Flat ranges (first item, count) that cover the box: whole inner parts at once, rows apart only where that can
-    leave a chunk out."""
+def _row_ranges(
+    shape: Sequence[int], offset: Sequence[int], size: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Flat ranges (first item, count) that cover the box: whole inner parts at once, rows apart
+    only where that can leave a chunk out."""
     if not shape:
         return [(0, 1)]
     row = prod(shape[1:])
@@ -109,7 +124,12 @@ class _PartTarget:
     """A Target for a stored piece of which a box is wanted: `region` is the box's memory."""
 
     def __init__(
-        self, region: Any, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], words: Words
+        self,
+        region: Any,
+        shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+        words: Words,
     ) -> None:
         self.region, self.shape, self.offset, self.words = region, shape, offset, words
         # Where the box is one run of the piece and of the memory, bytes go straight in.
@@ -130,7 +150,13 @@ class _PartTarget:
             if self.items is not None:
                 self._put_run((start - self.first) // self.words.itemsize, self.words.flat(data))
                 return
-            _scatter(self.region, self.shape, self.offset, start // self.words.itemsize, self.words.flat(data))
+            _scatter(
+                self.region,
+                self.shape,
+                self.offset,
+                start // self.words.itemsize,
+                self.words.flat(data),
+            )
 
     def _put_run(self, at: int, flat: Any) -> None:
         """Put what is wanted of the items from `at` of the box on, as one block copy."""
@@ -139,8 +165,11 @@ class _PartTarget:
             self.items[low:high] = flat[low - at : high - at]
 
 
-def _scatter(region: Any, shape: Sequence[int], offset: Sequence[int], start: int, flat: Any) -> None:
-    """Put items `start` ... of a C-order piece into the part of it that `region` is, in as few block copies."""
+def _scatter(
+    region: Any, shape: Sequence[int], offset: Sequence[int], start: int, flat: Any
+) -> None:
+    """Put items `start` ... of a C-order piece into the part of it that `region` is, in as few
+    block copies."""
     if not shape:
         region[...] = flat.reshape(region.shape)
         return
@@ -156,7 +185,11 @@ def _scatter(region: Any, shape: Sequence[int], offset: Sequence[int], start: in
             n = (count - at) // row * row
             first, last = max(index, low), min(index + n // row, high)
             if first < last:
-                block = flat[at + (first - index) * row : at + (last - index) * row].reshape(last - first, *shape[1:])
-                inner = tuple(slice(o, o + s) for o, s in zip(offset[1:], region.shape[1:], strict=True))
+                block = flat[at + (first - index) * row : at + (last - index) * row].reshape(
+                    last - first, *shape[1:]
+                )
+                inner = tuple(
+                    slice(o, o + s) for o, s in zip(offset[1:], region.shape[1:], strict=True)
+                )
                 region[first - low : last - low] = block[(slice(None), *inner)]
         at += n

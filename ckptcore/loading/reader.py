@@ -1,4 +1,5 @@
-"""Verified parallel reads: each byte is read once, straight into its destination, and hashed while it is warm."""
+"""Verified parallel reads: each byte is read once, straight into its destination, and hashed while
+it is warm."""
 
 from __future__ import annotations
 
@@ -22,12 +23,15 @@ from ..storage.scratch import MakeMemory, Scratch
 
 __all__ = ["Target", "TensorRead", "check_header", "open_member", "read_tensors"]
 
-STEP_BYTES = 1 << 20  # read and hashed at a time, so that the hash finds the bytes in the processor's cache
+STEP_BYTES = (
+    1 << 20
+)  # read and hashed at a time, so that the hash finds the bytes in the processor's cache
 BATCH_PARTS = 512
 
 
 class Target(Protocol):
-    """Where the bytes of one tensor go, in C order. pinned: how to make memory that `put` is fast from, if not any is."""
+    """Where the bytes of one tensor go, in C order. pinned: how to make memory that `put` is fast
+    from, if not any is."""
 
     pinned: MakeMemory | None
 
@@ -35,7 +39,8 @@ class Target(Protocol):
         """The memory itself; None when it is not contiguous host memory."""
 
     def put(self, start: int, data: memoryview) -> None:
-        """Store what is wanted of `data`, the bytes from `start` on; used where `view` gives None."""
+        """Store what is wanted of `data`, the bytes from `start` on; used where `view` gives
+        None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,9 @@ def read_tensors(
     io_threads: int,
     on_corrupt: Callable[[CheckpointCorrupt], None] | None = None,
 ) -> None:
-    """Do all `reads`. The first damage raises CheckpointCorrupt (file, tensor, digests), unless `on_corrupt` takes
-    each. Memory beyond the targets is bounded by `io_threads` x 8 MiB. With one of them all is done on the calling
-    thread, and each file in its order. Raises StorageError."""
+    """Do all `reads`. The first damage raises CheckpointCorrupt (file, tensor, digests), unless
+    `on_corrupt` takes each. Memory beyond the targets is bounded by `io_threads` x 8 MiB. With one
+    of them all is done on the calling thread, and each file in its order. Raises StorageError."""
     files: dict[str, list[TensorRead]] = {}
     for read in reads:
         if read.entry.file is not None and read.entry.nbytes:
@@ -118,8 +123,8 @@ def read_tensors(
 
 
 class _File:
-    """A file to read: opened for its first batch, and closed after its last one. So no more are open than threads read,
-    however many there are."""
+    """A file to read: opened for its first batch, and closed after its last one. So no more are
+    open than threads read, however many there are."""
 
     def __init__(self, storage: Storage, folder: str, name: str, batches: int) -> None:
         self.storage, self.folder, self.name, self.left = storage, folder, name, batches
@@ -178,24 +183,45 @@ def _read_batch(
         target = part.read.target
         view = None if target is None else target.view(start, start + length)
         direct.append(view is not None)
-        buffers.append(scratch.take(at, length, None if target is None else target.pinned) if view is None else view)
+        buffers.append(
+            scratch.take(at, length, None if target is None else target.pinned)
+            if view is None
+            else view
+        )
         at += length
     if first + total > reader.size:
         raise CheckpointCorrupt(
-            f"{where} ends at byte {reader.size}; tensor {parts[-1].read.name!r} needs bytes up to {first + total}",
-            file=file, kind="size", tensor=parts[-1].read.name, expected=first + total, actual=reader.size)  # fmt: skip
+            f"{where} ends at byte {reader.size}; tensor {parts[-1].read.name!r} needs bytes up "
+            f"to {first + total}",
+            file=file,
+            kind="size",
+            tensor=parts[-1].read.name,
+            expected=first + total,
+            actual=reader.size,
+        )
     if len(parts) == 1:
-        # Bytes for an accelerator go through memory that stays warm; and each step takes its turn at the interpreter.
-        digests = [_read_hashing(reader, first, buffers[0], step_bytes if direct[0] else CHUNK_BYTES)]
+        # Bytes for an accelerator go through memory that stays warm; and each step takes its turn
+        # at the interpreter.
+        digests = [
+            _read_hashing(reader, first, buffers[0], step_bytes if direct[0] else CHUNK_BYTES)
+        ]
     else:
         reader.read_into(first, buffers)
         digests = [chunk_digest(buffer) for buffer in buffers]
-    for part, place, buffer, in_place, digest in zip(parts, places, buffers, direct, digests, strict=True):
+    for part, place, buffer, in_place, digest in zip(
+        parts, places, buffers, direct, digests, strict=True
+    ):
         if digest != place[2]:
             yield CheckpointCorrupt(
-                f"{where}: tensor {part.read.name!r} is damaged: bytes {place[0]} to {place[0] + place[1]} have digest "
+                f"{where}: tensor {part.read.name!r} is damaged: bytes {place[0]} to "
+                f"{place[0] + place[1]} have digest "
                 f"{digest.hex()}, {place[2].hex()} was saved",
-                file=file, kind="digest", tensor=part.read.name, expected=place[2].hex(), actual=digest.hex())  # fmt: skip
+                file=file,
+                kind="digest",
+                tensor=part.read.name,
+                expected=place[2].hex(),
+                actual=digest.hex(),
+            )
         elif not in_place and part.read.target is not None:
             part.read.target.put(part.chunk * CHUNK_BYTES, buffer)
 
@@ -209,16 +235,22 @@ def _read_hashing(reader: FileReader, offset: int, buffer: memoryview, step_byte
     return state.digest()
 
 
-# How storages say that there is nothing, or, when it is opened, no file (EINVAL: a pipe or the like).
+# How storages say that there is nothing, or, when it is opened, no file (EINVAL: a pipe or the
+# like).
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 _NO_FILE = frozenset({errno.EISDIR, errno.EINVAL})
 
 
 @contextmanager
 def _present(
-    storage: Storage, folder: str, file: str, size: int | None = None, absent: frozenset[int] = _GONE | _NO_FILE
+    storage: Storage,
+    folder: str,
+    file: str,
+    size: int | None = None,
+    absent: frozenset[int] = _GONE | _NO_FILE,
 ) -> Iterator[None]:
-    """A file of a checkpoint that is not there, or no longer, is CheckpointCorrupt and no refusal of the storage."""
+    """A file of a checkpoint that is not there, or no longer, is CheckpointCorrupt and no refusal
+    of the storage."""
     try:
         yield
     except StorageError as error:
@@ -235,7 +267,8 @@ def _present(
 
 
 def open_member(storage: Storage, folder: str, file: str, size: int) -> FileReader:
-    """Open a file that must be there with `size` bytes. CheckpointCorrupt when it is not, StorageError."""
+    """Open a file that must be there with `size` bytes. CheckpointCorrupt when it is not,
+    StorageError."""
     where = storage.at(join(folder, file))
     with _present(storage, folder, file, size):
         reader = storage.open(join(folder, file))
@@ -243,12 +276,18 @@ def open_member(storage: Storage, folder: str, file: str, size: int) -> FileRead
         reader.close()
         raise CheckpointCorrupt(
             f"{where} has {reader.size} bytes, {size} were saved",
-            path=storage.at(folder), file=file, kind="size", expected=size, actual=reader.size)  # fmt: skip
+            path=storage.at(folder),
+            file=file,
+            kind="size",
+            expected=size,
+            actual=reader.size,
+        )
     return reader
 
 
 def check_header(storage: Storage, folder: str, file: str, known: FileEntry) -> bytearray:
-    """The header. Raises CheckpointCorrupt when a tensor file is missing, or its size or header is not what was saved."""
+    """The header. Raises CheckpointCorrupt when a tensor file is missing, or its size or header is
+    not what was saved."""
     with open_member(storage, folder, file, known.size) as reader:
         head = bytearray(known.header_size)
         reader.read_into(0, [memoryview(head)])
@@ -256,6 +295,11 @@ def check_header(storage: Storage, folder: str, file: str, known: FileEntry) -> 
     if actual != known.header_digest:
         raise CheckpointCorrupt(
             f"{storage.at(join(folder, file))}: the header is damaged: digest {actual.hex()}, "
-            f"{known.header_digest.hex()} was saved", path=storage.at(folder), file=file, kind="header",
-            expected=known.header_digest.hex(), actual=actual.hex())  # fmt: skip
+            f"{known.header_digest.hex()} was saved",
+            path=storage.at(folder),
+            file=file,
+            kind="header",
+            expected=known.header_digest.hex(),
+            actual=actual.hex(),
+        )
     return head

@@ -11,14 +11,18 @@ from ..format.nesting import containers_copied
 
 __all__ = ["PARTLY_OVERWRITTEN", "LoadReport"]
 
-# Ends the message of a load that failed halfway; no longer true when another checkpoint was loaded over it.
-PARTLY_OVERWRITTEN = "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
+# Ends the message of a load that failed halfway; no longer true when another checkpoint was loaded
+# over it.
+PARTLY_OVERWRITTEN = (
+    "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
+)
 
 
 class LoadedValues(dict[str, Any]):
     """Loaded plain values by component key: the live objects, which have what was loaded.
 
-    One that was emptied since is given as a copy of what was loaded: `d.clear(); d.update(report.values["d"])` loses nothing.
+    One that was emptied since is given as a copy of what was loaded: `d.clear();
+    d.update(report.values["d"])` loses nothing.
     """
 
     def __init__(self) -> None:
@@ -38,10 +42,11 @@ class LoadedValues(dict[str, Any]):
 class LoadReport:
     """What a load or restore did. As text it is one line.
 
-    fresh: there was no checkpoint and nothing was touched. values: the loaded plain values by component key; dicts, lists
-    and the like are those of the state, which were given what was loaded.
-    missing, unexpected: full names that only the live state, or only the checkpoint, has (not strict). cast: full
-    name -> "saved dtype -> live dtype". skipped: newer entries that `restore` passed over, and why.
+    fresh: there was no checkpoint and nothing was touched. values: the loaded plain values by
+    component key; dicts, lists and the like are those of the state, which were given what was
+    loaded. missing, unexpected: full names that only the live state, or only the checkpoint, has
+    (not strict). cast: full name -> "saved dtype -> live dtype". skipped: newer entries that
+    `restore` passed over, and why.
     """
 
     fresh: bool = False

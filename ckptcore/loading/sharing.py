@@ -1,7 +1,8 @@
 """Live memory that several of the tensors to be loaded have in common, over all components.
 
-One memory cannot hold two values. A module keeps its memory; an optimizer's or a plain dict's entry that was saved with
-other bytes gets memory of its own. Tensors that overlap in part are read into host memory first, and compared after.
+One memory cannot hold two values. A module keeps its memory; an optimizer's or a plain dict's entry
+that was saved with other bytes gets memory of its own. Tensors that overlap in part are read into
+host memory first, and compared after.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Held:
 
 @dataclass(slots=True)
 class SharedMemory:
-    """keepers: whose memory a tensor is that is the same view. contested: tensors that overlap others in part. others: what
-    is not read into and shares memory with what is."""
+    """keepers: whose memory a tensor is that is the same view. contested: tensors that overlap
+    others in part. others: what is not read into and shares memory with what is."""
 
     keepers: dict[tuple[str, str], Held] = field(default_factory=dict)
     contested: set[tuple[str, str]] = field(default_factory=set)
@@ -55,14 +56,22 @@ def shared_memory(held: Iterable[Held]) -> SharedMemory:
             found.contested.update(one.place for one in kept.values())
         for one in cluster:
             if one.order == OTHER:
-                found.others += [(one, keeper) for keeper in kept.values() if keeper.component != one.component]
+                found.others += [
+                    (one, keeper) for keeper in kept.values() if keeper.component != one.component
+                ]
     return found
 
 
 def _clusters(held: Iterable[Held]) -> Iterator[list[Held]]:
     """Tensors whose memory lies in one stretch, where there are several."""
-    spans = sorted(((span, n, one) for n, one in enumerate(held) if (span := memory_span(one.tensor.tensor)) is not None),
-                   key=lambda s: s[:2])  # fmt: skip
+    spans = sorted(
+        (
+            (span, n, one)
+            for n, one in enumerate(held)
+            if (span := memory_span(one.tensor.tensor)) is not None
+        ),
+        key=lambda s: s[:2],
+    )
     cluster: list[Held] = []
     device, end = "", 0
     for (on, start, stop), _, one in spans:

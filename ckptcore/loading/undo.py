@@ -24,16 +24,24 @@ class Snapshot:
         self.component = component
         self.state = containers_copied(state, _private)
         # As integers, which every dtype can be copied as.
-        self.bytes = [(t.tensor, words(t.tensor).to("cpu", copy=True)) for t in live.tensors if t.alias_of is None]
+        self.bytes = [
+            (t.tensor, words(t.tensor).to("cpu", copy=True))
+            for t in live.tensors
+            if t.alias_of is None
+        ]
         if (metadata := metadata_of(component.stateful)) is not None:
             self.state = OrderedDict(self.state)
             self.state._metadata = metadata
 
     def restore(self) -> None:
-        """Give the tensors their bytes, and the component its state, back. Raises whatever the component raises."""
+        """Give the tensors their bytes, and the component its state, back. Raises whatever the
+        component raises."""
         for tensor, before in self.bytes:
-            items = torch.view_as_complex(before.view(torch.float64)) if tensor.dtype == torch.complex128 else before.view(
-                tensor.dtype)  # fmt: skip
+            items = (
+                torch.view_as_complex(before.view(torch.float64))
+                if tensor.dtype == torch.complex128
+                else before.view(tensor.dtype)
+            )
             if tensor.shape != items.shape:  # a module's own code has resized it
                 tensor.data = items.to(tensor.device)
             else:

@@ -1,4 +1,5 @@
-"""One committed checkpoint, read-only and without torch: manifest, indexes, values, tensors, verification."""
+"""One committed checkpoint, read-only and without torch: manifest, indexes, values, tensors,
+verification."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ __all__ = ["CheckpointView", "Problem", "TensorInfo", "open_checkpoint"]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One logical tensor. `path` is its name in parts; `alias_of` the name of the tensor that holds its bytes."""
+    """One logical tensor. `path` is its name in parts; `alias_of` the name of the tensor that holds
+    its bytes."""
 
     component: str
     name: str
@@ -51,7 +53,8 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoredComponent:
-    """One copy of a component: encoded values, the tensors that its TensorRefs number, and where their bytes are.
+    """One copy of a component: encoded values, the tensors that its TensorRefs number, and where
+    their bytes are.
 
     of: the component of each tensor, where it is made of parts of others.
     versions: of the modules in it, encoded; None where nothing is known of them.
@@ -71,7 +74,8 @@ class StoredComponent:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with one file: kind is "missing", "size", "digest", "header", "format" or "storage"."""
+    """What is wrong with one file: kind is "missing", "size", "digest", "header", "format" or
+    "storage"."""
 
     file: str
     kind: str
@@ -81,16 +85,20 @@ class Problem:
     actual: str | int | None = None
 
 
-def open_checkpoint(url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> CheckpointView:
+def open_checkpoint(
+    url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None
+) -> CheckpointView:
     """The checkpoint in the folder `url`.
 
-    Raises CheckpointNotFound, CheckpointCorrupt (the manifest is damaged), UnsupportedVersion, StorageError.
+    Raises CheckpointNotFound, CheckpointCorrupt (the manifest is damaged), UnsupportedVersion,
+    StorageError.
     """
     return CheckpointView(open_storage(url, storage_options), "")
 
 
 class CheckpointView:
-    """A committed checkpoint. Its manifest has been verified; indexes are read and verified when first asked for."""
+    """A committed checkpoint. Its manifest has been verified; indexes are read and verified when
+    first asked for."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self.storage, self.folder = storage, folder
@@ -114,7 +122,8 @@ class CheckpointView:
         pass
 
     def index(self, writer: int) -> Index:
-        """What rank `writer` wrote; verified against the manifest, down to the digests of its tensor files."""
+        """What rank `writer` wrote; verified against the manifest, down to the digests of its
+        tensor files."""
         if writer not in self._indexes:
             name = index_file_name(writer)
             record = self.manifest.files.get(name)
@@ -140,45 +149,67 @@ class CheckpointView:
         for key in [key for key in self._pieces if key[1] == writer]:
             del self._pieces[key]
 
-    def _corrupt(self, file: str, what: str, kind: str = "format", **facts: Any) -> CheckpointCorrupt:
+    def _corrupt(
+        self, file: str, what: str, kind: str = "format", **facts: Any
+    ) -> CheckpointCorrupt:
         where = self.storage.at(join(self.folder, file))
         return CheckpointCorrupt(f"{where} {what}", path=self.url, file=file, kind=kind, **facts)
 
     def read_file(self, name: str) -> bytes:
-        """All of a file that is no tensor file, verified. Raises CheckpointCorrupt, StorageError."""
+        """All of a file that is no tensor file, verified. Raises CheckpointCorrupt,
+        StorageError."""
         record = self.manifest.files[name]
         if record.size > SIZE_LIMIT:
-            raise self._corrupt(name, f"of {record.size:,} bytes is larger than such a file ever is", "size")
+            raise self._corrupt(
+                name, f"of {record.size:,} bytes is larger than such a file ever is", "size"
+            )
         with open_member(self.storage, self.folder, name, record.size) as reader:
             data = bytearray(record.size)
             reader.read_into(0, [memoryview(data)])
         actual = content_digest(data)
         if actual != record.digest:
-            raise self._corrupt(name, f"is damaged: digest {actual}, the manifest says {record.digest}", "digest",
-                                expected=record.digest, actual=actual)  # fmt: skip
+            raise self._corrupt(
+                name,
+                f"is damaged: digest {actual}, the manifest says {record.digest}",
+                "digest",
+                expected=record.digest,
+                actual=actual,
+            )
         return bytes(data)
 
     def component(self, key: str, copy: int = 0) -> StoredComponent:
-        """Values and tensors of one stored copy of a component. Of a sharded one, only the first index is read here.
+        """Values and tensors of one stored copy of a component. Of a sharded one, only the first
+        index is read here.
 
-        KeyError when there is no such component, IndexError when it has fewer copies; CheckpointCorrupt; StateMismatch
-        where nodes share no storage, and this is not the one that has it.
+        KeyError when there is no such component, IndexError when it has fewer copies;
+        CheckpointCorrupt; StateMismatch where nodes share no storage, and this is not the one that
+        has it.
         """
         if self.manifest.components[key].pattern == "SHARDED":
             return self._sharded(key)
         stored_copy = self.manifest.copies(key)[copy]
         members = stored_copy.members
         if not self.manifest.holds(stored_copy):
-            raise not_here(self.url, self.manifest, f"component {key + stored_copy.label!r}", members)
+            raise not_here(
+                self.url, self.manifest, f"component {key + stored_copy.label!r}", members
+            )
         writers = [w for w in self.manifest.components[key].writers if w in members]
         parts = [part for w in writers if (part := self.index(w).components.get(key)) is not None]
-        tree, versions = next(((p.tree, p.versions) for p in parts if p.tree is not None), (None, None))
-        found = sorted((entry for part in parts for entry in part.tensors), key=lambda entry: entry.number)
+        tree, versions = next(
+            ((p.tree, p.versions) for p in parts if p.tree is not None), (None, None)
+        )
+        found = sorted(
+            (entry for part in parts for entry in part.tensors), key=lambda entry: entry.number
+        )
         numbers = [entry.number for entry in found]
-        broken = numbers != list(range(len(found))) or any(not _sound_alias(e, found) for e in found)
+        broken = numbers != list(range(len(found))) or any(
+            not _sound_alias(e, found) for e in found
+        )
         if tree is None or broken:
             name = index_file_name(members[0])
-            raise self._corrupt(name, f"and those of ranks {writers} do not make up a whole of component {key!r}")
+            raise self._corrupt(
+                name, f"and those of ranks {writers} do not make up a whole of component {key!r}"
+            )
         tensors = [LogicalTensor(e.name, e.dtype, e.shape, None, e.alias_of) for e in found]
         find = lambda number, box: iter([found[number]] if volume(box[1]) else [])  # noqa: E731
         return StoredComponent(tree, tensors, find, versions=versions)
@@ -195,9 +226,13 @@ class CheckpointView:
         if first is None or first.tree is None or first.layouts is None:
             raise self._corrupt(name, f"has no table of the sharded component {key!r}")
         try:
-            tensors = decode_layouts(first.layouts, self.manifest.world_size, holes=self.manifest.node is not None)
+            tensors = decode_layouts(
+                first.layouts, self.manifest.world_size, holes=self.manifest.node is not None
+            )
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise self._corrupt(name, f"has a table of component {key!r} that makes no sense ({error})") from None
+            raise self._corrupt(
+                name, f"has a table of component {key!r} that makes no sense ({error})"
+            ) from None
 
         def find(number: int, box: Box) -> Iterator[TensorEntry]:
             tensor = tensors[number]
@@ -207,7 +242,9 @@ class CheckpointView:
 
         return StoredComponent(first.tree, tensors, find, versions=first.versions)
 
-    def _piece(self, key: str, number: int, tensor: LogicalTensor, writer: int, box: Box) -> TensorEntry:
+    def _piece(
+        self, key: str, number: int, tensor: LogicalTensor, writer: int, box: Box
+    ) -> TensorEntry:
         """One box of a sharded tensor, where its writer put it."""
         name = index_file_name(writer)
         if (key, writer) not in self._pieces:
@@ -216,23 +253,44 @@ class CheckpointView:
         piece = self._pieces[key, writer].get(number)
         if piece is None:
             raise self._corrupt(
-                name, f"lacks the box at {box[0]} of tensor {key + '/' + tensor.name!r}", tensor=tensor.name
+                name,
+                f"lacks the box at {box[0]} of tensor {key + '/' + tensor.name!r}",
+                tensor=tensor.name,
             )
-        entry = TensorEntry(number, tensor.name, tensor.dtype, tensor.shape, box[0], box[1],
-                            piece.file, tensor.name, piece.start, piece.digests, None)  # fmt: skip
+        entry = TensorEntry(
+            number,
+            tensor.name,
+            tensor.dtype,
+            tensor.shape,
+            box[0],
+            box[1],
+            piece.file,
+            tensor.name,
+            piece.start,
+            piece.digests,
+            None,
+        )
         end = self.index(writer).files[piece.file].size
         starts = self._starts[writer][piece.file]
         after = bisect_right(starts, piece.start)
         if entry.nbytes and after < len(starts):
-            end = starts[after]  # what comes next in the file; two boxes on the same bytes would be a trick
-        if len(piece.digests) != DIGEST_BYTES * chunk_count(entry.nbytes) or piece.start + entry.nbytes > end:
+            end = starts[
+                after
+            ]  # what comes next in the file; two boxes on the same bytes would be a trick
+        if (
+            len(piece.digests) != DIGEST_BYTES * chunk_count(entry.nbytes)
+            or piece.start + entry.nbytes > end
+        ):
             raise self._corrupt(
-                name, f"and the table disagree about tensor {key + '/' + tensor.name!r}", tensor=tensor.name
+                name,
+                f"and the table disagree about tensor {key + '/' + tensor.name!r}",
+                tensor=tensor.name,
             )
         return entry
 
     def _copies(self) -> Iterator[tuple[str, StoredComponent]]:
-        """All copies of all components. Where there are several, the label follows the name: "rng.rank00001"."""
+        """All copies of all components. Where there are several, the label follows the name:
+        "rng.rank00001"."""
         for key in self.manifest.components:
             for number, copy in enumerate(self.manifest.copies(key)):
                 if self.manifest.holds(copy):
@@ -245,40 +303,56 @@ class CheckpointView:
     def values(self, component: str, copy: int = 0) -> Any:
         """The component's state as it was saved, with TensorInfo where there was a tensor.
 
-        copy: which of several (one per rank, group or node), in order of their lowest rank. Values of unregistered
-        codecs come as `Opaque`. Raises UnknownName (a KeyError, and an IndexError) where there is no such component or
-        copy, InvalidState for a copy that is no whole number, CheckpointCorrupt, StorageError.
+        copy: which of several (one per rank, group or node), in order of their lowest rank. Values
+        of unregistered codecs come as `Opaque`. Raises UnknownName (a KeyError, and an IndexError)
+        where there is no such component or copy, InvalidState for a copy that is no whole number,
+        CheckpointCorrupt, StorageError.
         """
         known = self.manifest.components
         if not isinstance(component, str) or component not in known:
             raise UnknownName(
-                f"{self.url} has no component {shown(component)}; it has {', '.join(known) or 'none'}",
-                path=self.url, key=shown(component), available=[*known])  # fmt: skip
+                f"{self.url} has no component {shown(component)}; it has "
+                f"{', '.join(known) or 'none'}",
+                path=self.url,
+                key=shown(component),
+                available=[*known],
+            )
         if check_count("copy", copy, 0) >= (count := len(self.manifest.copies(component))):
             raise UnknownName(
                 f"{self.url}: component {component!r} has copies 0 to {count - 1}, and no {copy}",
-                path=self.url, key=component, available=[str(n) for n in range(min(count, 1000))])  # fmt: skip
+                path=self.url,
+                key=component,
+                available=[str(n) for n in range(min(count, 1000))],
+            )
         stored = self.component(component, copy)
         infos = _infos(component, stored)
         return decode(stored.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
 
     def values_bytes(self, component: str) -> int:
-        """The size of a component's plain values as they are stored, of all its copies that are here.
+        """The size of a component's plain values as they are stored, of all its copies that are
+        here.
 
-        Reads their indexes. KeyError when there is no such component, CheckpointCorrupt, StorageError.
+        Reads their indexes. KeyError when there is no such component, CheckpointCorrupt,
+        StorageError.
         """
         if self.manifest.components[component].pattern == "SHARDED":
             return len(self.component(component).tree)
         copies = enumerate(self.manifest.copies(component))
-        return sum(len(self.component(component, n).tree) for n, copy in copies if self.manifest.holds(copy))
+        return sum(
+            len(self.component(component, n).tree)
+            for n, copy in copies
+            if self.manifest.holds(copy)
+        )
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Any:
-        """A tensor, or the part of it that `box` says (one slice of step 1 per dimension), as a numpy array, verified.
+        """A tensor, or the part of it that `box` says (one slice of step 1 per dimension), as a
+        numpy array, verified.
 
-        `name` is "component/name". Only what is needed is read, whatever layout the tensor was saved in. Dtypes that
-        numpy lacks come as unsigned integers of the same width (`torch.from_numpy(array).view(dtype)` gives the values).
-        Raises UnknownName (a KeyError) where there is no such tensor, InvalidState (a ValueError) for a box that does not
-        fit, CheckpointCorrupt, StorageError.
+        `name` is "component/name". Only what is needed is read, whatever layout the tensor was
+        saved in. Dtypes that numpy lacks come as unsigned integers of the same width
+        (`torch.from_numpy(array).view(dtype)` gives the values). Raises UnknownName (a KeyError)
+        where there is no such tensor, InvalidState (a ValueError) for a box that does not fit,
+        CheckpointCorrupt, StorageError.
         """
         import numpy as np
 
@@ -293,21 +367,37 @@ class CheckpointView:
                     self.check_files(piece.file for piece in pieces if piece.file)
                     array = np.empty(wanted[1], _numpy_dtype(tensor.dtype))
                     # Items wider than a word get a last dimension of words.
-                    words = array[..., None].view("u8") if array.itemsize > 8 else array.view(f"u{array.itemsize}")
+                    words = (
+                        array[..., None].view("u8")
+                        if array.itemsize > 8
+                        else array.view(f"u{array.itemsize}")
+                    )
                     reads = [read_of(key, piece, wanted, numpy_words(words)) for piece in pieces]
                     read_tensors(self.storage, self.folder, reads, io_threads=2)
                     return array
-        names = [f"{key}/{tensor.name}" for key, stored in self._copies() for tensor in stored.tensors]
+        names = [
+            f"{key}/{tensor.name}" for key, stored in self._copies() for tensor in stored.tensors
+        ]
         few = len(names) <= 5000 and len(name) <= 1000  # more would take seconds
         near = get_close_matches(name, names, 3) if few else []
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "tensors() lists those that it has"
+        hint = (
+            f"did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else "tensors() lists those that it has"
+        )
         raise UnknownName(
-            f"{self.url} has no tensor {shown(name)}; {hint}", path=self.url, key=shown(name), available=names
+            f"{self.url} has no tensor {shown(name)}; {hint}",
+            path=self.url,
+            key=shown(name),
+            available=names,
         )
 
     def check_files(self, files: Iterable[str]) -> None:
-        """Sizes and headers of tensor files whose indexes were read. Raises CheckpointCorrupt, StorageError."""
-        known = {name: entry for index in self._indexes.values() for name, entry in index.files.items()}
+        """Sizes and headers of tensor files whose indexes were read. Raises CheckpointCorrupt,
+        StorageError."""
+        known = {
+            name: entry for index in self._indexes.values() for name, entry in index.files.items()
+        }
         for file in sorted(set(files)):
             check_header(self.storage, self.folder, file, known[file])
 
@@ -323,18 +413,27 @@ class CheckpointView:
                 for piece in part.pieces:
                     if piece.number >= len(tensors):
                         raise self._corrupt(
-                            index_file_name(index.writer), f"has a piece of tensor {piece.number} of {len(tensors)}"
+                            index_file_name(index.writer),
+                            f"has a piece of tensor {piece.number} of {len(tensors)}",
                         )
                     tensor = tensors[piece.number]
-                    box = tensor.layout.box_of(tensor.shape, index.writer) if tensor.layout is not None else None
+                    box = (
+                        tensor.layout.box_of(tensor.shape, index.writer)
+                        if tensor.layout is not None
+                        else None
+                    )
                     if box is None:
                         raise self._corrupt(
-                            index_file_name(index.writer), f"has a piece of {tensor.name!r} that is not its own"
+                            index_file_name(index.writer),
+                            f"has a piece of {tensor.name!r} that is not its own",
                         )
-                    yield TensorRead(key, self._piece(key, piece.number, tensor, index.writer, box), None)
+                    yield TensorRead(
+                        key, self._piece(key, piece.number, tensor, index.writer, box), None
+                    )
 
     def check_small_files(self) -> None:
-        """Files that the manifest lists beside tensors and indexes. Raises CheckpointCorrupt, StorageError."""
+        """Files that the manifest lists beside tensors and indexes. Raises CheckpointCorrupt,
+        StorageError."""
         for name in self.manifest.files:
             if name.endswith(".safetensors.index.json"):
                 self.read_file(name)
@@ -342,7 +441,11 @@ class CheckpointView:
     def foreign_files(self) -> list[str]:
         """Names in the folder that the manifest does not list. Loading ignores them."""
         listed = {*self.manifest.files, MANIFEST_NAME, PIN_NAME}
-        return [e.name + ("/" if e.is_folder else "") for e in self.storage.list(self.folder) if e.name not in listed]
+        return [
+            e.name + ("/" if e.is_folder else "")
+            for e in self.storage.list(self.folder)
+            if e.name not in listed
+        ]
 
     def verify(self, io_threads: int = 2) -> list[Problem]:
         """Read and check every byte that the manifest lists. Empty when all is as it was saved."""
@@ -362,7 +465,8 @@ class CheckpointView:
             name = index_file_name(writer)
             checked.add(name)
             if not attempt(name, partial(self.index, writer)):
-                # What only this index describes is not to blame; its size is all that can be checked.
+                # What only this index describes is not to blame; its size is all that can be
+                # checked.
                 for file, record in self.manifest.files.items():
                     if record.writer == writer and file.endswith(".safetensors"):
                         checked.add(file)
@@ -370,9 +474,12 @@ class CheckpointView:
                 continue
             index = self.index(writer)
             checked.update(index.files)
-            whole = {f for f, known in index.files.items()
-                     if attempt(f, partial(check_header, self.storage, self.folder, f, known))
-                     or problems[-1].kind == "header"}  # fmt: skip
+            whole = {
+                f
+                for f, known in index.files.items()
+                if attempt(f, partial(check_header, self.storage, self.folder, f, known))
+                or problems[-1].kind == "header"
+            }
             found: list[TensorRead] = []
             attempt(name, lambda index=index, found=found: found.extend(self.reads_of(index)))  # type: ignore[misc]
             reads += [read for read in found if read.entry.file in whole]
@@ -380,15 +487,30 @@ class CheckpointView:
             attempt(name, partial(self.read_file, name))
         for file in sorted({read.entry.file or "" for read in reads}):
             mine = [read for read in reads if read.entry.file == file]
-            attempt(file, lambda mine=mine: read_tensors(  # type: ignore[misc]
-                self.storage, self.folder, mine, io_threads, lambda e: problems.append(_problem(e, e.file or ""))))  # fmt: skip
+            attempt(
+                file,
+                lambda mine=mine: read_tensors(  # type: ignore[misc]
+                    self.storage,
+                    self.folder,
+                    mine,
+                    io_threads,
+                    lambda e: problems.append(_problem(e, e.file or "")),
+                ),
+            )
         return sorted(problems, key=lambda p: (p.file, p.tensor or "", p.message))
 
 
 def _problem(error: CheckpointCorrupt | StorageError, file: str) -> Problem:
     if isinstance(error, StorageError):
         return Problem(file, "storage", str(error))
-    return Problem(error.file or file, error.kind or "format", str(error), error.tensor, error.expected, error.actual)
+    return Problem(
+        error.file or file,
+        error.kind or "format",
+        str(error),
+        error.tensor,
+        error.expected,
+        error.actual,
+    )
 
 
 def _sound_alias(entry: TensorEntry, found: Sequence[TensorEntry]) -> bool:
@@ -402,12 +524,21 @@ def _sound_alias(entry: TensorEntry, found: Sequence[TensorEntry]) -> bool:
 def _infos(component: str, stored: StoredComponent) -> list[TensorInfo]:
     infos = []
     for number, t in enumerate(stored.tensors):
-        # Which files hold a sharded tensor is said by the indexes of all its writers, which are not read for this.
+        # Which files hold a sharded tensor is said by the indexes of all its writers, which are not
+        # read for this.
         whole = ((0,) * len(t.shape), t.shape)
         held = stored.tensors[t.alias_of] if t.alias_of is not None else t
-        file = next((p.file for p in stored.pieces(number, whole)), None) if held.layout is None else None
+        file = (
+            next((p.file for p in stored.pieces(number, whole)), None)
+            if held.layout is None
+            else None
+        )
         alias = None if t.alias_of is None else held.name
-        infos.append(TensorInfo(component, t.name, t.dtype, t.shape, tensor_nbytes(t.dtype, t.shape), file, alias))
+        infos.append(
+            TensorInfo(
+                component, t.name, t.dtype, t.shape, tensor_nbytes(t.dtype, t.shape), file, alias
+            )
+        )
     return infos
 
 
@@ -422,11 +553,17 @@ def _box(box: Sequence[slice] | None, shape: tuple[int, ...]) -> Box:
         return (0,) * len(shape), shape
     ends = (int, type(None))
     slices = isinstance(box, list | tuple) and all(
-        isinstance(s, slice) and isinstance(s.start, ends) and isinstance(s.stop, ends) and s.step in (None, 1)
+        isinstance(s, slice)
+        and isinstance(s.start, ends)
+        and isinstance(s.stop, ends)
+        and s.step in (None, 1)
         for s in box
     )
     if not slices or len(box) != len(shape):
-        raise InvalidState(f"a box of a tensor of shape {shape} is one slice of step 1 per dimension, not {shown(box)}")
+        raise InvalidState(
+            f"a box of a tensor of shape {shape} is one slice of step 1 per dimension, not "
+            f"{shown(box)}"
+        )
     ranges = [range(n)[s] for s, n in zip(box, shape, strict=True)]
     return tuple(r.start for r in ranges), tuple(len(r) for r in ranges)
 

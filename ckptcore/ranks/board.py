@@ -19,7 +19,8 @@ class Board(ABC):
     def put(self, key: str, value: bytes) -> None: ...
 
     def post(self, key: str, value: bytes) -> None:
-        """`put`, that nobody waits for and that raises nothing: a rank that is on its way out says so."""
+        """`put`, that nobody waits for and that raises nothing: a rank that is on its way out says
+        so."""
         with suppress(BoardLost):
             self.put(key, value)
 

@@ -1,12 +1,15 @@
-"""How ranks agree, without collectives: every rank brings its part, rank 0 decides, all get the same answer.
+"""How ranks agree, without collectives: every rank brings its part, rank 0 decides, all get the
+same answer.
 
-One operation carries joins, receipts, verdicts and errors: `together`, a round. Ranks talk through a small blackboard
-on a connection of its own, so neither side of a save can interleave with, or wait for, the training's communication.
-What one rank raises, all ranks raise; a rank that dies, stops or never comes is named within a bounded time.
+One operation carries joins, receipts, verdicts and errors: `together`, a round. Ranks talk through
+a small blackboard on a connection of its own, so neither side of a save can interleave with, or
+wait for, the training's communication. What one rank raises, all ranks raise; a rank that dies,
+stops or never comes is named within a bounded time.
 
-A public call (`exclusively`) has a number, and its rounds are counted from 1. A rank that leaves a call by an error
-that is not everybody's, Ctrl-C above all, posts that error in its place, in the round that it is in and in the next
-one, so that nobody waits for it; and the next call has the same number on all ranks, whatever became of this one.
+A public call (`exclusively`) has a number, and its rounds are counted from 1. A rank that leaves a
+call by an error that is not everybody's, Ctrl-C above all, posts that error in its place, in the
+round that it is in and in the next one, so that nobody waits for it; and the next call has the same
+number on all ranks, whatever became of this one.
 """
 
 from __future__ import annotations
@@ -31,7 +34,15 @@ from ..errors import CheckpointError, InvalidState, JoinTimeout, RankFailed, Ran
 from ..format.values import decode, encode
 from .board import Board, BoardLost, MemoryBoard, PartOfBoard
 
-__all__ = ["Board", "BoardCommunicator", "BoardLost", "Communicator", "Local", "MemoryBoard", "SingleProcess"]
+__all__ = [
+    "Board",
+    "BoardCommunicator",
+    "BoardLost",
+    "Communicator",
+    "Local",
+    "MemoryBoard",
+    "SingleProcess",
+]
 
 log = logging.getLogger("ckptcore")
 
@@ -41,8 +52,8 @@ Decide = Callable[[list[Any]], Any]
 
 # A call that waits for ranks says so, once, after this many seconds.
 PATIENT_SECONDS = 30.0
-# How long rank 0 lets the others read that a call has failed before it raises: its program may end then, and the
-# board with it.
+# How long rank 0 lets the others read that a call has failed before it raises: its program may end
+# then, and the board with it.
 READ_SECONDS = 2.0
 
 
@@ -57,8 +68,10 @@ class _Turn:
         with self.lock:
             if self.doing is not None:  # this thread's own, for the lock is held by it
                 raise InvalidState(
-                    f"{what}: a {self.doing} is under way on this thread, so a signal handler or a state_dict() cannot "
-                    "begin another call; note that it is wanted, and make it when that one has returned"
+                    f"{what}: a {self.doing} is under way on this thread, so a signal handler or "
+                    "a state_dict() cannot "
+                    "begin another call; note that it is wanted, and make it when that one has "
+                    "returned"
                 )
             try:
                 self.doing = what
@@ -68,8 +81,8 @@ class _Turn:
 
 
 class Communicator(ABC):
-    """The ranks of one job. `nodes` lists the ranks of every node, in order of their lowest rank (known from the
-    first `together` on). number: of the call that is being made."""
+    """The ranks of one job. `nodes` lists the ranks of every node, in order of their lowest rank
+    (known from the first `together` on). number: of the call that is being made."""
 
     rank: int
     world_size: int
@@ -77,42 +90,53 @@ class Communicator(ABC):
     number: int = 0
 
     def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
-        """Do `work`, all rounds of one call that every rank makes: `what`, in words. Other threads wait for their turn.
+        """Do `work`, all rounds of one call that every rank makes: `what`, in words. Other threads
+        wait for their turn.
 
-        number: where it has one; else it is the next one. Raises InvalidState on a thread that is in a call already.
+        number: where it has one; else it is the next one. Raises InvalidState on a thread that is
+        in a call already.
         """
         turn: _Turn = self.__dict__.setdefault("_turn", _Turn())
         return turn.take(what, work)
 
     def leave(self, number: int, error: BaseException) -> None:  # noqa: B027
-        """This rank does not make the call of that number, because of `error`: the others hear of it there."""
+        """This rank does not make the call of that number, because of `error`: the others hear of
+        it there."""
 
     @contextmanager
     def keep_alive(self) -> Iterator[None]:
-        """This rank has work of its own to do before its next call, and comes to it when that is done."""
+        """This rank has work of its own to do before its next call, and comes to it when that is
+        done."""
         yield
 
     @abstractmethod
     def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
-        """Run `local` on every rank, then `decide` on rank 0 with all results by rank; its result is everybody's.
+        """Run `local` on every rank, then `decide` on rank 0 with all results by rank; its result
+        is everybody's.
 
-        What any rank raises, every rank raises: errors of ckptcore in their own type, others as RankFailed, with
-        `causes` by rank. joining: ranks may not be here yet; they have `join_timeout` to come (JoinTimeout). Later
-        rounds wait for as long as the others live (RankLost). Results must be plain values.
+        What any rank raises, every rank raises: errors of ckptcore in their own type, others as
+        RankFailed, with `causes` by rank. joining: ranks may not be here yet; they have
+        `join_timeout` to come (JoinTimeout). Later rounds wait for as long as the others live
+        (RankLost). Results must be plain values.
         """
 
     def share(self, buffer: memoryview, source: int) -> None:
-        """Fill `buffer` on every rank with what it holds on rank `source`; it has the same length on all."""
+        """Fill `buffer` on every rank with what it holds on rank `source`; it has the same length
+        on all."""
         if self.world_size > 1:
             data = self.together(
-                "share", lambda: bytes(buffer) if self.rank == source else b"", lambda parts: parts[source]
+                "share",
+                lambda: bytes(buffer) if self.rank == source else b"",
+                lambda parts: parts[source],
             )
             buffer[:] = data
 
     def branch(self, name: str) -> Communicator:
-        """The same ranks in a conversation of their own, for another thread; every rank makes one of that `name`.
+        """The same ranks in a conversation of their own, for another thread; every rank makes one
+        of that `name`.
 
-        One that returns itself has none, and then rounds of saves in the background mix with those of other calls.
+        One that returns itself has none, and then rounds of saves in the background mix with those
+        of other calls.
         """
         return self
 
@@ -148,11 +172,13 @@ class _Pulse:
 
 
 class BoardCommunicator(Communicator):
-    """`together` over a Board. node: any name that equals that of the other ranks on this rank's node.
+    """`together` over a Board. node: any name that equals that of the other ranks on this rank's
+    node.
 
-    join_timeout: seconds that a rank may come later than the others. error_join_timeout: the same, where it is less,
-    for a call that is made while an exception is being handled: others may well not come to it, and the exception
-    is not to be hidden for long. liveness_timeout: seconds without a heartbeat after which a rank counts as lost.
+    join_timeout: seconds that a rank may come later than the others. error_join_timeout: the same,
+    where it is less, for a call that is made while an exception is being handled: others may well
+    not come to it, and the exception is not to be hidden for long. liveness_timeout: seconds
+    without a heartbeat after which a rank counts as lost.
     work_timeout: seconds after which even a living rank is not waited for.
     """
 
@@ -193,7 +219,8 @@ class BoardCommunicator(Communicator):
         _beating.add(self)
 
     def _beat(self, board: Board) -> None:
-        """Say that this rank lives, and works, until it leaves. A board that is lost may be found again."""
+        """Say that this rank lives, and works, until it leaves. A board that is lost may be found
+        again."""
         count, heard = 0, True
         try:
             while True:
@@ -243,9 +270,15 @@ class BoardCommunicator(Communicator):
         # What an earlier branch of that name left on the board is none of this one's.
         number = self._named[name] + 1
         made = BoardCommunicator(
-            PartOfBoard(self.board.second(), f"{name}/{number}"), self.rank, self.world_size, node=self.node,
-            join_timeout=self.join_timeout, error_join_timeout=self.error_join_timeout,
-            liveness_timeout=self.liveness_timeout, work_timeout=self.work_timeout)  # fmt: skip
+            PartOfBoard(self.board.second(), f"{name}/{number}"),
+            self.rank,
+            self.world_size,
+            node=self.node,
+            join_timeout=self.join_timeout,
+            error_join_timeout=self.error_join_timeout,
+            liveness_timeout=self.liveness_timeout,
+            work_timeout=self.work_timeout,
+        )
         made.nodes = self.nodes
         self._named[name] = number  # now that it is made: one that was interrupted does not count
         self._branches = [*(branch for branch in self._branches if not branch._stop.is_set()), made]
@@ -258,21 +291,27 @@ class BoardCommunicator(Communicator):
             communicator._stop.set()
 
     def _wait_for_readers(self, seconds: float, ranks: Iterable[int] | None = None) -> None:
-        """The process of rank 0 often hosts the board: it stays until the others have read the last verdict."""
+        """The process of rank 0 often hosts the board: it stays until the others have read the last
+        verdict."""
         deadline = time.monotonic() + seconds
         everybody = range(1, self.world_size) if self.number else ()
         waiting = set(everybody if ranks is None else ranks) - self._lost
         with suppress(BoardLost):
             while waiting and time.monotonic() < deadline:
                 for rank in sorted(waiting):
-                    done, alive = _place(self.board.get(f"done/{rank}")), self.board.get(f"alive/{rank}")
+                    done, alive = (
+                        _place(self.board.get(f"done/{rank}")),
+                        self.board.get(f"alive/{rank}"),
+                    )
                     if done >= (self.number, self._round) or alive in (GONE, None):
                         waiting.discard(rank)
                 self._stop.wait(0.01)
 
     def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
         if self._pid != os.getpid():
-            raise InvalidState(f"{what}: the connections of this communicator are the parent process's; save there")
+            raise InvalidState(
+                f"{what}: the connections of this communicator are the parent process's; save there"
+            )
         return self._turn.take(what, partial(self._whole_call, work, number))
 
     def _whole_call(self, work: Callable[[], T], number: int | None) -> T:
@@ -281,16 +320,20 @@ class BoardCommunicator(Communicator):
                 self._round, self._answered = 0, True
                 self.number = self.number + 1 if number is None else number
             in_error = sys.exc_info()[1] is not None
-            self._patient = min(self.join_timeout, self.error_join_timeout) if in_error else self.join_timeout
+            self._patient = (
+                min(self.join_timeout, self.error_join_timeout) if in_error else self.join_timeout
+            )
             return work()
         except BaseException as error:
             self.leave(self.number, error)
             raise
 
     def leave(self, number: int, error: BaseException) -> None:
-        """Have the others fail in the round where they wait for this rank, with what it failed with.
+        """Have the others fail in the round where they wait for this rank, with what it failed
+        with.
 
-        That is this round, or the next one if they have gone on. Nothing when all ranks have raised this already.
+        That is this round, or the next one if they have gone on. Nothing when all ranks have raised
+        this already.
         """
         now = self._round if number == self.number else 0
         if getattr(error, "of_round", None) == (number, now):
@@ -310,10 +353,13 @@ class BoardCommunicator(Communicator):
                 self.board.post(key, data)
             self._unread.append(key)
         if self.rank == 0:
-            self._unread += [self._key(n, number, rank) for n in rounds for rank in range(self.world_size)]
+            self._unread += [
+                self._key(n, number, rank) for n in rounds for rank in range(self.world_size)
+            ]
 
     def _key(self, number_of_round: int, call: int | None = None, rank: int | None = None) -> str:
-        """Where this rank, or `rank`, writes in a round: rank 0 the verdict, the others what they bring."""
+        """Where this rank, or `rank`, writes in a round: rank 0 the verdict, the others what they
+        bring."""
         at = f"{self.number if call is None else call}/{number_of_round}"
         if rank is None and self.rank == 0:
             return f"{at}/out"
@@ -329,7 +375,10 @@ class BoardCommunicator(Communicator):
 
     def _together(self, topic: str, local: Local, decide: Decide, joining: bool) -> Any:
         if self._in_round:
-            raise InvalidState(f"{topic}: a {self._turn.doing} is under way on this thread, in the middle of a round")
+            raise InvalidState(
+                f"{topic}: a {self._turn.doing} is under way on this thread, in the middle of a "
+                "round"
+            )
         try:
             self._in_round = True
             return self._one_round(topic, local, decide, joining)
@@ -363,16 +412,20 @@ class BoardCommunicator(Communicator):
                     self.number += 1
         except BoardLost as error:
             raise RankLost(
-                f"{self._named_as(topic)}: rank {self.rank} lost the connection to the store of this job ({error}); "
-                "the process that hosts it (rank 0) has probably died", ranks=[0]) from error  # fmt: skip
+                f"{self._named_as(topic)}: rank {self.rank} lost the connection to the store of "
+                f"this job ({error}); "
+                "the process that hosts it (rank 0) has probably died",
+                ranks=[0],
+            ) from error
         self.nodes = verdict["nodes"] or self.nodes
         if "failure" in verdict:
             raise self._everybodys(_rebuilt(verdict["failure"], own)) from _cause_of(own)
         return verdict["value"]
 
     def _was_alone(self, verdict: dict[str, Any]) -> bool:
-        """Whether this is the failure of a call that others made without this rank and that is over: another one than
-        this rank makes now, or rank 0 makes this one again already. A rank that comes late to it shares the failure."""
+        """Whether this is the failure of a call that others made without this rank and that is
+        over: another one than this rank makes now, or rank 0 makes this one again already. A rank
+        that comes late to it shares the failure."""
         if self.rank not in verdict.get("absent", ()):
             return False
         leader = self.board.get("leader")
@@ -396,17 +449,21 @@ class BoardCommunicator(Communicator):
         return error
 
     def _tidy(self) -> None:
-        """Remove what this rank posted when it left earlier calls; rank 0 has gone on, so it is read."""
+        """Remove what this rank posted when it left earlier calls; rank 0 has gone on, so it is
+        read."""
         for key in [key for key in self._unread if int(key.split("/")[0]) < self.number]:
             self.board.delete(key)
             self._unread.remove(key)
 
     def _named_as(self, topic: str) -> str:
-        """What is being done, for messages: the call that the user has made, and which part of it."""
+        """What is being done, for messages: the call that the user has made, and which part of
+        it."""
         what = self._turn.doing or topic
         return what if what == topic else f"{what} ({topic})"
 
-    def _lead(self, topic: str, decide: Decide, joining: bool) -> tuple[dict[str, Any], BaseException | None]:
+    def _lead(
+        self, topic: str, decide: Decide, joining: bool
+    ) -> tuple[dict[str, Any], BaseException | None]:
         verdict: dict[str, Any] = {"nodes": self.nodes}
         cause: BaseException | None = None
         messages: list[Message] = []
@@ -434,21 +491,29 @@ class BoardCommunicator(Communicator):
         self._answered = True
         self._unread.append(out)
         if cause is not None:
-            gone = [rank for rank, message in enumerate(messages) if "left" in message or "late" in message]
+            gone = [
+                rank
+                for rank, message in enumerate(messages)
+                if "left" in message or "late" in message
+            ]
             self._wait_for_readers(READ_SECONDS, {*range(1, self.world_size)} - {*gone})
         return verdict, cause
 
     def _gather(self, topic: str, joining: bool) -> list[Message]:
-        """All ranks' messages of a round, in order of rank; and the keys of the rounds before are removed."""
+        """All ranks' messages of a round, in order of rank; and the keys of the rounds before are
+        removed."""
         started = time.monotonic()
         deadline = started + (self._patient if joining else self.work_timeout)
         keys = [self._key(self._round, rank=rank) for rank in range(self.world_size)]
-        # A round whose messages have all come proves that the rounds before it were read by everybody.
+        # A round whose messages have all come proves that the rounds before it were read by
+        # everybody.
         found: list[Message] = []
         said = not joining
         for rank, key in enumerate(keys):
             while (data := self.board.wait(key, self._patience(deadline))) is None:
-                missing = [r for r in range(rank, self.world_size) if self.board.get(keys[r]) is None]
+                missing = [
+                    r for r in range(rank, self.world_size) if self.board.get(keys[r]) is None
+                ]
                 self._check_alive(topic, missing)
                 now = time.monotonic()
                 if joining and any(self._works(r) for r in missing):
@@ -470,7 +535,9 @@ class BoardCommunicator(Communicator):
         seconds = time.monotonic() - started
         if seconds < PATIENT_SECONDS or not missing:
             return False
-        log.warning("%s: waiting for %s since %.0f s", self._turn.doing, _rank_names(missing), seconds)
+        log.warning(
+            "%s: waiting for %s since %.0f s", self._turn.doing, _rank_names(missing), seconds
+        )
         return True
 
     def _follow(self, topic: str, joining: bool, message: Message) -> dict[str, Any]:
@@ -494,11 +561,13 @@ class BoardCommunicator(Communicator):
     def _give_up(self, topic: str, message: Message) -> None:
         """Raise JoinTimeout for rank 0, unless it has come.
 
-        Rank 0 says that it is here before it reads what the others brought. So either it finds this message and fails
-        too when it comes, or it has come by now and its verdict is waited for.
+        Rank 0 says that it is here before it reads what the others brought. So either it finds this
+        message and fails too when it comes, or it has come by now and its verdict is waited for.
         """
         absent = self._absent(topic, [0], joining=True)
-        self.board.put(self._key(self._round), encode({**message, "failure": _failure(absent), "late": True}))
+        self.board.put(
+            self._key(self._round), encode({**message, "failure": _failure(absent), "late": True})
+        )
         if _place(self.board.get("leader")) < (self.number, self._round):
             raise self._everybodys(absent)
 
@@ -510,14 +579,18 @@ class BoardCommunicator(Communicator):
         who = _rank_names(ranks)
         if joining:
             return JoinTimeout(
-                f"{self._turn.doing}: {who} did not join within {self._patient:g} s; the call must be made on every rank, not "
-                f"only on some (the other {self.world_size - len(ranks)} of {self.world_size} ranks are here)", ranks=ranks)  # fmt: skip
+                f"{self._turn.doing}: {who} did not join within {self._patient:g} s; the call "
+                "must be made on every rank, not "
+                f"only on some (the other {self.world_size - len(ranks)} of {self.world_size} "
+                "ranks are here)",
+                ranks=ranks,
+            )
         what = f"{self._named_as(topic)}: {who} did not finish within {self.work_timeout:g} s"
         return RankLost(what, ranks=ranks)
 
     def _still(self, key: str, beat: bytes | None) -> float:
-        """For how many seconds `key` has been seen to hold the same. A time in which nobody looked does not count: this
-        process may have been stopped itself."""
+        """For how many seconds `key` has been seen to hold the same. A time in which nobody looked
+        does not count: this process may have been stopped itself."""
         now = time.monotonic()
         pulse = self._pulses.get(key)
         if pulse is None or pulse.value != beat or now - pulse.seen > self.liveness_timeout / 2:
@@ -526,7 +599,8 @@ class BoardCommunicator(Communicator):
         return now - pulse.since
 
     def _works(self, rank: int) -> bool:
-        """Whether a rank has work of its own to do before it comes, and does it: it says so again and again."""
+        """Whether a rank has work of its own to do before it comes, and does it: it says so again
+        and again."""
         beat = self.board.get(f"works/{rank}")
         return bool(beat) and self._still(f"works/{rank}", beat) <= self.liveness_timeout
 
@@ -541,9 +615,13 @@ class BoardCommunicator(Communicator):
                 lost.append(rank)
         if lost or left:
             self._lost.update(lost, left)
-            what = f"the heartbeat of {_rank_names(lost)} stopped {self.liveness_timeout:g} s ago: dead, stopped or cut off"
+            what = (
+                f"the heartbeat of {_rank_names(lost)} stopped {self.liveness_timeout:g} s ago: "
+                "dead, stopped or cut off"
+            )
             raise RankLost(
-                f"{self._named_as(topic)}: {what if lost else _rank_names(left) + ' left the job'}", ranks=lost or left
+                f"{self._named_as(topic)}: {what if lost else _rank_names(left) + ' left the job'}",
+                ranks=lost or left,
             )
 
 
@@ -552,7 +630,8 @@ _beating: weakref.WeakSet[BoardCommunicator] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    """At the end of a program that has not closed them: a heart that beats into the end of the interpreter can crash it."""
+    """At the end of a program that has not closed them: a heart that beats into the end of the
+    interpreter can crash it."""
     hearts = [comm for comm in _beating if comm._pid == os.getpid() and not comm._stop.is_set()]
     deadline = time.monotonic() + READ_SECONDS
     for comm in hearts:
@@ -591,7 +670,8 @@ def _nodes(names: list[str]) -> list[list[int]]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """An error as plain values: type, message, those of its facts that are plain, and what other ranks told."""
+    """An error as plain values: type, message, those of its facts that are plain, and what other
+    ranks told."""
     kind = type(error).__name__
     if not isinstance(error, CheckpointError) or getattr(errors, kind, None) is not type(error):
         return {"type": "", "message": f"{kind}: {_text(error)}", "facts": {}, "causes": {}}
@@ -606,7 +686,8 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _text(error: BaseException) -> str:
-    """What an error says, in words that can be posted: one that cannot say it must not keep the others waiting."""
+    """What an error says, in words that can be posted: one that cannot say it must not keep the
+    others waiting."""
     try:
         return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception as again:
@@ -614,33 +695,48 @@ def _text(error: BaseException) -> str:
 
 
 def _raise_failures(topic: str, messages: list[Message], joining: bool) -> None:
-    """The failure of the lowest rank that has one; RanksDisagree for calls that do not belong together.
+    """The failure of the lowest rank that has one; RanksDisagree for calls that do not belong
+    together.
 
-    A rank that fails in the middle of a call may be in another round than the others; what it failed with counts.
+    A rank that fails in the middle of a call may be in another round than the others; what it
+    failed with counts.
     """
     failed = {rank: m["failure"] for rank, m in enumerate(messages) if "failure" in m}
     topics = {message["topic"] for message in messages if "left" not in message}
     if len(topics) > 1 and (joining or not failed):
         calls = "; ".join(
-            f"{t}: {_rank_names([r for r, m in enumerate(messages) if m['topic'] == t])}" for t in sorted(topics)
+            f"{t}: {_rank_names([r for r, m in enumerate(messages) if m['topic'] == t])}"
+            for t in sorted(topics)
         )
-        raise RanksDisagree(f"the ranks make different calls: {calls}",
-                            ranks=[r for r, m in enumerate(messages) if m["topic"] != topic])  # fmt: skip
+        raise RanksDisagree(
+            f"the ranks make different calls: {calls}",
+            ranks=[r for r, m in enumerate(messages) if m["topic"] != topic],
+        )
     if failed:
         causes = {rank: _cause_text(failure) for rank, failure in failed.items()}
         rank, first = next(iter(failed.items()))
-        more = f" (also failed: {_rank_names([r for r in failed if r != rank])})" if len(failed) > 1 else ""
-        raise _rebuilt({**first, "message": f"rank {rank}: {first['message']}{more}", "causes": causes})
+        more = (
+            f" (also failed: {_rank_names([r for r in failed if r != rank])})"
+            if len(failed) > 1
+            else ""
+        )
+        raise _rebuilt(
+            {**first, "message": f"rank {rank}: {first['message']}{more}", "causes": causes}
+        )
 
 
 def _cause_text(failure: dict[str, Any]) -> str:
-    return f"{failure['type']}: {failure['message']}" if failure["type"] else str(failure["message"])
+    return (
+        f"{failure['type']}: {failure['message']}" if failure["type"] else str(failure["message"])
+    )
 
 
 def _cause_of(own: BaseException | None) -> BaseException | None:
-    """What is shown above an error that all ranks raise: what failed in the user's own code on this rank, if anything.
+    """What is shown above an error that all ranks raise: what failed in the user's own code on this
+    rank, if anything.
 
-    An error of ckptcore says the same as the one that takes its place, and would only be printed twice.
+    An error of ckptcore says the same as the one that takes its place, and would only be printed
+    twice.
     """
     return own.__cause__ if isinstance(own, CheckpointError) else own
 

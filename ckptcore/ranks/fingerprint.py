@@ -1,8 +1,10 @@
-"""What replicas on an accelerator are compared by, computed where they are: nothing but the result is copied to the host.
+"""What replicas on an accelerator are compared by, computed where they are: nothing but the result
+is copied to the host.
 
-A tensor's bytes are taken as 32-bit words in rows of 2^20. Row by row the words are multiplied with fixed random odd
-64-bit numbers and added, modulo 2^64: a change of one word always changes the sum, other changes go unseen with a chance
-of about 2^-33 at worst. The host hashes the sums. (Multilinear hashing: Carter and Wegman 1979, Lemire and Kaser 2013.)
+A tensor's bytes are taken as 32-bit words in rows of 2^20. Row by row the words are multiplied with
+fixed random odd 64-bit numbers and added, modulo 2^64: a change of one word always changes the sum,
+other changes go unseen with a chance of about 2^-33 at worst. The host hashes the sums.
+(Multilinear hashing: Carter and Wegman 1979, Lemire and Kaser 2013.)
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 
 
 def fingerprints(tensors: Sequence[torch.Tensor], *, sampled: bool) -> list[bytes]:
-    """One for each of `tensors`, which are on one or more accelerators. sampled: of items spread over each, both ends
-    included; else of every byte."""
+    """One for each of `tensors`, which are on one or more accelerators. sampled: of items spread
+    over each, both ends included; else of every byte."""
     parts: list[torch.Tensor] = []
     counts: list[int] = []
     with torch.no_grad():
@@ -61,7 +63,11 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     """One 64-bit sum for each row of words, and one for the bytes that are left over."""
     flat = words(tensor).reshape(-1).view(torch.uint8)
     whole = flat.numel() // 4 * 4
-    row = flat[:whole].view(torch.int32) if flat.data_ptr() % 4 == 0 else flat[:whole].clone().view(torch.int32)
+    row = (
+        flat[:whole].view(torch.int32)
+        if flat.data_ptr() % 4 == 0
+        else flat[:whole].clone().view(torch.int32)
+    )
     weights = _multipliers(tensor.device)
     sums = []
     step = ROW_WORDS * ROWS_AT_ONCE

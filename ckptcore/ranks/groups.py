@@ -1,4 +1,5 @@
-"""Process groups by name: how each rank says which ranks are its group, and the partition that this makes."""
+"""Process groups by name: how each rank says which ranks are its group, and the partition that this
+makes."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ __all__ = ["group_index", "own_view", "partitions"]
 
 
 def own_view(name: str, group: Any, rank: int, world_size: int) -> list[list[int]]:
-    """What one rank knows of a group: the whole partition when it was given as lists, else its own ranks alone.
+    """What one rank knows of a group: the whole partition when it was given as lists, else its own
+    ranks alone.
 
-    group: a list of rank lists, a ProcessGroup, a one-dimensional DeviceMesh (`mesh["dp"]`), or (DeviceMesh, name of a
-    dimension). Raises InvalidState.
+    group: a list of rank lists, a ProcessGroup, a one-dimensional DeviceMesh (`mesh["dp"]`), or
+    (DeviceMesh, name of a dimension). Raises InvalidState.
     """
     if _is_list(group) and all(_is_list(part) and all(_is_rank(r) for r in part) for part in group):
         return [sorted(operator.index(r) for r in part) for part in group]
@@ -30,7 +32,10 @@ def own_view(name: str, group: Any, rank: int, world_size: int) -> list[list[int
     mesh = getattr(group, "mesh", None)
     if mesh is not None:
         if mesh.ndim != 1:
-            raise InvalidState(f"process group {name!r}: the mesh has {mesh.ndim} dimensions; pass one, as mesh['dp']")
+            raise InvalidState(
+                f"process group {name!r}: the mesh has {mesh.ndim} dimensions; pass one, as "
+                "mesh['dp']"
+            )
         return [sorted(int(r) for r in mesh.tolist())]
     if hasattr(group, "rank") and hasattr(group, "size"):
         import torch.distributed as dist
@@ -39,11 +44,13 @@ def own_view(name: str, group: Any, rank: int, world_size: int) -> list[list[int
     if _is_list(group) and group and all(_is_rank(r) for r in group):
         own = [operator.index(r) for r in group]
         raise InvalidState(
-            f"process group {name!r} is {own}, the ranks of one group; give the ranks of all groups, in the same way on "
+            f"process group {name!r} is {own}, the ranks of one group; give the ranks of all "
+            "groups, in the same way on "
             f"every rank: [{own}, ...], as in {{'dp': [[0, 2], [1, 3]]}}"
         )
     raise InvalidState(
-        f"process group {name!r} must be lists of ranks ([[0, 2], [1, 3]]), a ProcessGroup or a DeviceMesh dimension, "
+        f"process group {name!r} must be lists of ranks ([[0, 2], [1, 3]]), a ProcessGroup or a "
+        "DeviceMesh dimension, "
         f"not {shown(group)}, a {type(group).__qualname__}"
     )
 
@@ -53,11 +60,16 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_rank(value: Any) -> bool:
-    return not isinstance(value, bool) and hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
+    return (
+        not isinstance(value, bool)
+        and hasattr(value, "__index__")
+        and getattr(value, "ndim", 0) == 0
+    )
 
 
 def partitions(views: Sequence[Mapping[str, list[list[int]]]]) -> dict[str, list[list[int]]]:
-    """The partition of all ranks for every name, from what each rank knows; groups in order of their lowest rank.
+    """The partition of all ranks for every name, from what each rank knows; groups in order of
+    their lowest rank.
 
     Raises InvalidState, with the ranks, when a rank is in no group of a name or in several.
     """
@@ -66,19 +78,24 @@ def partitions(views: Sequence[Mapping[str, list[list[int]]]]) -> dict[str, list
     for name in sorted({name for view in views for name in view}):
         if absent := [rank for rank in world if name not in views[rank]]:
             raise InvalidState(
-                f"process group {name!r} is not known on ranks {absent}; pass it on every rank", ranks=absent
+                f"process group {name!r} is not known on ranks {absent}; pass it on every rank",
+                ranks=absent,
             )
         groups = sorted({tuple(group) for view in views for group in view[name] if group})
         count = [sum(group.count(rank) for group in groups) for rank in world]
         outside = sorted({rank for group in groups for rank in group} - set(world))
         if outside:
             raise InvalidState(
-                f"process group {name!r} names ranks {outside} of a job of {len(views)} ranks", ranks=outside
+                f"process group {name!r} names ranks {outside} of a job of {len(views)} ranks",
+                ranks=outside,
             )
         if wrong := [rank for rank in world if count[rank] != 1]:
             raise InvalidState(
-                f"process group {name!r} must put every rank in exactly one group; it has {[list(g) for g in groups]}, so "
-                + "; ".join(f"rank {r} is in {count[r]} groups" for r in wrong[:8]), ranks=wrong)  # fmt: skip
+                f"process group {name!r} must put every rank in exactly one group; it has "
+                f"{[list(g) for g in groups]}, so "
+                + "; ".join(f"rank {r} is in {count[r]} groups" for r in wrong[:8]),
+                ranks=wrong,
+            )
         result[name] = [list(group) for group in groups]
     return result
 

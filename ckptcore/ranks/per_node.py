@@ -1,4 +1,5 @@
-"""What each node keeps of one checkpoint, where nodes share no storage: all that its own ranks need to go on."""
+"""What each node keeps of one checkpoint, where nodes share no storage: all that its own ranks need
+to go on."""
 
 from __future__ import annotations
 
@@ -31,14 +32,20 @@ def part_of(copy: Copy, ranks: Sequence[int]) -> Copy:
 
 
 def on_node(state: ShardedState, ranks: Sequence[int], *, spread: bool) -> ShardedState:
-    """A sharded component as the node of `ranks` stores it: each distinct box that one of them holds, once.
+    """A sharded component as the node of `ranks` stores it: each distinct box that one of them
+    holds, once.
 
-    spread: of several holders, the one that has the least to write so far takes it, else the lowest. Pure.
+    spread: of several holders, the one that has the least to write so far takes it, else the
+    lowest. Pure.
     """
     load: defaultdict[int, int] = defaultdict(int)
-    places: dict[tuple[int, int], tuple[int, ...] | None] = {}  # a rank's coordinates in a mesh, by the mesh's identity
+    places: dict[
+        tuple[int, int], tuple[int, ...] | None
+    ] = {}  # a rank's coordinates in a mesh, by the mesh's identity
 
-    def box_of(shape: tuple[int, ...], claims: Sequence[tuple[list[int], Any]], rank: int) -> Box | None:
+    def box_of(
+        shape: tuple[int, ...], claims: Sequence[tuple[list[int], Any]], rank: int
+    ) -> Box | None:
         """What a rank holds of a tensor; None when that is nothing."""
         for members, layout in claims:
             if rank not in members:
@@ -62,29 +69,42 @@ def on_node(state: ShardedState, ranks: Sequence[int], *, spread: bool) -> Shard
         writers: dict[Box, int] = {}
         for box in sorted(holders):
             if volume(box[1]) or box == whole:
-                writers[box] = rank = min(holders[box], key=lambda r: (load[r], r)) if spread else holders[box][0]
+                writers[box] = rank = (
+                    min(holders[box], key=lambda r: (load[r], r)) if spread else holders[box][0]
+                )
                 load[rank] += tensor_nbytes(tensor.dtype, box[1])
         if whole in writers:
             return WholeLayout(writers[whole])
         return BoxLayout(tuple((rank, box) for box, rank in writers.items()))
 
-    tensors = [replace(tensor, layout=None if tensor.layout is None else held(tensor, claims))
-               for tensor, claims in zip(state.tensors, state.layouts, strict=True)]  # fmt: skip
+    tensors = [
+        replace(tensor, layout=None if tensor.layout is None else held(tensor, claims))
+        for tensor, claims in zip(state.tensors, state.layouts, strict=True)
+    ]
     return ShardedState(state.tree, tensors, state.layouts, state.versions)
 
 
 def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, Captured]:
-    """Rank 0's `captured`, on the lowest rank of every other node too, in host memory of its own. On every rank.
+    """Rank 0's `captured`, on the lowest rank of every other node too, in host memory of its own.
+    On every rank.
 
     Nothing on rank 0, which has it, and on ranks that do not write.
     """
-    rows = comm.together("global state", lambda: _described(captured) if comm.rank == 0 else {}, lambda all: all[0])
+    rows = comm.together(
+        "global state", lambda: _described(captured) if comm.rank == 0 else {}, lambda all: all[0]
+    )
     keeps = comm.rank != 0 and leads(comm, "node")
     made = {key: _made(key, *row) for key, row in rows.items()} if keeps else {}
     state = captured if comm.rank == 0 else made
-    settle({t.tensor.device for part in state.values() for t in part.tensors} if comm.rank == 0 else ())
-    sizes = [(key, number, nbytes) for key, (_, _, tensors) in rows.items()
-             for number, (*_, nbytes, alias) in enumerate(tensors) if alias is None]  # fmt: skip
+    settle(
+        {t.tensor.device for part in state.values() for t in part.tensors} if comm.rank == 0 else ()
+    )
+    sizes = [
+        (key, number, nbytes)
+        for key, (_, _, tensors) in rows.items()
+        for number, (*_, nbytes, alias) in enumerate(tensors)
+        if alias is None
+    ]
 
     def send() -> None:
         for window in _windows(sizes):
@@ -100,7 +120,9 @@ def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, C
         send()
     except CheckpointError:
         raise
-    except Exception as error:  # of the transport: which rank is to blame is told by who joins the next round
+    except (
+        Exception
+    ) as error:  # of the transport: which rank is to blame is told by who joins the next round
         failed.append(error)
 
     def check() -> None:
@@ -113,8 +135,17 @@ def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, C
 
 
 def _described(captured: Mapping[str, Captured]) -> dict[str, Any]:
-    return {key: [state.tree, state.versions, [[t.name, t.stored_name, t.dtype, list(t.shape), t.nbytes, t.alias_of]
-                               for t in state.tensors]] for key, state in captured.items()}  # fmt: skip
+    return {
+        key: [
+            state.tree,
+            state.versions,
+            [
+                [t.name, t.stored_name, t.dtype, list(t.shape), t.nbytes, t.alias_of]
+                for t in state.tensors
+            ],
+        ]
+        for key, state in captured.items()
+    }
 
 
 def _made(key: str, tree: bytes, versions: bytes | None, rows: Sequence[Sequence[Any]]) -> Captured:
@@ -148,7 +179,11 @@ def _windows(sizes: Sequence[tuple[str, int, int]]) -> Iterator[list[tuple[str, 
 
 
 def _copy(
-    state: Mapping[str, Captured], window: Sequence[tuple[str, int, int, int]], buffer: memoryview, *, out: bool
+    state: Mapping[str, Captured],
+    window: Sequence[tuple[str, int, int, int]],
+    buffer: memoryview,
+    *,
+    out: bool,
 ) -> None:
     at = 0
     for key, number, start, length in window:

@@ -1,4 +1,5 @@
-"""Whether replicas are equal, bit by bit: digests are compared first, and only what differs is looked at closely."""
+"""Whether replicas are equal, bit by bit: digests are compared first, and only what differs is
+looked at closely."""
 
 from __future__ import annotations
 
@@ -43,15 +44,18 @@ def validate(
     captured: Mapping[str, Captured],
     copies: Mapping[str, list[Copy]],
 ) -> dict[tuple[str, int], bytes]:
-    """Compare the members of every copy. Raises ReplicationMismatch on all ranks, with component, keys and ranks.
+    """Compare the members of every copy. Raises ReplicationMismatch on all ranks, with component,
+    keys and ranks.
 
-    captured: this rank's, of the components that are compared on it. Returns the chunk digests that were
-    computed on the way, by component and tensor number, so that no byte is hashed twice.
+    captured: this rank's, of the components that are compared on it. Returns the chunk digests that
+    were computed on the way, by component and tensor number, so that no byte is hashed twice.
     """
     checked = [
         c
         for c in components
-        if c.validated is not ValidationLevel.NONE and not c.sharded and len(copies[c.key]) < comm.world_size
+        if c.validated is not ValidationLevel.NONE
+        and not c.sharded
+        and len(copies[c.key]) < comm.world_size
     ]
     if not checked:
         return {}
@@ -59,7 +63,11 @@ def validate(
 
     def summary() -> dict[str, str]:
         take_fingerprints(checked, captured)
-        return {c.key: combined_digest(_leaf_digests(c, captured[c.key], known)) for c in checked if c.key in captured}
+        return {
+            c.key: combined_digest(_leaf_digests(c, captured[c.key], known))
+            for c in checked
+            if c.key in captured
+        }
 
     def compare(found: list[dict[str, str]]) -> list[list[Any]]:
         differing = []
@@ -76,19 +84,25 @@ def validate(
     return known
 
 
-def take_fingerprints(components: Iterable[StateComponent], captured: Mapping[str, Captured]) -> None:
-    """Give tensors on accelerators what they are compared by, all at once, where they have nothing yet."""
+def take_fingerprints(
+    components: Iterable[StateComponent], captured: Mapping[str, Captured]
+) -> None:
+    """Give tensors on accelerators what they are compared by, all at once, where they have nothing
+    yet."""
     for component in components:
         if component.key in captured:
             tensors = captured[component.key].tensors
             away = [t for t in tensors if t.digest is None and on_accelerator(t.tensor)]
             sampled = component.validated is ValidationLevel.QUICK
-            for t, digest in zip(away, fingerprints([t.tensor for t in away], sampled=sampled), strict=True):
+            for t, digest in zip(
+                away, fingerprints([t.tensor for t in away], sampled=sampled), strict=True
+            ):
                 t.digest = digest
 
 
 def chunk_digests(tensor: CapturedTensor) -> bytes:
-    """The digests of a tensor's chunks, as the index records them. Bounded memory for tensors that are not host memory."""
+    """The digests of a tensor's chunks, as the index records them. Bounded memory for tensors that
+    are not host memory."""
     source = TensorBytes(tensor.tensor)
     digests = bytearray()
     scratch: memoryview | None = None
@@ -124,17 +138,23 @@ def _sample(tensor: CapturedTensor) -> bytes:
 
 
 def compared_digest(component: StateComponent, tensor: CapturedTensor) -> bytes:
-    """What a tensor's replicas are compared by: a sample for QUICK, else the digests of its chunks."""
-    return _sample(tensor) if component.validated is ValidationLevel.QUICK else chunk_digests(tensor)
+    """What a tensor's replicas are compared by: a sample for QUICK, else the digests of its
+    chunks."""
+    return (
+        _sample(tensor) if component.validated is ValidationLevel.QUICK else chunk_digests(tensor)
+    )
 
 
 def replica_digest(
-    component: StateComponent, tensor: CapturedTensor, number: int, known: dict[tuple[str, int], bytes]
+    component: StateComponent,
+    tensor: CapturedTensor,
+    number: int,
+    known: dict[tuple[str, int], bytes],
 ) -> bytes:
     """What replicas of one tensor, or of one part of it, are compared by at the component's level.
 
-    number: of the tensor that holds the bytes, which of an alias is another one; chunk digests that this takes go into
-    `known` under it.
+    number: of the tensor that holds the bytes, which of an alias is another one; chunk digests that
+    this takes go into `known` under it.
     """
     if tensor.digest is not None:
         return tensor.digest
@@ -153,7 +173,9 @@ def _leaf_digests(
     yield content_hash(captured.tree)
     for number, tensor in enumerate(captured.tensors):
         yield f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {tensor.alias_of}".encode()
-        yield replica_digest(component, tensor, number if tensor.alias_of is None else tensor.alias_of, known)
+        yield replica_digest(
+            component, tensor, number if tensor.alias_of is None else tensor.alias_of, known
+        )
 
 
 def _explain(
@@ -163,7 +185,8 @@ def _explain(
     captured: Captured | None,
     known: dict[tuple[str, int], bytes],
 ) -> None:
-    """Find out which keys differ, on which ranks, and for FULL by how much; raise unless that is within tolerance."""
+    """Find out which keys differ, on which ranks, and for FULL by how much; raise unless that is
+    within tolerance."""
     member = comm.rank in copy.members
 
     def describe() -> dict[str, dict[str, Any]]:
@@ -179,7 +202,10 @@ def _explain(
                 for name in {*ours, *theirs}:
                     if ours.get(name) != theirs.get(name):
                         wrong.setdefault((part, name), []).append(rank)
-        return [[part, name, wrong[part, name]] for part, name in sorted(wrong, key=lambda key: key[::-1])]
+        return [
+            [part, name, wrong[part, name]]
+            for part, name in sorted(wrong, key=lambda key: key[::-1])
+        ]
 
     wrong = comm.together(f"compare replicas of {component.key}", describe, compare)
     if not wrong:
@@ -193,18 +219,28 @@ def _explain(
         return
     # Leaves that differ say it better than what they are in.
     wrong = [row for row in wrong if row[0] != "container"] or wrong
-    raise _mismatch(component, copy, wrong, _details(comm, copy, wrong, numbers, captured if member else None))
+    raise _mismatch(
+        component, copy, wrong, _details(comm, copy, wrong, numbers, captured if member else None)
+    )
 
 
 def _details(
-    comm: Communicator, copy: Copy, wrong: list[list[Any]], numbers: dict[str, Any], captured: Captured | None
+    comm: Communicator,
+    copy: Copy,
+    wrong: list[list[Any]],
+    numbers: dict[str, Any],
+    captured: Captured | None,
 ) -> dict[str, Any]:
-    """By key, how a tensor differs in numbers, or else what the lowest rank has and what the first has that differs."""
+    """By key, how a tensor differs in numbers, or else what the lowest rank has and what the first
+    has that differs."""
     texts = _texts(captured) if captured is not None else {}
 
     def both(found: list[list[str]]) -> list[dict[str, str]]:
         lowest = copy.members[0]
-        return [{f"rank {r}": found[r][n] for r in (lowest, row[2][0])} for n, row in enumerate(wrong[:SHOWN_KEYS])]
+        return [
+            {f"rank {r}": found[r][n] for r in (lowest, row[2][0])}
+            for n, row in enumerate(wrong[:SHOWN_KEYS])
+        ]
 
     forms = comm.together(
         "describe what differs",
@@ -214,7 +250,9 @@ def _details(
     details: dict[str, Any] = {}
     for (part, name, _), form in zip(wrong, forms, strict=False):
         found = numbers.get(name) if part == "leaf" else None
-        if found is not None or len(set(form.values())) > 1:  # else there is no more to say than that it differs
+        if (
+            found is not None or len(set(form.values())) > 1
+        ):  # else there is no more to say than that it differs
             details[name or "value"] = found or form
     return details
 
@@ -230,9 +268,14 @@ def _described(
     found: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
     for name, kind, value in _walk(_decoded(captured)):
         if kind is None:
-            found["leaf"][name] = ["value", content_hash(type(value).__name__.encode() + encode(value))]
+            found["leaf"][name] = [
+                "value",
+                content_hash(type(value).__name__.encode() + encode(value)),
+            ]
         else:
-            keys = sorted(encode(key) for key in value) if isinstance(value, Mapping) else [len(value)]
+            keys = (
+                sorted(encode(key) for key in value) if isinstance(value, Mapping) else [len(value)]
+            )
             found["container"].setdefault(name, []).extend([kind, content_hash(encode(keys))])
     for number, tensor in enumerate(captured.tensors):
         held = number if tensor.alias_of is None else tensor.alias_of
@@ -291,21 +334,31 @@ def _mismatch(
     if component.sharing_pattern.value == "PER_GROUP":
         hint = (
             f"; PER_GROUP needs the group across which the state is the same (its replicas), and "
-            f"{component.process_group_name!r} is ranks {list(copy.members)}: did you name another dimension of the mesh?"
+            f"{component.process_group_name!r} is ranks {list(copy.members)}: did you name "
+            "another dimension of the mesh?"
         )
     elif component.sharing_pattern.value == "REPLICATED":
         hint = (
-            "; state that is each rank's own (random streams, data loaders) is PER_RANK, and state of which rank 0's is the "
+            "; state that is each rank's own (random streams, data loaders) is PER_RANK, and "
+            "state of which rank 0's is the "
             "truth (BatchNorm statistics under DDP) is GLOBAL"
         )
         if component.inferred:
-            hint += f": StateComponent({component.key!r}, ..., 'PER_RANK') as the dict's value says so"
+            hint += (
+                f": StateComponent({component.key!r}, ..., 'PER_RANK') as the dict's value says so"
+            )
     how = f"; {keys[0]!r}: {in_words(details[keys[0]])}" if keys[0] in details else ""
     return ReplicationMismatch(
-        f"component {component.key!r} {declared} {component.sharing_pattern.value}{why}, but {some_keys(keys)} on rank"
-        f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differ{'' if len(keys) > 1 else 's'} from rank "
+        f"component {component.key!r} {declared} {component.sharing_pattern.value}{why}, but "
+        f"{some_keys(keys)} on rank"
+        f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
+        f"differ{'' if len(keys) > 1 else 's'} from rank "
         f"{copy.members[0]}; nothing was committed{how}{hint}",
-        component=component.key, keys=keys[:SHOWN_KEYS], ranks=ranks, details=details or None)  # fmt: skip
+        component=component.key,
+        keys=keys[:SHOWN_KEYS],
+        ranks=ranks,
+        details=details or None,
+    )
 
 
 def in_words(detail: Mapping[str, Any]) -> str:
@@ -327,7 +380,8 @@ def _decoded(captured: Captured) -> Any:
 
 
 def _walk(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, str | None, Any]]:
-    """(name, kind, value) of every container (its kind is that of dicts, lists, tuples or a codec) and plain value."""
+    """(name, kind, value) of every container (its kind is that of dicts, lists, tuples or a codec)
+    and plain value."""
     name = join_path(path)
     if isinstance(state, Opaque):
         yield name, state.codec, ()
@@ -352,24 +406,33 @@ def distances(
     wrong: Sequence[tuple[str, Sequence[int]]],
     mine: Mapping[str, CapturedTensor],
 ) -> tuple[dict[str, Any], bool]:
-    """For FULL: by how much tensors that are not equal differ, and whether that is within tolerance for all of them.
+    """For FULL: by how much tensors that are not equal differ, and whether that is within tolerance
+    for all of them.
 
     wrong: their names, each with the ranks that hold it.
     """
     if component.validated is not ValidationLevel.FULL:
         return {}, False
     tolerant = bool(component.atol or component.rtol)
-    found = [(name, _difference(comm, component, members, name, mine.get(name)))
-             for name, members in (wrong if tolerant else wrong[:FULL_TENSORS])]  # fmt: skip
-    tolerable = all(numbers is not None and numbers["beyond tolerance"] == 0 for _, numbers in found)
+    found = [
+        (name, _difference(comm, component, members, name, mine.get(name)))
+        for name, members in (wrong if tolerant else wrong[:FULL_TENSORS])
+    ]
+    tolerable = all(
+        numbers is not None and numbers["beyond tolerance"] == 0 for _, numbers in found
+    )
     return dict(found), tolerant and tolerable
 
 
 def _difference(
-    comm: Communicator, component: StateComponent, members: Sequence[int], name: str, tensor: CapturedTensor | None
+    comm: Communicator,
+    component: StateComponent,
+    members: Sequence[int],
+    name: str,
+    tensor: CapturedTensor | None,
 ) -> dict[str, Any] | None:
-    """How a tensor differs from that of the lowest rank, element by element, a chunk at a time; None for values and
-    for tensors of different shape."""
+    """How a tensor differs from that of the lowest rank, element by element, a chunk at a time;
+    None for values and for tensors of different shape."""
     reference = members[0]
     member = comm.rank in members
 
@@ -384,13 +447,22 @@ def _difference(
     if agreed is None:
         return None
     dtype, _, nbytes = agreed
-    counts: dict[str, Any] = {"differing": 0, "beyond tolerance": 0, "first index": None, "largest difference": 0.0}
+    counts: dict[str, Any] = {
+        "differing": 0,
+        "beyond tolerance": 0,
+        "first index": None,
+        "largest difference": 0.0,
+    }
     counts["equal as numbers"] = 0
     for start in range(0, nbytes, CHUNK_BYTES):
         length = min(CHUNK_BYTES, nbytes - start)
 
         def send(start: int = start, length: int = length) -> bytes:
-            return _bytes_of(tensor, start, length) if comm.rank == reference and tensor is not None else b""
+            return (
+                _bytes_of(tensor, start, length)
+                if comm.rank == reference and tensor is not None
+                else b""
+            )
 
         theirs = comm.together(f"compare {name}", send, lambda parts: parts[reference])
         if member and tensor is not None and comm.rank != reference:
@@ -419,11 +491,18 @@ def _bytes_of(tensor: CapturedTensor, start: int, length: int) -> bytes:
 
 
 def _count(
-    counts: dict[str, Any], theirs: bytes, mine: bytes, dtype: str, start: int, component: StateComponent
+    counts: dict[str, Any],
+    theirs: bytes,
+    mine: bytes,
+    dtype: str,
+    start: int,
+    component: StateComponent,
 ) -> None:
     kind = torch_dtype(dtype) or torch.uint8
     a, b = (torch.frombuffer(bytearray(data), dtype=kind) for data in (theirs, mine))
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), torch.uint8)
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(
+        a.element_size(), torch.uint8
+    )
     unequal = (a.view(words) != b.view(words)).reshape(a.numel(), -1).any(1)
     distance = (_wide(a) - _wide(b)).abs()[unequal]
     if not (a.is_floating_point() or a.is_complex()):
@@ -437,7 +516,9 @@ def _count(
     if counts["first index"] is None:
         counts["first index"] = start // a.element_size() + int(unequal.nonzero()[0])
     finite = distance[distance.isfinite()]
-    counts["largest difference"] = max(counts["largest difference"], float(finite.max()) if finite.numel() else 0.0)
+    counts["largest difference"] = max(
+        counts["largest difference"], float(finite.max()) if finite.numel() else 0.0
+    )
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

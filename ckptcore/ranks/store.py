@@ -71,10 +71,11 @@ class _Connection:
 
 
 class StoreBoard(Board):
-    """Keys under `prefix` in a store; `store` is a connection of our own, so waiting blocks nobody else.
+    """Keys under `prefix` in a store; `store` is a connection of our own, so waiting blocks nobody
+    else.
 
-    patience: seconds that a call may take. A store that has not answered for that long is connected to anew, so that it
-    is found again when it answers again.
+    patience: seconds that a call may take. A store that has not answered for that long is connected
+    to anew, so that it is found again when it answers again.
     """
 
     def __init__(self, store: Any, prefix: str, world_size: int, patience: float) -> None:
@@ -98,8 +99,9 @@ class StoreBoard(Board):
             return found
 
     def _do(self, work: Callable[[Any], T]) -> T:
-        """Make a call that may never come back (a host that is stopped, not dead), and wait for it no longer than
-        `patience`. The connection is not used again then, and its thread, a daemon, may be stuck."""
+        """Make a call that may never come back (a host that is stopped, not dead), and wait for it
+        no longer than `patience`. The connection is not used again then, and its thread, a daemon,
+        may be stuck."""
         connection = self._connected()
         seconds = self.patience if connection.tried else min(self.patience, RECONNECT_SECONDS)
         call = _Call(work)
@@ -111,7 +113,9 @@ class StoreBoard(Board):
             connection.lost = connection.tried  # else it is still being made
             raise BoardLost(f"no answer for {seconds:g} s") from None
         if error is not None:
-            raise BoardLost(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+            raise BoardLost(
+                str(error).splitlines()[0] if str(error) else type(error).__name__
+            ) from error
         return value  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -145,7 +149,8 @@ class StoreBoard(Board):
         self._do(lambda store: store.delete_key(full))
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        # Asked for again and again rather than waited for: a store's own wait logs a warning whenever it times out.
+        # Asked for again and again rather than waited for: a store's own wait logs a warning
+        # whenever it times out.
         deadline = time.monotonic() + seconds
         pause = 0.0005
         while (value := self.get(key)) is None and (left := deadline - time.monotonic()) > 0:
@@ -162,8 +167,9 @@ class StoreBoard(Board):
 class StoreCommunicator(BoardCommunicator):
     """The ranks of a torch.distributed job, over its store (or `store`), whatever the backend.
 
-    Make one (or one CheckpointManager) at the same point of the program on every rank: the n-th of one rank talks to
-    the n-th of the others. node: by default CKPTCORE_NODE, else torchrun's GROUP_RANK, else the host's name.
+    Make one (or one CheckpointManager) at the same point of the program on every rank: the n-th of
+    one rank talks to the n-th of the others. node: by default CKPTCORE_NODE, else torchrun's
+    GROUP_RANK, else the host's name.
     """
 
     def __init__(
@@ -181,7 +187,9 @@ class StoreCommunicator(BoardCommunicator):
     ) -> None:
         if store is None:
             if not dist.is_initialized():
-                raise CoordinationError("there is no process group: call torch.distributed.init_process_group first")
+                raise CoordinationError(
+                    "there is no process group: call torch.distributed.init_process_group first"
+                )
             store = dist.distributed_c10d._get_default_store()
             rank, world_size = dist.get_rank(), dist.get_world_size()
         if rank is None or world_size is None:
@@ -190,7 +198,12 @@ class StoreCommunicator(BoardCommunicator):
         self._served_by = store  # rank 0's may be the server; destroy_process_group must not end it
         own = store.clone()
         prefix = f"ckptcore/{name if name is not None else next(_created)}"
-        node = node or os.environ.get("CKPTCORE_NODE") or os.environ.get("GROUP_RANK") or socket.gethostname()
+        node = (
+            node
+            or os.environ.get("CKPTCORE_NODE")
+            or os.environ.get("GROUP_RANK")
+            or socket.gethostname()
+        )
         board = StoreBoard(own, prefix, world_size, liveness_timeout)
         super().__init__(
             board,
@@ -204,12 +217,15 @@ class StoreCommunicator(BoardCommunicator):
         )
 
     def share(self, buffer: memoryview, source: int) -> None:
-        """Through a gloo group of our own, which nothing of the training uses; bytes do not go over the store."""
+        """Through a gloo group of our own, which nothing of the training uses; bytes do not go over
+        the store."""
         if not dist.is_initialized() or dist.get_world_size() != self.world_size:
             super().share(buffer, source)
             return
         if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(self.liveness_timeout, 10.0)))
+            self._group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=max(self.liveness_timeout, 10.0))
+            )
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=source, group=self._group)
 
 
@@ -218,18 +234,22 @@ def default_communicator(
 ) -> Communicator:
     """A new one for the running torch.distributed job; a single process without one.
 
-    Raises CoordinationError when a launcher started several processes and no process group was made.
+    Raises CoordinationError when a launcher started several processes and no process group was
+    made.
     """
     if dist.is_available() and dist.is_initialized():
         if dist.get_world_size() == 1:
             return SingleProcess()
         return StoreCommunicator(
-            join_timeout=join_timeout, error_join_timeout=error_join_timeout, liveness_timeout=liveness_timeout
+            join_timeout=join_timeout,
+            error_join_timeout=error_join_timeout,
+            liveness_timeout=liveness_timeout,
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise CoordinationError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group: call "
-            "torch.distributed.init_process_group before making a CheckpointManager, or pass comm=")  # fmt: skip
+            "torch.distributed.init_process_group before making a CheckpointManager, or pass comm="
+        )
     return SingleProcess()
 
 
@@ -237,7 +257,8 @@ _shared: tuple[Any, Communicator] | None = None
 
 
 def shared_communicator() -> Communicator:
-    """One for everybody who brings none, made at the first call and kept while the process group lives."""
+    """One for everybody who brings none, made at the first call and kept while the process group
+    lives."""
     global _shared
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if _shared is None or _shared[0] is not group:

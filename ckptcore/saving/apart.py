@@ -1,8 +1,9 @@
 """Committing on nodes that share no storage: each publishes its part, and all of them do or none.
 
-The lowest rank of a node makes the attempt there, publishes and cleans up. Everything is on the disks of all nodes before
-the first one publishes. A crash between two of them leaves a checkpoint on some nodes, which is none (ranks/nodes.py);
-a failure without a crash is taken back. What an overwrite puts aside stays until all nodes have published.
+The lowest rank of a node makes the attempt there, publishes and cleans up. Everything is on the
+disks of all nodes before the first one publishes. A crash between two of them leaves a checkpoint
+on some nodes, which is none (ranks/nodes.py); a failure without a crash is taken back. What an
+overwrite puts aside stays until all nodes have published.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ __all__ = ["agree_place", "check_seen", "commit_apart", "mark_apart"]
 
 
 def agree_place(saving: Saving) -> tuple[int, bool]:
-    """The sequence of the checkpoint that is to be, and whether what is in its place gives way without being asked:
-    where it is not on every node. Raises CheckpointExists, StorageError."""
+    """The sequence of the checkpoint that is to be, and whether what is in its place gives way
+    without being asked: where it is not on every node. Raises CheckpointExists, StorageError."""
     comm, storage, name, step = saving.comm, saving.storage, saving.name, saving.request.step
 
     def choose(infos: list[CheckpointInfo]) -> bool:
@@ -35,13 +36,20 @@ def agree_place(saving: Saving) -> tuple[int, bool]:
         request = saving.request
         saving.seen = infos
         saving.follow(infos)
-        left = [i for i in there if i.manifest and i.run_id == request.run_id
-                and within(i.manifest.sequence, request.abandoned or ())]  # fmt: skip
+        left = [
+            i
+            for i in there
+            if i.manifest
+            and i.run_id == request.run_id
+            and within(i.manifest.sequence, request.abandoned or ())
+        ]
         if any(i.status == "committed" and i not in left for i in there) and not request.overwrite:
             where = storage.at(name)
             what = f"{where} is a committed checkpoint; pass overwrite=True to replace it"
             raise CheckpointExists(what, path=where, step=step)
-        return any((i.status in ("elsewhere", "damaged") or i in left) and not i.pinned for i in there)
+        return any(
+            (i.status in ("elsewhere", "damaged") or i in left) and not i.pinned for i in there
+        )
 
     def check() -> None:
         check_place(storage, name, step, saving.joined.run_id, True)
@@ -51,20 +59,25 @@ def agree_place(saving: Saving) -> tuple[int, bool]:
 
 
 def mark_apart(comm: Communicator, storage: Storage, folder: str, attempt: str) -> None:
-    """Make and mark the attempt of this node. Raises InvalidState where another node's mark is there already."""
+    """Make and mark the attempt of this node. Raises InvalidState where another node's mark is
+    there already."""
     try:
         mark_attempt(storage, folder, attempt)
     except StorageError as error:
         if error.errno != errno.EEXIST:
             raise
         raise InvalidState(
-            f"{storage.url} on {node_name(comm.nodes, own_node(comm))} is the storage of another node too, and storage_mode is "
-            "'node': pass storage_mode='shared' for storage that all nodes share, or a root of its own on every node",
-            ranks=comm.nodes[own_node(comm)]) from None  # fmt: skip
+            f"{storage.url} on {node_name(comm.nodes, own_node(comm))} is the storage of another "
+            "node too, and storage_mode is "
+            "'node': pass storage_mode='shared' for storage that all nodes share, or a root of "
+            "its own on every node",
+            ranks=comm.nodes[own_node(comm)],
+        ) from None
 
 
 def check_seen(comm: Communicator, storage: Storage, folder: str, attempt: str) -> None:
-    """Raise InvalidState where nodes are said to share the storage, and rank 0's attempt is not seen on this one."""
+    """Raise InvalidState where nodes are said to share the storage, and rank 0's attempt is not
+    seen on this one."""
     node = own_node(comm)
     if node == 0 or comm.rank != comm.nodes[node][0]:
         return
@@ -77,9 +90,12 @@ def check_seen(comm: Communicator, storage: Storage, folder: str, attempt: str) 
         if storage.atomic_rename or attempt in attempts_among(entries):
             return
     raise InvalidState(
-        f"{storage.url} on {node_name(comm.nodes, node)} is not the storage that rank 0 writes to, and storage_mode is "
-        "'shared': pass storage_mode='node' where nodes do not share their disks, or a root that all nodes see",
-        ranks=comm.nodes[node])  # fmt: skip
+        f"{storage.url} on {node_name(comm.nodes, node)} is not the storage that rank 0 writes "
+        "to, and storage_mode is "
+        "'shared': pass storage_mode='node' where nodes do not share their disks, or a root that "
+        "all nodes see",
+        ranks=comm.nodes[node],
+    )
 
 
 def commit_apart(
@@ -89,7 +105,8 @@ def commit_apart(
     write: Callable[[], dict[str, Any]],
     manifests: Callable[[Sequence[dict[str, Any]]], list[bytes]],
 ) -> bytes:
-    """Write and publish the parts of all nodes; this node's manifest. What one rank raises, all raise."""
+    """Write and publish the parts of all nodes; this node's manifest. What one rank raises, all
+    raise."""
     storage, attempt, tell = saving.storage, saving.joined.attempt, saving.told.append
     lowest = leads(comm, "node")
     encoded: list[bytes] = []
@@ -108,7 +125,7 @@ def commit_apart(
             manifest = CheckpointManifest.decode(encoded[0], storage.at(folder))
             aside = put_in_place(
                 storage, attempt, folder, saving.name, manifest, saving.overwrites, tell, encoded[0]
-            )  # fmt: skip
+            )
             placed = True
 
     try:
@@ -121,7 +138,9 @@ def commit_apart(
             early = isinstance(error, RankLost) or not isinstance(error, Exception)
             if not placed:
                 discard(storage, attempt, folder, tell, others_write=early)
-            elif not early:  # else nobody knows whether the others have published too: the next look tells
+            elif (
+                not early
+            ):  # else nobody knows whether the others have published too: the next look tells
                 take_back(storage, attempt, folder, saving.name, aside, tell)
         raise
     if aside is not None:

@@ -1,4 +1,5 @@
-"""Saves that go on while training does: one thread that finishes them, and what the caller holds of each."""
+"""Saves that go on while training does: one thread that finishes them, and what the caller holds of
+each."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class SaveHandle:
         return saving is None or saving.staged is None or saving.staged.complete()
 
     def done(self) -> bool:
-        """Whether it is committed, or has failed. Never in a forked child, which does not have the thread that writes."""
+        """Whether it is committed, or has failed. Never in a forked child, which does not have the
+        thread that writes."""
         return self._ended.is_set()
 
     @property
@@ -82,14 +84,18 @@ class SaveHandle:
     def result(self, timeout: float | None = None) -> CheckpointInfo | None:
         """The committed checkpoint, when it is; None for one that was skipped.
 
-        Raises AsyncSaveError, from what the save failed with, and TimeoutError when it has not ended after `timeout`
-        seconds (it goes on).
+        Raises AsyncSaveError, from what the save failed with, and TimeoutError when it has not
+        ended after `timeout` seconds (it goes on).
         """
         timeout = checked_timeout(timeout)
         if self._pid != os.getpid():
-            raise AsyncSaveError(f"the save of step {self.step} is the parent process's; ask there", step=self.step)
+            raise AsyncSaveError(
+                f"the save of step {self.step} is the parent process's; ask there", step=self.step
+            )
         if not self.wait(timeout):
-            raise TimeoutError(f"the save of step {self.step} is still going on after {timeout:g} s")
+            raise TimeoutError(
+                f"the save of step {self.step} is still going on after {timeout:g} s"
+            )
         self._warn()
         if self.error is not None:
             self.give_up()
@@ -97,9 +103,12 @@ class SaveHandle:
         return self._info
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether it has ended, after at most `timeout` seconds. Raises InvalidState on the thread that it is ended by."""
+        """Whether it has ended, after at most `timeout` seconds. Raises InvalidState on the thread
+        that it is ended by."""
         if self._finisher == threading.get_ident() and not self._ended.is_set():
-            raise InvalidState(f"{self.what} cannot be waited for by what it calls itself (on_event)")
+            raise InvalidState(
+                f"{self.what} cannot be waited for by what it calls itself (on_event)"
+            )
         return self._pid != os.getpid() or self._ended.wait(checked_timeout(timeout))
 
     def collect(self) -> None:
@@ -134,7 +143,11 @@ class SaveHandle:
     def end(self, info: CheckpointInfo | None, error: BaseException | None) -> None:
         """For the thread that finishes it."""
         self._written = self.progress
-        self._info, self.error, self._saving = info, error, None  # lets go of the state, here and not on the way out
+        self._info, self.error, self._saving = (
+            info,
+            error,
+            None,
+        )  # lets go of the state, here and not on the way out
         if error is None:
             self.give_up()
         self._ended.set()
@@ -154,14 +167,16 @@ def _expected(handle: SaveHandle) -> None:
     global _registered_in, _past
     _untold.add(handle)
     _past = getattr(sys, "last_value", None)
-    # Forked children of multiprocessing end without atexit, and forget what was registered before they began.
+    # Forked children of multiprocessing end without atexit, and forget what was registered before
+    # they began.
     if _registered_in != os.getpid() and multiprocessing.process.parent_process() is not None:
         multiprocessing.util.Finalize(None, _drain, exitpriority=0)
     _registered_in = os.getpid()
 
 
 _registered_in = 0
-# An exception that was nobody's to catch before the last save began (in an interactive session) has not ended the program.
+# An exception that was nobody's to catch before the last save began (in an interactive session) has
+# not ended the program.
 _past: BaseException | None = None
 
 
@@ -171,13 +186,17 @@ at_exit: set[Communicator] = set()
 
 @atexit.register
 def _drain() -> None:
-    """At the end of the program: wait for saves, bounded in time, and let the program fail when one has failed.
+    """At the end of the program: wait for saves, bounded in time, and let the program fail when one
+    has failed.
 
-    An exit code can only be changed by leaving at once, so this comes after everything that registered later.
+    An exit code can only be changed by leaving at once, so this comes after everything that
+    registered later.
     """
     failed = False
     stuck = False
-    while mine := [h for h in list(_untold) if h._pid == os.getpid()]:  # a save may begin an upload when it ends
+    while mine := [
+        h for h in list(_untold) if h._pid == os.getpid()
+    ]:  # a save may begin an upload when it ends
         handle = min(mine, key=lambda h: not h.done())
         if handle.wait(handle.drain_timeout):
             error: Exception | None = handle.failure() if handle.error is not None else None
@@ -192,8 +211,8 @@ def _drain() -> None:
     _untold.clear()
     for branch in () if stuck else at_exit:
         branch.close()  # rank 0 stays until the others have read that the save is committed
-    # After an exception that nobody caught the exit code is not 0, and that exception remains the last word. In a child of
-    # multiprocessing it is on its way here.
+    # After an exception that nobody caught the exit code is not 0, and that exception remains the
+    # last word. In a child of multiprocessing it is on its way here.
     dying = sys.exc_info()[1]
     fine = dying is None or (isinstance(dying, SystemExit) and not dying.code)
     if failed and fine and getattr(sys, "last_value", None) is _past:
@@ -204,16 +223,22 @@ def _drain() -> None:
 
 
 def _flush() -> None:
-    """What a program that leaves at once would take with it: lines that are logged, and files that are open. And what it
-    would leave behind: children."""
+    """What a program that leaves at once would take with it: lines that are logged, and files that
+    are open. And what it would leave behind: children."""
     children = [c for c in multiprocessing.active_children() if c._parent_pid == os.getpid()]  # type: ignore[attr-defined]
     for child in children:
-        with suppress(Exception):  # a data loader raises, in a signal handler, that its worker was ended
+        with suppress(
+            Exception
+        ):  # a data loader raises, in a signal handler, that its worker was ended
             if child.daemon:
                 child.terminate()
             child.join()
     logging.shutdown()
-    for file in [o for o in gc.get_objects() if type(o) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)]:
+    for file in [
+        o
+        for o in gc.get_objects()
+        if type(o) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    ]:
         with suppress(Exception):  # closed, or nobody is reading
             file.flush()
 
@@ -223,7 +248,8 @@ Task = tuple[SaveHandle, Callable[[], Outcome]]
 
 
 class Background:
-    """One daemon thread, from `start` or the first save on, that finishes one save after another."""
+    """One daemon thread, from `start` or the first save on, that finishes one save after
+    another."""
 
     def __init__(self, name: str = "ckptcore-save") -> None:
         self.name = name
@@ -232,7 +258,9 @@ class Background:
 
     def start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._tasks,), name=self.name, daemon=True)
+            self._thread = threading.Thread(
+                target=_work, args=(self._tasks,), name=self.name, daemon=True
+            )
             self._thread.start()
 
     def submit(self, handle: SaveHandle, work: Callable[[], Outcome]) -> None:
@@ -258,8 +286,8 @@ def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
         handle, work = task
         handle._finisher = threading.get_ident()
         info, error = work()
-        # What the save held goes before anybody hears of its end: a program that ends then must not find this thread
-        # giving memory back.
+        # What the save held goes before anybody hears of its end: a program that ends then must not
+        # find this thread giving memory back.
         task = work = None  # type: ignore[assignment]
         _forget_locals(error)
         handle.end(info, error)

@@ -1,4 +1,5 @@
-"""What a rank writes and says of it: tensor files, index, receipt; and the manifest's account of all receipts."""
+"""What a rank writes and says of it: tensor files, index, receipt; and the manifest's account of
+all receipts."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ __all__ = ["Receipt", "Share", "check_tree", "files_and_components", "write_shar
 
 @dataclass(slots=True)
 class CopyReceipt:
-    """What the lowest rank of a copy says about it: its planned files as [name, size, writer]. whole: of a sharded
-    component, the bytes that all ranks together have to write."""
+    """What the lowest rank of a copy says about it: its planned files as [name, size, writer].
+    whole: of a sharded component, the bytes that all ranks together have to write."""
 
     values: str
     tensors: int
@@ -39,7 +40,8 @@ class CopyReceipt:
 
 @dataclass(slots=True)
 class Receipt:
-    """What one rank wrote: files as [size, digest], components that its index has, copies that it is the lowest of."""
+    """What one rank wrote: files as [size, digest], components that its index has, copies that it
+    is the lowest of."""
 
     rank: int
     files: dict[str, list[Any]] = field(default_factory=dict)
@@ -59,9 +61,10 @@ class Receipt:
 class Share:
     """This rank's part in one copy of a component.
 
-    tensors: what it holds, by number; files: the whole plan of the copy (of a sharded component: this rank's part);
-    tree: the plain values, on the lowest rank of the copy; table: the tensors of a sharded component; versions: those
-    of modules, beside the tree.
+    tensors: what it holds, by number; files: the whole plan of the copy (of a sharded component:
+    this rank's part);
+    tree: the plain values, on the lowest rank of the copy; table: the tensors of a sharded
+    component; versions: those of modules, beside the tree.
     """
 
     key: str
@@ -81,14 +84,20 @@ def write_share(
     known: Mapping[tuple[str, int], bytes],
     progress: Callable[[int], None],
 ) -> Receipt:
-    """Write this rank's tensor files, its index, and the Hugging Face indexes of components split over files."""
+    """Write this rank's tensor files, its index, and the Hugging Face indexes of components split
+    over files."""
     mine = [plan for share in shares for plan in share.files if plan.writer == rank]
     wanted = {(plan.component, number) for plan in mine for number, _ in plan.places}
-    sources = {s.key: {n: TensorBytes(t.tensor) for n, t in s.tensors.items() if (s.key, n) in wanted} for s in shares}
+    sources = {
+        s.key: {n: TensorBytes(t.tensor) for n, t in s.tensors.items() if (s.key, n) in wanted}
+        for s in shares
+    }
     written = write_files(storage, folder, mine, sources, workers, known, progress)
     index, receipt, small = Index(rank), Receipt(rank), {}
     for file in written:
-        index.files[file.plan.name] = FileEntry(file.plan.size, len(file.plan.header), file.header_digest)
+        index.files[file.plan.name] = FileEntry(
+            file.plan.size, len(file.plan.header), file.header_digest
+        )
     for share in shares:
         part = _indexed(share, [f for f in written if f.plan.component == share.key])
         if part.tensors or part.pieces or share.tree is not None:
@@ -111,17 +120,21 @@ def write_share(
 
 
 def check_tree(share: Share) -> None:
-    """What every reader does with the plain values of a component, before anything is written: of values with tensors in
-    them, whose codec wants real ones, only the form. Raises UnsupportedValue."""
+    """What every reader does with the plain values of a component, before anything is written: of
+    values with tensors in them, whose codec wants real ones, only the form. Raises
+    UnsupportedValue."""
     if share.tree is None:
         return
     try:
         if len(share.tree) > SIZE_LIMIT:
-            raise ValueError(f"its plain values have {len(share.tree):,} bytes, and readers take {SIZE_LIMIT:,}")
+            raise ValueError(
+                f"its plain values have {len(share.tree):,} bytes, and readers take {SIZE_LIMIT:,}"
+            )
         decode(share.tree, lenient=True, opaque=True, file="the index")
     except (CheckpointCorrupt, ValueError) as error:
         raise UnsupportedValue(
-            f"component {share.key!r} could not be read back, so it is not saved: {error}", component=share.key
+            f"component {share.key!r} could not be read back, so it is not saved: {error}",
+            component=share.key,
         ) from None
 
 
@@ -136,7 +149,9 @@ def _readable(index: Index) -> bytes:
             raise ValueError("it says other digests than those of the files")
     except (CheckpointCorrupt, ValueError) as error:
         name = index_file_name(index.writer)
-        raise InvalidState(f"{name} could not be read back, so it is not published: {error}") from None
+        raise InvalidState(
+            f"{name} could not be read back, so it is not published: {error}"
+        ) from None
     return encoded
 
 
@@ -146,33 +161,62 @@ def _copy_receipt(share: Share) -> CopyReceipt:
     count = len(share.tensors if share.table is None else share.table)
     first = share.tree is not None
     whole = sum(t.stored_nbytes for t in share.table) if first and share.table is not None else 0
-    return CopyReceipt(content_digest(share.tree or b""), count if first else 0, nbytes, files, whole)
+    return CopyReceipt(
+        content_digest(share.tree or b""), count if first else 0, nbytes, files, whole
+    )
 
 
 def _indexed(share: Share, written: Sequence[WrittenFile]) -> ComponentIndex:
-    """What the index says of a share: rows, or pieces, of what this rank wrote, and aliases beside the values."""
-    places = [(file.plan.name, number, place, bytes(file.digests[number])) for file in written
-              for number, place in file.plan.places]  # fmt: skip
+    """What the index says of a share: rows, or pieces, of what this rank wrote, and aliases beside
+    the values."""
+    places = [
+        (file.plan.name, number, place, bytes(file.digests[number]))
+        for file in written
+        for number, place in file.plan.places
+    ]
     if share.table is not None:
-        pieces = [Piece(number, name, place.start, digests) for name, number, place, digests in places]
+        pieces = [
+            Piece(number, name, place.start, digests) for name, number, place, digests in places
+        ]
         layouts = encode_layouts(share.table) if share.tree is not None else None
-        return ComponentIndex(share.tree, [], layouts, sorted(pieces, key=lambda piece: piece.number), share.versions)
+        return ComponentIndex(
+            share.tree, [], layouts, sorted(pieces, key=lambda piece: piece.number), share.versions
+        )
     entries = []
     for file, number, place, digests in places:
         t = share.tensors[number]
         entries.append(
-            TensorEntry(number, t.name, t.dtype, t.shape, None, t.shape, file, place.name, place.start, digests, None)
+            TensorEntry(
+                number,
+                t.name,
+                t.dtype,
+                t.shape,
+                None,
+                t.shape,
+                file,
+                place.name,
+                place.start,
+                digests,
+                None,
+            )
         )
     for number, t in share.tensors.items():
         if t.alias_of is not None and share.tree is not None:
-            entries.append(TensorEntry(number, t.name, t.dtype, t.shape, None, t.shape, None, None, 0, b"", t.alias_of))
-    return ComponentIndex(share.tree, sorted(entries, key=lambda entry: entry.number), versions=share.versions)
+            entries.append(
+                TensorEntry(
+                    number, t.name, t.dtype, t.shape, None, t.shape, None, None, 0, b"", t.alias_of
+                )
+            )
+    return ComponentIndex(
+        share.tree, sorted(entries, key=lambda entry: entry.number), versions=share.versions
+    )
 
 
 def files_and_components(
     components: Sequence[StateComponent], joined: JoinedSave, receipts: Sequence[Receipt]
 ) -> tuple[dict[str, FileRecord], dict[str, ComponentManifest]]:
-    """The manifest's account of what the ranks wrote: all of them, or those of a node that keeps a part of its own.
+    """The manifest's account of what the ranks wrote: all of them, or those of a node that keeps a
+    part of its own.
 
     Raises CoordinationError unless the receipts cover every planned file exactly once.
     """
@@ -181,28 +225,38 @@ def files_and_components(
     for receipt in receipts:
         for name, (size, digest) in receipt.files.items():
             if name in files:
-                raise CoordinationError(f"{name} was written by ranks {files[name].writer} and {receipt.rank}")
+                raise CoordinationError(
+                    f"{name} was written by ranks {files[name].writer} and {receipt.rank}"
+                )
             files[name] = FileRecord(size, digest, receipt.rank)
     planned = set()
     manifests = {}
     for component in components:
-        copies = [receipt.copies[component.key] for receipt in receipts if component.key in receipt.copies]
+        copies = [
+            receipt.copies[component.key] for receipt in receipts if component.key in receipt.copies
+        ]
         expected = len(receipts)
         if not component.sharded:
-            expected = sum(not ranks.isdisjoint(copy.members) for copy in joined.copies[component.key])
+            expected = sum(
+                not ranks.isdisjoint(copy.members) for copy in joined.copies[component.key]
+            )
         if len(copies) != expected:
-            raise CoordinationError(f"component {component.key!r}: {len(copies)} copies were written, not "
-                                    f"{expected}")  # fmt: skip
+            raise CoordinationError(
+                f"component {component.key!r}: {len(copies)} copies were written, not {expected}"
+            )
         if component.sharded:
             whole = sum(copy.whole for copy in copies)
             if (stored := sum(copy.nbytes for copy in copies)) != whole:
-                raise CoordinationError(f"component {component.key!r}: {stored:,} bytes were written of {whole:,}")
+                raise CoordinationError(
+                    f"component {component.key!r}: {stored:,} bytes were written of {whole:,}"
+                )
         names = []
         for name, size, writer in (file for copy in copies for file in copy.files):
             record = files.get(name)
             if record is None or (record.size, record.writer) != (size, writer) or name in planned:
                 raise CoordinationError(
-                    f"{name} ({size:,} bytes) of rank {writer} is not what was written under that name"
+                    f"{name} ({size:,} bytes) of rank {writer} is not what was written under that "
+                    "name"
                 )
             planned.add(name)
             names.append(name)

@@ -1,11 +1,14 @@
 """From an accelerator into pinned host memory, without letting the state change under the copy.
 
 "copy"      the call returns when the host has everything.
-"overlap"   a stream of its own copies while training goes on. What belongs to an optimizer is changed by its step alone,
-            so a hook makes the step wait (on the device) for the copy; everything else is copied in the order of the
-            caller's stream, before anything that comes after.
-"auto"      as much as safely fits is first copied on the device, which takes a hundredth of the time and frees the
-            state at once; the rest as "overlap". The snapshot goes to the host afterwards, and is given back piece by piece.
+"overlap"   a stream of its own copies while training goes on. What belongs to an optimizer is
+changed by its step alone,
+            so a hook makes the step wait (on the device) for the copy; everything else is copied in
+            the order of the caller's stream, before anything that comes after.
+"auto"      as much as safely fits is first copied on the device, which takes a hundredth of the
+time and frees the
+            state at once; the rest as "overlap". The snapshot goes to the host afterwards, and is
+            given back piece by piece.
 """
 
 from __future__ import annotations
@@ -23,8 +26,18 @@ from ..state.layout import is_dtensor
 from ..state.streams import side_stream
 
 __all__ = [
-    "DeviceCopy", "Item", "Room", "Staging", "aligned", "pin", "release", "start_copies", "unpin", "warm_up", "watch_optimizers",
-]  # fmt: skip
+    "DeviceCopy",
+    "Item",
+    "Room",
+    "Staging",
+    "aligned",
+    "pin",
+    "release",
+    "start_copies",
+    "unpin",
+    "warm_up",
+    "watch_optimizers",
+]
 
 Staging = Literal["auto", "copy", "overlap"]
 # What is copied, as words on the device, and what makes its place on the host.
@@ -61,14 +74,17 @@ def pin(block: torch.Tensor) -> None:
     """Lock host memory in place, so that a device can copy to it by itself. Raises MemoryError."""
     result = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)  # type: ignore[no-untyped-call]
     if int(result) != 0:
-        raise MemoryError(f"{block.numel():,} bytes of host memory could not be pinned (CUDA error {int(result)})")
+        raise MemoryError(
+            f"{block.numel():,} bytes of host memory could not be pinned (CUDA error {int(result)})"
+        )
 
 
 def unpin(block: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
 
 
-# Optimizers of this process whose steps are known to come by here, and copies that their next step waits for.
+# Optimizers of this process whose steps are known to come by here, and copies that their next step
+# waits for.
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _unseen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _fences: list[DeviceCopy] = []
@@ -77,7 +93,8 @@ _hooked = False
 
 
 def watch_optimizers() -> None:
-    """Be told of every optimizer step of this process from now on, if there is a device to copy from."""
+    """Be told of every optimizer step of this process from now on, if there is a device to copy
+    from."""
     global _hooked
     with _watching:
         if not _hooked and torch.cuda.is_available():
@@ -99,7 +116,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _unfence(copy: DeviceCopy) -> None:
-    """Have no optimizer step wait for a copy any more. Several threads may come by here for one copy."""
+    """Have no optimizer step wait for a copy any more. Several threads may come by here for one
+    copy."""
     with suppress(ValueError):
         _fences.remove(copy)
 
@@ -111,7 +129,9 @@ def _fenced_memory() -> set[int]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 states = optimizer.state.get(parameter, {})
-                found.update(_memory(t) for t in (parameter, *states.values()) if isinstance(t, torch.Tensor))
+                found.update(
+                    _memory(t) for t in (parameter, *states.values()) if isinstance(t, torch.Tensor)
+                )
     return found
 
 
@@ -121,7 +141,8 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def start_copies(items: Iterable[Item], staging: Staging) -> list[DeviceCopy]:
-    """Begin to copy every item; one DeviceCopy for each device. When this returns all places were made."""
+    """Begin to copy every item; one DeviceCopy for each device. When this returns all places were
+    made."""
     by_device: dict[torch.device, list[Item]] = {}
     for item in items:
         by_device.setdefault(item[0].device, []).append(item)
@@ -223,8 +244,8 @@ class DeviceCopy:
         self.ended.set()
 
     def release(self) -> None:
-        """Give up, after a failure or Ctrl-C: on return nothing is being copied, no step waits for it, and the device's
-        memory is given back."""
+        """Give up, after a failure or Ctrl-C: on return nothing is being copied, no step waits for
+        it, and the device's memory is given back."""
         if self.ended.is_set():
             return
         _unfence(self)
@@ -240,8 +261,9 @@ class DeviceCopy:
 
 
 def _snapshot_of(items: list[Item], budget: int) -> tuple[list[list[Item]], list[Item]]:
-    """Copy on the device what fits into `budget` bytes, first what no optimizer owns. Returns the copies, each with what
-    makes its place, in blocks of memory that go back one by one; and the items that do not fit."""
+    """Copy on the device what fits into `budget` bytes, first what no optimizer owns. Returns the
+    copies, each with what makes its place, in blocks of memory that go back one by one; and the
+    items that do not fit."""
     if sum(source.nbytes for source, _ in items) > budget > 0:
         fenced = _fenced_memory()
         items = sorted(items, key=lambda item: _memory(item[0]) in fenced)
@@ -269,9 +291,12 @@ def _snapshot_of(items: list[Item], budget: int) -> tuple[list[list[Item]], list
 
 
 def _block_of(items: list[Item]) -> list[Item]:
-    """Copies of all sources in one piece of memory: few large allocations are faster than many, the first time above all."""
+    """Copies of all sources in one piece of memory: few large allocations are faster than many, the
+    first time above all."""
     block = torch.empty(
-        sum(aligned(source.nbytes) for source, _ in items), dtype=torch.uint8, device=items[0][0].device
+        sum(aligned(source.nbytes) for source, _ in items),
+        dtype=torch.uint8,
+        device=items[0][0].device,
     )
     room = Room(block)
     copies: list[Item] = []
@@ -295,12 +320,19 @@ def _enqueue(items: Iterable[Item]) -> None:
 
 
 def _safe_bytes(device: torch.device) -> int:
-    """Device memory that a snapshot may take for a moment: what is free at the worst moment of training so far, less a
-    tenth of the device. Nothing before any training was seen, because nobody knows how much it is going to need."""
+    """Device memory that a snapshot may take for a moment: what is free at the worst moment of
+    training so far, less a tenth of the device. Nothing before any training was seen, because
+    nobody knows how much it is going to need."""
     stats = torch.cuda.memory_stats(device)
-    now, peak = stats.get("allocated_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0)
+    now, peak = (
+        stats.get("allocated_bytes.all.current", 0),
+        stats.get("allocated_bytes.all.peak", 0),
+    )
     if not _seen or peak <= now:
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    reserved, most = stats.get("reserved_bytes.all.current", 0), stats.get("reserved_bytes.all.peak", 0)
+    reserved, most = (
+        stats.get("reserved_bytes.all.current", 0),
+        stats.get("reserved_bytes.all.peak", 0),
+    )
     return int(free - max(0, most - reserved) - total // 10)

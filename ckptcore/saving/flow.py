@@ -1,7 +1,8 @@
 """One save on one rank, in the steps between which the ranks agree.
 
-`begin` is what a save needs the live state for: when it returns the state is captured, and after `stage` it is private.
-`finish` does the rest: compare, write, commit. It may run in another thread, over a conversation of its own.
+`begin` is what a save needs the live state for: when it returns the state is captured, and after
+`stage` it is private. `finish` does the rest: compare, write, commit. It may run in another thread,
+over a conversation of its own.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class Progress:
 
 @dataclass(slots=True)
 class Saving:
-    """What one rank knows of one save. `told` collects what to warn of when all is done; seconds: by phase. mode: "node"
-    where nodes share no storage, so that each keeps all that its ranks need."""
+    """What one rank knows of one save. `told` collects what to warn of when all is done; seconds:
+    by phase. mode: "node" where nodes share no storage, so that each keeps all that its ranks
+    need."""
 
     comm: Communicator
     components: Sequence[StateComponent]
@@ -79,22 +81,35 @@ class Saving:
     joined: JoinedSave = field(init=False)
     captured: dict[str, Captured] = field(default_factory=dict)
     sharded: dict[str, ShardedState] = field(default_factory=dict)
-    truths: dict[str, Captured] = field(default_factory=dict)  # global state that rank 0 has passed on to this node
-    replaces: bool = False  # what is in the place of this checkpoint is on some nodes alone, and gives way
+    truths: dict[str, Captured] = field(
+        default_factory=dict
+    )  # global state that rank 0 has passed on to this node
+    replaces: bool = (
+        False  # what is in the place of this checkpoint is on some nodes alone, and gives way
+    )
     seen: list[CheckpointInfo] | None = None  # in the root, before anything was written; on rank 0
     shares: list[Share] = field(default_factory=list)
     staged: StagedCopy | None = None
     failed: Exception | None = None
 
     def begin(self, *, rehearsal: bool = False) -> None:
-        """Join, capture, agree on layouts. rehearsal: nothing is going to be saved, so the place does not matter."""
+        """Join, capture, agree on layouts. rehearsal: nothing is going to be saved, so the place
+        does not matter."""
         comm = self.comm
         self.number = comm.number
         self.joined = join_save(
-            comm, self.name, self.request, self.components, self.process_groups,
-            (lambda: "") if rehearsal else self._attempt, self.mode)  # fmt: skip
+            comm,
+            self.name,
+            self.request,
+            self.components,
+            self.process_groups,
+            (lambda: "") if rehearsal else self._attempt,
+            self.mode,
+        )
         # Private from here on, like the state.
-        self.components = [replace(c, metadata=private_json(c.key, c.metadata)) for c in self.components]
+        self.components = [
+            replace(c, metadata=private_json(c.key, c.metadata)) for c in self.components
+        ]
         if self.mode == "node" and not rehearsal:
             self.joined.sequence, self.replaces = agree_place(self)
         with self._phase("capture"):
@@ -105,9 +120,13 @@ class Saving:
         if self.mode == "node":
             for key, state in self.sharded.items():
                 self.sharded[key] = on_node(state, self._here, spread=self.writers == "split")
-            one_truth = [c.key for c in self.components if c.sharing_pattern is SharingPattern.GLOBAL]
+            one_truth = [
+                c.key for c in self.components if c.sharing_pattern is SharingPattern.GLOBAL
+            ]
             if one_truth and len(comm.nodes) > 1:
-                self.truths = pass_on(comm, {k: self.captured[k] for k in one_truth} if comm.rank == 0 else {})
+                self.truths = pass_on(
+                    comm, {k: self.captured[k] for k in one_truth} if comm.rank == 0 else {}
+                )
 
     def plan(self) -> None:
         """Who writes what into which file. Pure. Raises InvalidState, UnsupportedValue."""
@@ -118,26 +137,41 @@ class Saving:
             largest = max(trees, key=lambda key: len(trees[key]), default=None)
             if largest is not None:
                 check_values_fit(largest, trees[largest], sum(map(len, trees.values())))
-            self.progress.total = sum(p.size for s in self.shares for p in s.files if p.writer == self.comm.rank)
+            self.progress.total = sum(
+                p.size for s in self.shares for p in s.files if p.writer == self.comm.rank
+            )
 
     def stage(self, pool: HostPool) -> None:
-        """Copy what this rank has to write, so that the live state may change. A failure is everybody's in `finish`."""
+        """Copy what this rank has to write, so that the live state may change. A failure is
+        everybody's in `finish`."""
         try:
             self.plan()
             with self._phase("stage"):
                 compared = [c for c in self.components if self._compared(c)]
                 self.staged = stage(
-                    pool, self.comm.rank, compared, self.captured, self.shares, self._whole(), self.workers
+                    pool,
+                    self.comm.rank,
+                    compared,
+                    self.captured,
+                    self.shares,
+                    self._whole(),
+                    self.workers,
                 )
         except Exception as error:
             self.failed = error
 
     def _whole(self) -> set[str]:
-        """Components of which this rank keeps everything: they may have to be compared item by item."""
-        return {c.key for c in self.components if self._compared(c) and c.validated is ValidationLevel.FULL}
+        """Components of which this rank keeps everything: they may have to be compared item by
+        item."""
+        return {
+            c.key
+            for c in self.components
+            if self._compared(c) and c.validated is ValidationLevel.FULL
+        }
 
     def rehearse(self, pool: HostPool) -> None:
-        """Have the pool ready, and all else that the first save would have to wait for, by copying the state once."""
+        """Have the pool ready, and all else that the first save would have to wait for, by copying
+        the state once."""
         self.begin(rehearsal=True)
         warm_up(self._devices())
         pool.large_pages = True
@@ -146,7 +180,8 @@ class Saving:
         self.comm.together("stage", self._complete, _nothing)
 
     def finish(self, comm: Communicator) -> CheckpointInfo:
-        """Compare the replicas, write, commit. What one rank raises, all raise, and nothing of it stays."""
+        """Compare the replicas, write, commit. What one rank raises, all raise, and nothing of it
+        stays."""
         self.comm = comm
         if self.staged is not None or self.failed is not None:
             comm.together("stage", self._complete, _nothing)
@@ -156,15 +191,22 @@ class Saving:
             known = validate(comm, self.components, self.captured, self.joined.copies)
             known |= validate_shards(comm, self.components, self.captured, self.sharded)
         if self.truths:  # written in the place of what this rank has, which may have other bytes
-            known = {place: digests for place, digests in known.items() if place[0] not in self.truths}
-        folder = f"{self.name}.partial-{self.joined.attempt}" if self.storage.atomic_rename else self.name
+            known = {
+                place: digests for place, digests in known.items() if place[0] not in self.truths
+            }
+        folder = (
+            f"{self.name}.partial-{self.joined.attempt}"
+            if self.storage.atomic_rename
+            else self.name
+        )
         published = False
 
         def make_way(names: list[list[str]]) -> None:
             for ranks in comm.nodes if self.mode == "node" else [range(comm.world_size)]:
                 _check_distinct([name for rank in ranks for name in names[rank]])
             if self.mode == "shared":
-                # Here and not at the join: it reads what is in the root, for which training need not wait.
+                # Here and not at the join: it reads what is in the root, for which training need
+                # not wait.
                 with self._needing():
                     self.joined.sequence = self._next_sequence()
                 self.make_way(folder)
@@ -174,7 +216,13 @@ class Saving:
                 check_seen(comm, self.storage, folder, self.joined.attempt)
             with self._phase("write"), self._needing():
                 return write_share(
-                    self.storage, folder, comm.rank, self.shares, self.workers, known, self.progress.wrote
+                    self.storage,
+                    folder,
+                    comm.rank,
+                    self.shares,
+                    self.workers,
+                    known,
+                    self.progress.wrote,
                 ).plain()
 
         def commit(receipts: list[dict[str, Any]]) -> bytes:
@@ -182,13 +230,22 @@ class Saving:
             manifest = self._manifest([Receipt.of(r) for r in receipts])
             with self._needing():
                 publish(
-                    self.storage, self.joined.attempt, folder, self.name, manifest, self.overwrites,
-                    self.told.append)  # fmt: skip
+                    self.storage,
+                    self.joined.attempt,
+                    folder,
+                    self.name,
+                    manifest,
+                    self.overwrites,
+                    self.told.append,
+                )
             published = True
             return manifest.encode()
 
         def manifests(receipts: Sequence[dict[str, Any]]) -> list[bytes]:
-            found = [self._manifest([Receipt.of(receipts[rank]) for rank in ranks]) for ranks in comm.nodes]
+            found = [
+                self._manifest([Receipt.of(receipts[rank]) for rank in ranks])
+                for ranks in comm.nodes
+            ]
             for node, manifest in enumerate(found):
                 manifest.node = node
                 manifest.checkpoint_id, manifest.created = found[0].checkpoint_id, found[0].created
@@ -206,12 +263,21 @@ class Saving:
                     encoded = comm.together("write", write, commit)
             except BaseException as error:
                 if self.mode == "shared" and comm.rank == 0 and not published:
-                    # When a rank is lost, or this one is on its way out, the others were not waited for.
+                    # When a rank is lost, or this one is on its way out, the others were not waited
+                    # for.
                     early = isinstance(error, RankLost) or not isinstance(error, Exception)
-                    discard(self.storage, self.joined.attempt, folder, self.told.append, others_write=early)
+                    discard(
+                        self.storage,
+                        self.joined.attempt,
+                        folder,
+                        self.told.append,
+                        others_write=early,
+                    )
                 raise
         manifest = CheckpointManifest.decode(encoded, self.storage.at(self.name))
-        return CheckpointInfo(self.name, self.storage.at(self.name), "committed", manifest.step, None, manifest)
+        return CheckpointInfo(
+            self.name, self.storage.at(self.name), "committed", manifest.step, None, manifest
+        )
 
     @property
     def overwrites(self) -> bool:
@@ -221,7 +287,11 @@ class Saving:
     @property
     def _here(self) -> Sequence[int]:
         """The ranks that write to the same storage as this one."""
-        return self.comm.nodes[own_node(self.comm)] if self.mode == "node" else range(self.comm.world_size)
+        return (
+            self.comm.nodes[own_node(self.comm)]
+            if self.mode == "node"
+            else range(self.comm.world_size)
+        )
 
     def _attempt(self) -> str:
         if self.mode == "shared":  # else it is agreed on later, when the nodes are known
@@ -241,13 +311,17 @@ class Saving:
 
     @one_walk()
     def _capture(self) -> None:
-        """Ask every component for its state, in the same order on all ranks, because that may itself be collective."""
+        """Ask every component for its state, in the same order on all ranks, because that may
+        itself be collective."""
         for component in self.components:
             state = component.stateful.state_dict()
             if self._looked_at(component):
                 self.captured[component.key] = capture(
-                    component.key, state, sharded=component.sharded,
-                    metadata=metadata_of(component.stateful))  # fmt: skip
+                    component.key,
+                    state,
+                    sharded=component.sharded,
+                    metadata=metadata_of(component.stateful),
+                )
 
     def _looked_at(self, component: StateComponent) -> bool:
         one_truth = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
@@ -257,8 +331,12 @@ class Saving:
 
     def _compared(self, component: StateComponent) -> bool:
         """Whether this rank's state may be compared with that of others."""
-        several = any(len(c.members) > 1 for c in self.joined.copies[component.key]) or component.sharded
-        return component.validated is not ValidationLevel.NONE and self.comm.world_size > 1 and several
+        several = (
+            any(len(c.members) > 1 for c in self.joined.copies[component.key]) or component.sharded
+        )
+        return (
+            component.validated is not ValidationLevel.NONE and self.comm.world_size > 1 and several
+        )
 
     def _share(self, component: StateComponent) -> Share | None:
         """What this rank writes of a component; None when that is nothing."""
@@ -300,7 +378,12 @@ class Saving:
             self.plan()
         for share in self.shares:
             check_tree(share)
-        return [plan.name for share in self.shares for plan in share.files if plan.writer == self.comm.rank]
+        return [
+            plan.name
+            for share in self.shares
+            for plan in share.files
+            if plan.writer == self.comm.rank
+        ]
 
     def make_way(self, folder: str) -> None:
         """Have a folder for the files, and nothing in their way. On the rank that publishes."""
@@ -329,7 +412,12 @@ class Saving:
         request = self.request
         run = self.joined.run_id if self.mode == "node" else request.run_id
         return check_place(
-            self.storage, self.name, request.step, run, self.overwrites, abandoned=request.abandoned or ()
+            self.storage,
+            self.name,
+            request.step,
+            run,
+            self.overwrites,
+            abandoned=request.abandoned or (),
         )
 
     def _manifest(self, receipts: Sequence[Receipt]) -> CheckpointManifest:
@@ -387,26 +475,34 @@ def _check_distinct(names: list[str]) -> None:
         raise InvalidState(f"two components would both be stored as {twice}; rename one of them")
 
 
-def _sharded_share(key: str, rank: int, captured: Captured, merged: ShardedState, first: bool) -> Share:
+def _sharded_share(
+    key: str, rank: int, captured: Captured, merged: ShardedState, first: bool
+) -> Share:
     held = {t.name: t for t in captured.tensors}
     specs, tensors = [], {}
     for number, logical in enumerate(merged.tensors):
         box = None if logical.layout is None else logical.layout.box_of(logical.shape, rank)
         if box is not None and logical.name in held:
             tensors[number] = tensor = held[logical.name]
-            specs.append(TensorSpec(number, tensor.stored_name, tensor.dtype, tensor.shape, tensor.nbytes))
+            specs.append(
+                TensorSpec(number, tensor.stored_name, tensor.dtype, tensor.shape, tensor.nbytes)
+            )
     files = plan_component(key, specs, [rank], f".rank{rank:05d}")
     tree, versions = (merged.tree, merged.versions) if first else (None, None)
     return Share(key, tensors, files, tree, merged.tensors, versions)
 
 
 def _system() -> str:
-    """Not platform.platform(), which starts `uname -p`: a loader's worker that is forked meanwhile holds the pipe open, and
-    the thread that saves would wait for as long as the worker lives."""
+    """Not platform.platform(), which starts `uname -p`: a loader's worker that is forked meanwhile
+    holds the pipe open, and the thread that saves would wait for as long as the worker lives."""
     return f"{platform.system()}-{platform.release()}-{platform.machine()}"
 
 
 def _versions() -> dict[str, str]:
     from .. import __version__
 
-    return {"ckptcore": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {
+        "ckptcore": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

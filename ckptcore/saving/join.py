@@ -1,4 +1,5 @@
-"""Joining a save: what every rank says about its call, and what they agree on before anything else happens."""
+"""Joining a save: what every rank says about its call, and what they agree on before anything else
+happens."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any
 
 from ..arguments import check_flag, check_hash, check_mapping, checked_step, shown
 from ..errors import InvalidState, RanksDisagree
-from ..format.manifest import CheckpointManifest, ComponentManifest, Copy, check_readable, copies, private_json
+from ..format.manifest import (
+    CheckpointManifest,
+    ComponentManifest,
+    Copy,
+    check_readable,
+    copies,
+    private_json,
+)
 from ..ranks.communicator import Communicator
 from ..ranks.groups import group_index, own_view, partitions
 from ..state.adapters import refuse_fixed_values
@@ -22,7 +30,8 @@ _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(slots=True)
 class SaveRequest:
-    """What the caller says about one checkpoint, beside the state. Valid, and private, once it is made.
+    """What the caller says about one checkpoint, beside the state. Valid, and private, once it is
+    made.
 
     Raises InvalidState for what the manifest cannot hold.
     """
@@ -33,10 +42,13 @@ class SaveRequest:
     metadata: dict[str, Any] = field(default_factory=dict)
     training_args_hash: str | None = None
     overwrite: bool = False
-    found_damaged: bool = False  # what is in its place was passed over by a restore, and gives way where rank 0 knows
+    found_damaged: bool = (
+        False  # what is in its place was passed over by a restore, and gives way where rank 0 knows
+    )
     after_sequence: int = 0  # another root of the run has commits up to this one
     checkpoint_id: str | None = None
-    # [first, last] commit sequences that the run has abandoned; None: those that its last commit says.
+    # [first, last] commit sequences that the run has abandoned; None: those that its last commit
+    # says.
     abandoned: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
@@ -72,35 +84,53 @@ def join_save(
     begin: Callable[[], str],
     mode: str = "shared",
 ) -> JoinedSave:
-    """Agree on the call, the groups and the attempt; `begin` gives the latter on rank 0. mode: whether
-    nodes share their storage.
+    """Agree on the call, the groups and the attempt; `begin` gives the latter on rank 0. mode:
+    whether nodes share their storage.
 
-    Raises RanksDisagree, InvalidState (groups that are no partition) and what `begin` raises, on every rank.
+    Raises RanksDisagree, InvalidState (groups that are no partition) and what `begin` raises, on
+    every rank.
     """
     used = {c.process_group_name for c in components if c.process_group_name is not None}
 
     def local() -> dict[str, Any]:
         if unknown := sorted(used - groups.keys()):
             raise InvalidState(
-                f"process group {unknown[0]!r} is not among process_groups (which has {sorted(groups) or 'none'})"
+                f"process group {unknown[0]!r} is not among process_groups (which has "
+                f"{sorted(groups) or 'none'})"
             )
         refuse_fixed_values(components)
         # Before anything is withdrawn or written: what no reader would take in the end.
         _check_manifest(request, components)
-        views = {name: own_view(name, group, comm.rank, comm.world_size) for name, group in groups.items()}
-        return {"call": {**_call(name, request, components), "storage_mode": mode}, "groups": views, "group_keys": {
-            c.key: c.group_key for c in components if c.process_group_name is not None}}  # fmt: skip
+        views = {
+            name: own_view(name, group, comm.rank, comm.world_size)
+            for name, group in groups.items()
+        }
+        return {
+            "call": {**_call(name, request, components), "storage_mode": mode},
+            "groups": views,
+            "group_keys": {
+                c.key: c.group_key for c in components if c.process_group_name is not None
+            },
+        }
 
     def decide(calls: list[dict[str, Any]]) -> dict[str, Any]:
         _check_equal(request, [call["call"] for call in calls])
-        request.overwrite |= request.found_damaged  # a rank that was interrupted in the restore does not know
+        request.overwrite |= (
+            request.found_damaged
+        )  # a rank that was interrupted in the restore does not know
         found = partitions([call["groups"] for call in calls])
-        keys = {c.key: _group_keys(c, found, [call["group_keys"][c.key] for call in calls])
-                for c in components if c.process_group_name is not None}  # fmt: skip
+        keys = {
+            c.key: _group_keys(c, found, [call["group_keys"][c.key] for call in calls])
+            for c in components
+            if c.process_group_name is not None
+        }
         return {
-            "attempt": begin(), "run_id": request.run_id, "partitions": found, "overwrite": request.overwrite,
+            "attempt": begin(),
+            "run_id": request.run_id,
+            "partitions": found,
+            "overwrite": request.overwrite,
             "group_keys": {key: names for key, names in keys.items() if names is not None},
-        }  # fmt: skip
+        }
 
     agreed = comm.together("save", local, decide, joining=True)
     request.overwrite = agreed.pop("overwrite")
@@ -108,13 +138,19 @@ def join_save(
     for c in components:
         partition = agreed["partitions"].get(c.process_group_name)
         made[c.key] = copies(
-            c.sharing_pattern.value, comm.world_size, comm.nodes, c.process_group_name, partition,
-            agreed["group_keys"].get(c.key))  # fmt: skip
+            c.sharing_pattern.value,
+            comm.world_size,
+            comm.nodes,
+            c.process_group_name,
+            partition,
+            agreed["group_keys"].get(c.key),
+        )
     return JoinedSave(**agreed, copies=made)
 
 
 def _call(name: str, request: SaveRequest, components: Sequence[StateComponent]) -> dict[str, Any]:
-    # The rest of the request is rank 0's to say: a new run has no name yet, and metrics may well be known there alone.
+    # The rest of the request is rank 0's to say: a new run has no name yet, and metrics may well be
+    # known there alone.
     asked: dict[str, Any] = {"step": request.step, "overwrite": request.overwrite}
     for c in components:
         asked[f"component {c.key!r}"] = [
@@ -132,7 +168,9 @@ def _check_equal(request: SaveRequest, calls: list[dict[str, Any]]) -> None:
     wrong = [rank for rank, call in enumerate(calls) if call != first]
     if wrong:
         rank = wrong[0]
-        both = first.keys() & calls[rank].keys()  # what only one has is a component, and named as such
+        both = (
+            first.keys() & calls[rank].keys()
+        )  # what only one has is a component, and named as such
         what = [key for key in first if key in both and first[key] != calls[rank][key]]
         said = "; ".join(
             f"{key} is {first.get(key)!r} on rank 0 and {calls[rank].get(key)!r} on rank {rank}"
@@ -140,29 +178,42 @@ def _check_equal(request: SaveRequest, calls: list[dict[str, Any]]) -> None:
             else differing_components(first[key], calls[rank][key], rank)
             for key in what[:3]
         )
-        raise RanksDisagree(f"the ranks make different saves: {said}; ranks that differ from rank 0: {wrong}",
-                            ranks=wrong, step=request.step)  # fmt: skip
+        raise RanksDisagree(
+            f"the ranks make different saves: {said}; ranks that differ from rank 0: {wrong}",
+            ranks=wrong,
+            step=request.step,
+        )
 
 
 def _group_keys(
     component: StateComponent, found: dict[str, list[list[int]]], keys: list[str | None]
 ) -> list[str] | None:
-    """The names of a component's groups, when the user gave them: equal in a group, distinct between groups."""
+    """The names of a component's groups, when the user gave them: equal in a group, distinct
+    between groups."""
     if all(key is None for key in keys):
         return None
     partition = found[component.process_group_name or ""]
     names = [keys[group[0]] for group in partition]
-    wrong = [rank for rank, key in enumerate(keys) if key is None or key != names[group_index(partition, rank)]]
+    wrong = [
+        rank
+        for rank, key in enumerate(keys)
+        if key is None or key != names[group_index(partition, rank)]
+    ]
     given = [name for name in names if name is not None]
     if wrong or len(set(given)) != len(partition):
         raise InvalidState(
-            f"component {component.key!r}: group_key must be given on every rank, be the same within a group and differ "
-            f"between groups; the groups {partition} have {names}", component=component.key, ranks=wrong or None)  # fmt: skip
+            f"component {component.key!r}: group_key must be given on every rank, be the same "
+            "within a group and differ "
+            f"between groups; the groups {partition} have {names}",
+            component=component.key,
+            ranks=wrong or None,
+        )
     return given
 
 
 def _check_manifest(request: SaveRequest, components: Sequence[StateComponent]) -> None:
-    """Raises InvalidState unless readers can decode a manifest with all that the caller said in it."""
+    """Raises InvalidState unless readers can decode a manifest with all that the caller said in
+    it."""
     parts = {}
     for c in components:
         parts[c.key] = ComponentManifest(
@@ -196,10 +247,13 @@ def _dict(name: str, value: Any) -> dict[Any, Any]:
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
-    """Metrics as floats; 0-d tensors, numpy numbers and True (1.0) are fine, and so is what is not finite."""
+    """Metrics as floats; 0-d tensors, numpy numbers and True (1.0) are fine, and so is what is not
+    finite."""
     numbers = {}
     for name, value in check_mapping("metrics", metrics).items():
-        kind = getattr(getattr(value, "dtype", None), "kind", "f")  # numpy's; text and times convert to floats, too
+        kind = getattr(
+            getattr(value, "dtype", None), "kind", "f"
+        )  # numpy's; text and times convert to floats, too
         try:
             if isinstance(value, str | bytes | bytearray) or kind in "SUMm":
                 raise TypeError(f"it is {shown(value)}")

@@ -1,4 +1,5 @@
-"""Publishing: the one step that makes the files in a folder a checkpoint, and what is looked at before it."""
+"""Publishing: the one step that makes the files in a folder a checkpoint, and what is looked at
+before it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,15 @@ from ..root import (
 )
 from ..storage.base import Entry, Storage
 
-__all__ = ["check_alone", "check_place", "discard", "publish", "put_in_place", "remove_aside", "take_back"]
+__all__ = [
+    "check_alone",
+    "check_place",
+    "discard",
+    "publish",
+    "put_in_place",
+    "remove_aside",
+    "take_back",
+]
 
 
 def check_place(
@@ -49,13 +58,15 @@ def check_place(
 ) -> bool:
     """Whether something at `name` must give way to a new checkpoint of the run.
 
-    What is the run's own and no checkpoint gives way: one of the run that is damaged, what an attempt that is provably
-    abandoned left, a deletion that was not finished. All else does so only with `overwrite`: a committed checkpoint, and
-    what may be somebody else's (damaged and of another run, or without a manifest that says whose it is; a copy that is
-    going on looks like that). digest: of the manifest of the new one; the same commit may always take the place of
-    itself when that is damaged, pinned or not. abandoned: commits of the run that give way, because it went back behind them.
-    Raises CheckpointExists for the rest: also for a pinned one, one of a newer
-    format, what another job may be writing in that place now, and files with names that no checkpoint has.
+    What is the run's own and no checkpoint gives way: one of the run that is damaged, what an
+    attempt that is provably abandoned left, a deletion that was not finished. All else does so only
+    with `overwrite`: a committed checkpoint, and what may be somebody else's (damaged and of
+    another run, or without a manifest that says whose it is; a copy that is going on looks like
+    that). digest: of the manifest of the new one; the same commit may always take the place of
+    itself when that is damaged, pinned or not. abandoned: commits of the run that give way, because
+    it went back behind them. Raises CheckpointExists for the rest: also for a pinned one, one of a
+    newer format, what another job may be writing in that place now, and files with names that no
+    checkpoint has.
     """
     where = storage.at(name)
     try:
@@ -95,10 +106,14 @@ def check_place(
     left = manifest.run_id == run_id and within(manifest.sequence, abandoned)
     if not (overwrite or left):
         raise CheckpointExists(
-            f"{where} is a committed checkpoint; pass overwrite=True to replace it", path=where, step=step
+            f"{where} is a committed checkpoint; pass overwrite=True to replace it",
+            path=where,
+            step=step,
         )
     if PIN_NAME in names and manifest.digest != digest:
-        raise CheckpointExists(f"{where} is pinned; unpin it before it is replaced", path=where, step=step)
+        raise CheckpointExists(
+            f"{where} is pinned; unpin it before it is replaced", path=where, step=step
+        )
     return True
 
 
@@ -115,7 +130,11 @@ def _refuse_uncommitted(
         what = f"is pinned, and damaged ({error}); pass overwrite=True to replace it"
         raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
     if not own:
-        whose = "has no manifest that can be read" if manifest is None else f"is of run {manifest.run_id!r}"
+        whose = (
+            "has no manifest that can be read"
+            if manifest is None
+            else f"is of run {manifest.run_id!r}"
+        )
         what = f"is not committed, but {whose}, so it may be somebody else's ({error})"
         how = "pass overwrite=True to replace it, or move it away"
         raise CheckpointExists(f"{where} {what}; {how}", path=where, step=step) from None
@@ -125,20 +144,28 @@ def _refuse_foreign(where: str, entries: Sequence[Entry], step: int | None) -> N
     foreign = [entry.name for entry in entries if entry.is_folder or not is_ours(entry.name)]
     if foreign:
         what = (
-            f"{where} holds {foreign[0]!r}, which no checkpoint of ours has; move the folder away or use another root"
+            f"{where} holds {foreign[0]!r}, which no checkpoint of ours has; move the folder away "
+            "or use another root"
         )
         raise CheckpointExists(what, path=where, step=step) from None
 
 
-def check_alone(storage: Storage, attempt: str, folder: str, files: Mapping[str, FileRecord], step: int | None) -> None:
-    """Where attempts are built in place: that of our kind, just the mark and `files` of this attempt are in the folder.
+def check_alone(
+    storage: Storage, attempt: str, folder: str, files: Mapping[str, FileRecord], step: int | None
+) -> None:
+    """Where attempts are built in place: that of our kind, just the mark and `files` of this
+    attempt are in the folder.
 
     Raises CheckpointExists when another job has come between.
     """
     expected = {mark_name(attempt): 0} | {name: record.size for name, record in files.items()}
-    found = {e.name: e.size for e in entries_in(storage, folder) if is_ours(e.name) and not e.is_folder}
+    found = {
+        e.name: e.size for e in entries_in(storage, folder) if is_ours(e.name) and not e.is_folder
+    }
     if found != expected:
-        other = next(name for name in sorted(found | expected) if found.get(name) != expected.get(name))
+        other = next(
+            name for name in sorted(found | expected) if found.get(name) != expected.get(name)
+        )
         where = storage.at(folder)
         raise CheckpointExists(f"another job saves at {where} (see {other})", path=where, step=step)
 
@@ -155,11 +182,12 @@ def publish(
 ) -> None:
     """Make the files in `folder` the checkpoint `name`. On return it exists and survives a crash.
 
-    encoded: the manifest, where it is to be written as it was read. What cannot be cleaned up after that is no error; it
-    is told.
+    encoded: the manifest, where it is to be written as it was read. What cannot be cleaned up after
+    that is no error; it is told.
 
-    With atomic rename: manifest into the attempt, then the attempt takes the name; what had it is put aside first and
-    removed after, so at every instant the old or the new one counts. Elsewhere the manifest's put is the commit.
+    With atomic rename: manifest into the attempt, then the attempt takes the name; what had it is
+    put aside first and removed after, so at every instant the old or the new one counts. Elsewhere
+    the manifest's put is the commit.
     """
     aside = put_in_place(storage, attempt, folder, name, manifest, overwrite, tell, encoded)
     if aside is not None:
@@ -184,7 +212,8 @@ def put_in_place(
     tell: Callable[[str], None],
     encoded: bytes | None = None,
 ) -> str | None:
-    """`publish` without removing what gave way: the name that this has now, None when nothing did."""
+    """`publish` without removing what gave way: the name that this has now, None when nothing
+    did."""
     encoded = encoded or manifest.encode()
     check_readable(encoded)
     if not storage.atomic_rename:
@@ -195,7 +224,9 @@ def put_in_place(
         if error.errno != errno.EEXIST or storage.atomic_rename:
             raise
         where = storage.at(folder)  # of two jobs, the create-only put lets one through
-        raise CheckpointExists(f"another job has just saved at {where}", path=where, step=manifest.step) from None
+        raise CheckpointExists(
+            f"another job has just saved at {where}", path=where, step=manifest.step
+        ) from None
     if not storage.atomic_rename:
         try:
             storage.remove(join(folder, mark_name(attempt)))  # the only one: `check_alone`
@@ -205,7 +236,13 @@ def put_in_place(
     storage.sync_folder(folder)
     aside = f"{name}.replaced-{attempt}"
     gives_way = check_place(
-        storage, name, manifest.step, manifest.run_id, overwrite, digest=manifest.digest, abandoned=manifest.abandoned
+        storage,
+        name,
+        manifest.step,
+        manifest.run_id,
+        overwrite,
+        digest=manifest.digest,
+        abandoned=manifest.abandoned,
     )
     if gives_way:
         storage.rename(name, aside)
@@ -226,8 +263,11 @@ def put_in_place(
     return aside if gives_way else None
 
 
-def _rename_back(storage: Storage, renames: Sequence[tuple[str, str]], tell: Callable[[str], None]) -> None:
-    """Undo renames. Never raises: the failure that led here is the one to report, and a later sweep finishes this."""
+def _rename_back(
+    storage: Storage, renames: Sequence[tuple[str, str]], tell: Callable[[str], None]
+) -> None:
+    """Undo renames. Never raises: the failure that led here is the one to report, and a later sweep
+    finishes this."""
     for now, before in renames:
         try:
             storage.rename(now, before)
@@ -236,9 +276,15 @@ def _rename_back(storage: Storage, renames: Sequence[tuple[str, str]], tell: Cal
 
 
 def take_back(
-    storage: Storage, attempt: str, folder: str, name: str, aside: str | None, tell: Callable[[str], None]
+    storage: Storage,
+    attempt: str,
+    folder: str,
+    name: str,
+    aside: str | None,
+    tell: Callable[[str], None],
 ) -> None:
-    """Undo `put_in_place`, because it failed on another node. Never raises: what is on one node alone is no checkpoint."""
+    """Undo `put_in_place`, because it failed on another node. Never raises: what is on one node
+    alone is no checkpoint."""
     try:
         if storage.atomic_rename:
             storage.rename(name, folder)
@@ -248,15 +294,19 @@ def take_back(
         elif _committed_by(storage, name) == attempt:
             remove_checkpoint_folder(storage, name)
     except (StorageError, CheckpointCorrupt) as error:
-        tell(f"{storage.at(name)}: a save that failed on another node could not be taken back: {error}")
+        tell(
+            f"{storage.at(name)}: a save that failed on another node could not be taken back: "
+            f"{error}"
+        )
     else:
         if storage.atomic_rename:
             discard(storage, attempt, folder, tell)
 
 
 def _rename_once(storage: Storage, attempt: str, folder: str, name: str) -> None:
-    """Rename, and believe what lies there more than the answer: a network filesystem that sends a request again because
-    the first answer was lost says ENOENT, EEXIST or ESTALE of a rename that it has done."""
+    """Rename, and believe what lies there more than the answer: a network filesystem that sends a
+    request again because the first answer was lost says ENOENT, EEXIST or ESTALE of a rename that
+    it has done."""
     try:
         storage.rename(folder, name)
     except StorageError:
@@ -277,11 +327,18 @@ def _committed_by(storage: Storage, folder: str) -> str | None:
 
 
 def discard(
-    storage: Storage, attempt: str, folder: str, tell: Callable[[str], None], *, others_write: bool = False
+    storage: Storage,
+    attempt: str,
+    folder: str,
+    tell: Callable[[str], None],
+    *,
+    others_write: bool = False,
 ) -> None:
-    """Remove what a failed attempt wrote. Never raises: the failure is what counts, and leftovers are swept later."""
+    """Remove what a failed attempt wrote. Never raises: the failure is what counts, and leftovers
+    are swept later."""
     try:
-        # Where attempts are built in place, what is there may be another job's by now: its attempt, or its checkpoint.
+        # Where attempts are built in place, what is there may be another job's by now: its attempt,
+        # or its checkpoint.
         if storage.atomic_rename or (
             attempts_among(entries_in(storage, folder)) == [attempt]
             and _committed_by(storage, folder) in (None, attempt)

@@ -1,7 +1,8 @@
-"""A private host copy of what a rank has to write, in memory that is allocated once, touched once and reused.
+"""A private host copy of what a rank has to write, in memory that is allocated once, touched once
+and reused.
 
-On the CPU the copy is complete when `stage` returns. From an accelerator the bytes flow into pinned memory on a stream of
-their own; devices.py says what keeps them from being changed meanwhile.
+On the CPU the copy is complete when `stage` returns. From an accelerator the bytes flow into pinned
+memory on a stream of their own; devices.py says what keeps them from being changed meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ from ..state.component import StateComponent
 from ..state.layout import LocalPart, words
 from ..state.tree import Captured, CapturedTensor
 from .commit import Share
-from .devices import DeviceCopy, Item, Room, Staging, aligned, pin, release, start_copies, unpin, watch_optimizers
+from .devices import (
+    DeviceCopy,
+    Item,
+    Room,
+    Staging,
+    aligned,
+    pin,
+    release,
+    start_copies,
+    unpin,
+    watch_optimizers,
+)
 from .workers import Workers
 
 __all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
@@ -30,22 +42,24 @@ ALIGNMENT = 64
 PAGE = 4096
 LARGE_PAGE = 2 << 20
 PIECE_BYTES = 16 << 20
-# Tensors smaller than this are copied many at a time by one thread: each costs more to hand over than to copy.
+# Tensors smaller than this are copied many at a time by one thread: each costs more to hand over
+# than to copy.
 SMALL_BYTES = 256 << 10
 # torch copies so many items in one thread.
 ALONE_ITEMS = 32768
 
 
 class HostPool:
-    """One block of host memory, as large as the largest save so far; pinned from when an accelerator needs it."""
+    """One block of host memory, as large as the largest save so far; pinned from when an
+    accelerator needs it."""
 
     def __init__(self, staging: Staging = "auto") -> None:
         self.staging: Staging = staging
         watch_optimizers()
         self.block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.pinned = False
-        # Set where nobody waits for new memory. Large pages take the system longer to find, and then every save is
-        # hashed and written with less work.
+        # Set where nobody waits for new memory. Large pages take the system longer to find, and
+        # then every save is hashed and written with less work.
         self.large_pages = False
 
     def reserve(self, nbytes: int, *, pinned: bool, workers: Workers) -> torch.Tensor:
@@ -66,7 +80,9 @@ class HostPool:
         self.block, self.pinned = torch.empty(0, dtype=torch.uint8, device="cpu"), False
 
     def __del__(self) -> None:
-        if getattr(self, "pinned", False):  # memory must not go back to the system while it is locked
+        if getattr(
+            self, "pinned", False
+        ):  # memory must not go back to the system while it is locked
             self.release()
 
 
@@ -97,8 +113,9 @@ def stage(
 ) -> StagedCopy:
     """Put a copy in the place of every captured tensor that this rank writes.
 
-    compared: components whose replicas are compared later. Of what this rank does not write only the digest is kept
-    that they are compared by; but everything of those in `whole`, which may have to be compared item by item.
+    compared: components whose replicas are compared later. Of what this rank does not write only
+    the digest is kept that they are compared by; but everything of those in `whole`, which may have
+    to be compared item by item.
     """
     places, size = _places(rank, captured, shares, whole)
     wanted = {id(t) for t, _ in places}
@@ -133,7 +150,11 @@ def _give(room: Room, t: CapturedTensor, at: int, source: torch.Tensor) -> torch
     place = room.like(source, at)
     part = t.part
     # Words are as good as items, but where they have a dimension more.
-    mine = place if source.shape == part.tensor.shape else place.view(part.tensor.dtype).view(part.tensor.shape)
+    mine = (
+        place
+        if source.shape == part.tensor.shape
+        else place.view(part.tensor.dtype).view(part.tensor.shape)
+    )
     t.part, t.live = LocalPart(mine, part.shape, part.box, part.layout), None
     return place
 
@@ -143,8 +164,9 @@ def _places(
 ) -> tuple[list[tuple[CapturedTensor, int]], int]:
     """What is copied, each with the byte of the pool where its copy begins, and the bytes of all.
 
-    What this rank writes lies as in its files, each file's data from a page on: whole pages can then go to the disk
-    from where they are. After that comes what is not in any file, of the components in `whole`.
+    What this rank writes lies as in its files, each file's data from a page on: whole pages can
+    then go to the disk from where they are. After that comes what is not in any file, of the
+    components in `whole`.
     """
     found: dict[int, tuple[CapturedTensor, int]] = {}
     apart: dict[int, CapturedTensor] = {}
@@ -155,14 +177,17 @@ def _places(
                 first = aligned(end, PAGE) - len(plan.header)
                 for number, place in plan.places:
                     t = share.tensors[number]
-                    # Items of dtypes that no stock reader knows need not begin at a multiple of their size.
+                    # Items of dtypes that no stock reader knows need not begin at a multiple of
+                    # their size.
                     if (first + place.start) % max(1, t.tensor.element_size()):
                         apart[id(t)] = t
                     else:
                         found[id(t)] = (t, first + place.start)
                 end = first + plan.size
     for key in whole & captured.keys():
-        apart |= {id(t): t for t in captured[key].tensors if t.alias_of is None and id(t) not in found}
+        apart |= {
+            id(t): t for t in captured[key].tensors if t.alias_of is None and id(t) not in found
+        }
     for t in apart.values():
         end = aligned(end, ALIGNMENT)
         found[id(t)] = (t, end)
@@ -170,8 +195,11 @@ def _places(
     return list(found.values()), end
 
 
-def _keep_digests(compared: Sequence[StateComponent], captured: Mapping[str, Captured], wanted: set[int]) -> None:
-    """Digests, taken now, of what is compared and not copied, and of all that is compared on its accelerator."""
+def _keep_digests(
+    compared: Sequence[StateComponent], captured: Mapping[str, Captured], wanted: set[int]
+) -> None:
+    """Digests, taken now, of what is compared and not copied, and of all that is compared on its
+    accelerator."""
     take_fingerprints(compared, captured)
     for c in compared:
         if c.key in captured:
@@ -181,7 +209,8 @@ def _keep_digests(compared: Sequence[StateComponent], captured: Mapping[str, Cap
 
 
 def _settle(state: Captured, wanted: set[int]) -> None:
-    """Let go of live memory: aliases follow what they are one with, the rest keeps its shape alone."""
+    """Let go of live memory: aliases follow what they are one with, the rest keeps its shape
+    alone."""
     for t in state.tensors:
         if id(t) in wanted:
             continue
@@ -214,7 +243,9 @@ def _new_memory(size: int, large_pages: bool) -> torch.Tensor:
 def _touch(block: torch.Tensor, workers: Workers) -> None:
     """Have the system provide the pages now, by several threads."""
     pages = block.numpy()
-    workers.run([partial(pages[at : at + PIECE_BYTES].fill, 0) for at in range(0, len(pages), PIECE_BYTES)])
+    workers.run(
+        [partial(pages[at : at + PIECE_BYTES].fill, 0) for at in range(0, len(pages), PIECE_BYTES)]
+    )
 
 
 def _copy_jobs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Callable[[], None]]:
@@ -223,7 +254,10 @@ def _copy_jobs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[C
     for target, source in pairs:
         if target.nbytes >= SMALL_BYTES and source.is_contiguous():
             a, b, items = target.view(-1), source.view(-1), PIECE_BYTES // target.element_size()
-            yield from (partial(_copy, [(a[at : at + items], b[at : at + items])]) for at in range(0, len(a), items))
+            yield from (
+                partial(_copy, [(a[at : at + items], b[at : at + items])])
+                for at in range(0, len(a), items)
+            )
         elif target.nbytes >= SMALL_BYTES:
             yield partial(_copy, [(target, source)])
     while some := list(islice(small, 1024)):

@@ -1,4 +1,5 @@
-"""Threads that copy, hash and write. They are started once, and are daemons: a stuck disk must not keep a process."""
+"""Threads that copy, hash and write. They are started once, and are daemons: a stuck disk must not
+keep a process."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Job = Callable[[], None]
 
 
 class Workers:
-    """`count` threads, from the first `run` on. Several threads may call `run` at once. modest: they take what computing
-    time others leave them (where the system has priorities of threads)."""
+    """`count` threads, from the first `run` on. Several threads may call `run` at once. modest:
+    they take what computing time others leave them (where the system has priorities of threads)."""
 
     def __init__(self, count: int, name: str = "ckptcore-io", *, modest: bool = False) -> None:
         self.count, self.name, self.modest = count, name, modest
@@ -36,7 +37,10 @@ class Workers:
                 self._started_in, self._jobs = os.getpid(), queue.SimpleQueue()
                 self._threads = [
                     threading.Thread(
-                        target=_work, args=(self._jobs, self.modest), name=f"{self.name}-{number}", daemon=True
+                        target=_work,
+                        args=(self._jobs, self.modest),
+                        name=f"{self.name}-{number}",
+                        daemon=True,
                     )
                     for number in range(self.count)
                 ]
@@ -44,7 +48,8 @@ class Workers:
                     thread.start()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Do all of `jobs`, in this order as far as several threads keep one. On return none of them runs any more.
+        """Do all of `jobs`, in this order as far as several threads keep one. On return none of
+        them runs any more.
 
         The first error is raised, and jobs that were not begun by then are left out.
         """
@@ -59,7 +64,8 @@ class Workers:
         run.wait()
 
     def close(self, timeout: float = 0.0) -> None:
-        """Let the threads end when they are done, and wait for that for `timeout` seconds at most."""
+        """Let the threads end when they are done, and wait for that for `timeout` seconds at
+        most."""
         if self._started_in == os.getpid():
             self._started_in = None
             for _ in range(self.count):
@@ -90,7 +96,8 @@ class _Run:
                 with self.changed:
                     self.error = self.error or error
                     self.exhausted = True
-            # Before anybody hears of it: when the program ends then, memory must not be given back on this thread.
+            # Before anybody hears of it: when the program ends then, memory must not be given back
+            # on this thread.
             job = None
             with self.changed:
                 self.working -= 1
@@ -110,7 +117,9 @@ class _Run:
         with self.changed:
             try:
                 self.changed.wait_for(lambda: self.exhausted and not self.working)
-            except BaseException:  # Ctrl-C: what was begun ends first, so that what comes next can clean up after it
+            except (
+                BaseException
+            ):  # Ctrl-C: what was begun ends first, so that what comes next can clean up after it
                 self.exhausted = True
                 self.changed.wait_for(lambda: not self.working)
                 raise
@@ -122,7 +131,8 @@ class _Run:
 
 
 def be_modest() -> None:
-    """Lower the priority of the calling thread: it yields to training, which often keeps every core busy."""
+    """Lower the priority of the calling thread: it yields to training, which often keeps every core
+    busy."""
     if sys.platform == "linux":  # elsewhere this call is about the whole process
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), MODEST)

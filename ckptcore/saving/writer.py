@@ -1,4 +1,5 @@
-"""Writing tensor files: each byte is hashed and written once, straight from where it is, by several threads."""
+"""Writing tensor files: each byte is hashed and written once, straight from where it is, by several
+threads."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BATCH_PARTS = 512
 
 
 class Source(Protocol):
-    """The bytes of one tensor, in C order. pinned: how to make memory that `fill` is fast into, if not any is."""
+    """The bytes of one tensor, in C order. pinned: how to make memory that `fill` is fast into, if
+    not any is."""
 
     pinned: MakeMemory | None
 
@@ -34,7 +36,8 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class WrittenFile:
-    """What became of one FilePlan: digest of its header, and by tensor number the digests of its chunks."""
+    """What became of one FilePlan: digest of its header, and by tensor number the digests of its
+    chunks."""
 
     plan: FilePlan
     header_digest: bytes
@@ -51,8 +54,8 @@ class _Part:
 
 
 class _File:
-    """A file to write: opened for its first batch, and made durable and closed by the thread that finishes its last one.
-    So no more are open than threads write, however many there are."""
+    """A file to write: opened for its first batch, and made durable and closed by the thread that
+    finishes its last one. So no more are open than threads write, however many there are."""
 
     def __init__(self, create: Callable[[], FileWriter], batches: int) -> None:
         self.create, self.left, self.lock = create, batches, threading.Lock()
@@ -85,13 +88,14 @@ def write_files(
     known: Mapping[tuple[str, int], bytes] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[WrittenFile]:
-    """Write `plans` into `folder`; `sources` has, by component, the tensors by number. Durable on return.
+    """Write `plans` into `folder`; `sources` has, by component, the tensors by number. Durable on
+    return.
 
-    known: chunk digests that were computed before, by component and tensor number. progress: told, from the writing
-    threads, how many bytes each batch had.
+    known: chunk digests that were computed before, by component and tensor number. progress: told,
+    from the writing threads, how many bytes each batch had.
 
-    Memory beyond the sources is at most 8 MiB for each of `workers`. On any failure what was written is removed again,
-    and the first error is raised (StorageError, NoSpace).
+    Memory beyond the sources is at most 8 MiB for each of `workers`. On any failure what was
+    written is removed again, and the first error is raised (StorageError, NoSpace).
     """
     written = [_prepared(plan, known or {}) for plan in plans]
     files: list[_File] = []
@@ -99,7 +103,11 @@ def write_files(
 
     def run(file: _File, result: WrittenFile, batches: Sequence[list[_Part]], head: bytes) -> None:
         for batch in batches:
-            progress(_write_batch(file.opened(), result, batch, sources[result.plan.component], scratch, head))
+            progress(
+                _write_batch(
+                    file.opened(), result, batch, sources[result.plan.component], scratch, head
+                )
+            )
             head = b""
             file.batch_done()
 
@@ -107,12 +115,17 @@ def write_files(
         jobs = []
         for result in written:
             batches = list(_batches(result.plan)) or [[]]
-            file = _File(partial(storage.create, join(folder, result.plan.name), result.plan.size), len(batches))
+            file = _File(
+                partial(storage.create, join(folder, result.plan.name), result.plan.size),
+                len(batches),
+            )
             files.append(file)
             # Files are filled in order where the storage cannot take their parts out of order.
             groups = [[batch] for batch in batches] if storage.positional_writes else [batches]
-            jobs += [partial(run, file, result, group, b"" if number else result.plan.header)
-                     for number, group in enumerate(groups)]  # fmt: skip
+            jobs += [
+                partial(run, file, result, group, b"" if number else result.plan.header)
+                for number, group in enumerate(groups)
+            ]
         workers.run(jobs)
     except BaseException:
         for file in files:
@@ -125,7 +138,9 @@ def _prepared(plan: FilePlan, known: Mapping[tuple[str, int], bytes]) -> Written
     result = WrittenFile(plan, content_hash(plan.header))
     for number, place in plan.places:
         digests = known.get((plan.component, number))
-        result.digests[number] = bytearray(digests or bytes(DIGEST_BYTES * chunk_count(place.nbytes)))
+        result.digests[number] = bytearray(
+            digests or bytes(DIGEST_BYTES * chunk_count(place.nbytes))
+        )
         if digests is not None:
             result.hashed.add(number)
     return result

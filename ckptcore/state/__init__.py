@@ -1,1 +1,2 @@
-"""What lies in memory: components and who shares them, nested state, tensor memory, adapters for torch objects."""
+"""What lies in memory: components and who shares them, nested state, tensor memory, adapters for
+torch objects."""

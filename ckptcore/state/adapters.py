@@ -1,4 +1,5 @@
-"""What torch's own objects need to be saved well: canonical keys, names instead of positions, random streams."""
+"""What torch's own objects need to be saved well: canonical keys, names instead of positions,
+random streams."""
 
 from __future__ import annotations
 
@@ -39,10 +40,11 @@ __all__ = [
 
 
 class ModelState:
-    """A module's state under canonical keys: those of the bare module, however it is compiled or wrapped.
+    """A module's state under canonical keys: those of the bare module, however it is compiled or
+    wrapped.
 
-    models: a module, several with distinct names (the stages of one rank of a pipeline), or a dict of them, whose keys
-    become prefixes. Raises InvalidState when two tensors have one name.
+    models: a module, several with distinct names (the stages of one rank of a pipeline), or a dict
+    of them, whose keys become prefixes. Raises InvalidState when two tensors have one name.
     """
 
     def __init__(self, models: Models) -> None:
@@ -58,7 +60,8 @@ class ModelState:
         for prefix, module in self._models:
             names = Names(module)
             self._own_loading |= {prefix + name for name in names.own_loading}
-            # keep_vars: the parameters themselves, so that what was read into them in place need not be copied again.
+            # keep_vars: the parameters themselves, so that what was read into them in place need
+            # not be copied again.
             state = module.state_dict(keep_vars=True)
             for path, facts in (getattr(state, "_metadata", None) or {}).items():
                 # A wrapper comes before what it wraps, whose version is the one that counts.
@@ -68,8 +71,11 @@ class ModelState:
                 name = prefix + names.canonical(key)
                 if name in found:
                     raise InvalidState(
-                        f"{found[name][1]!r} and {key!r} are both {name!r} without wrappers; pass several models as a dict, "
-                        "whose keys become prefixes", key=name)  # fmt: skip
+                        f"{found[name][1]!r} and {key!r} are both {name!r} without wrappers; pass "
+                        "several models as a dict, "
+                        "whose keys become prefixes",
+                        key=name,
+                    )
                 found[name] = module, key, value
         return found
 
@@ -80,11 +86,13 @@ class ModelState:
             yield from module.buffers()
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameters and buffers themselves. `metadata` has the versions of the modules then."""
+        """The parameters and buffers themselves. `metadata` has the versions of the modules
+        then."""
         return {name: value for name, (_, _, value) in self._raw().items()}
 
     def decides(self, name: str) -> bool:
-        """Whether code of the module's own decides how `name` is loaded: it is handed what was saved, and may resize."""
+        """Whether code of the module's own decides how `name` is loaded: it is handed what was
+        saved, and may resize."""
         first = name.split("/", 1)[0]
         if first.rpartition(".")[2] == EXTRA_STATE:
             return True
@@ -92,12 +100,14 @@ class ModelState:
         return any(first[:end] in self._own_loading for end in ends)
 
     def differences(self, saved: Any) -> Differences:
-        """By the names, and whether there is a tensor where the module has one. What a module's own code decides about
-        is left to it."""
+        """By the names, and whether there is a tensor where the module has one. What a module's own
+        code decides about is left to it."""
         live = self.state_dict()
         shown = {n: None if n.rpartition(".")[2] == EXTRA_STATE else v for n, v in live.items()}
         if isinstance(saved, Mapping):
-            saved = {n: None if str(n).rpartition(".")[2] == EXTRA_STATE else v for n, v in saved.items()}
+            saved = {
+                n: None if str(n).rpartition(".")[2] == EXTRA_STATE else v for n, v in saved.items()
+            }
         found = differences(saved, shown)
         for name, value in live.items() if isinstance(saved, Mapping) else ():
             kept = saved.get(name)
@@ -109,8 +119,10 @@ class ModelState:
             ):
                 kind = "numpy.ndarray" if isinstance(kept, TensorRef) else type(kept).__qualname__
                 found.mismatched[name] = (f"a value of type {kind}", "a tensor")
-        left = [[n for n in names if not self.decides(n) or n.rpartition(".")[2] == EXTRA_STATE]
-                for names in (found.missing, found.unexpected)]  # fmt: skip
+        left = [
+            [n for n in names if not self.decides(n) or n.rpartition(".")[2] == EXTRA_STATE]
+            for names in (found.missing, found.unexpected)
+        ]
         return found._replace(missing=left[0], unexpected=left[1])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -123,7 +135,9 @@ class ModelState:
                 if name in raw:
                     if raw[name][0] is module:
                         mine[raw[name][1]] = value
-                elif self.decides(name) and (key := names.raw(name.removeprefix(prefix))) is not None:
+                elif (
+                    self.decides(name) and (key := names.raw(name.removeprefix(prefix))) is not None
+                ):
                     mine[key] = value
             if versions is not None:
                 mine._metadata = {  # type: ignore[attr-defined]
@@ -136,17 +150,29 @@ class ModelState:
 
     def _check_own(self, names: Names, prefix: str, found: Any) -> None:
         """Names that only code of the module's own could judge. Raises StateMismatch."""
-        lists = [[n for key in getattr(found, kind, None) or () if (n := prefix + names.canonical(key)) is not None
-                  and self.decides(n) and n.rpartition(".")[2] != EXTRA_STATE]
-                 for kind in ("missing_keys", "unexpected_keys")]  # fmt: skip
+        lists = [
+            [
+                n
+                for key in getattr(found, kind, None) or ()
+                if (n := prefix + names.canonical(key)) is not None
+                and self.decides(n)
+                and n.rpartition(".")[2] != EXTRA_STATE
+            ]
+            for kind in ("missing_keys", "unexpected_keys")
+        ]
         if self.strict and (lists[0] or lists[1]):
             raise StateMismatch(
-                f"its own loading code found missing keys: {lists[0][:5] or 'none'}, and unexpected ones: "
-                f"{lists[1][:5] or 'none'}; strict=False loads the rest", missing=lists[0], unexpected=lists[1])  # fmt: skip
+                f"its own loading code found missing keys: {lists[0][:5] or 'none'}, and "
+                "unexpected ones: "
+                f"{lists[1][:5] or 'none'}; strict=False loads the rest",
+                missing=lists[0],
+                unexpected=lists[1],
+            )
 
 
 class PlainState:
-    """Plain nested values and tensors, put back where they are: in the same dicts, lists, sets, arrays and tensors."""
+    """Plain nested values and tensors, put back where they are: in the same dicts, lists, sets,
+    arrays and tensors."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -158,9 +184,10 @@ class PlainState:
         return self.value
 
     def differences(self, saved: Any, *, sharded: bool = False) -> Differences:
-        """Values come back as they were saved, whatever is there now. Names count where a live tensor is known to be used
-        by something else, which another tensor in its place would not reach; in the state of a module; of tensors, where
-        each rank has a part of them (sharded); and where not all need be there (not strict)."""
+        """Values come back as they were saved, whatever is there now. Names count where a live
+        tensor is known to be used by something else, which another tensor in its place would not
+        reach; in the state of a module; of tensors, where each rank has a part of them (sharded);
+        and where not all need be there (not strict)."""
         fixed = fixed_parts(self.value, every_tensor=sharded)
         self._inside = fixed.inside
         there, held = dict.fromkeys(key_names(self.value)), dict(key_leaves(saved))
@@ -174,27 +201,39 @@ class PlainState:
             strict = any(not path or name.startswith(f"{path}/") for path in fixed.modules)
             if sharded and not strict:
                 parts = name.split("/")
-                strict = holds_tensors(leaf) and not any("/".join(parts[:n]) in there for n in range(1, len(parts)))
+                strict = holds_tensors(leaf) and not any(
+                    "/".join(parts[:n]) in there for n in range(1, len(parts))
+                )
             (strays if strict else tolerated).append(name)
         others = len(there) > len(fixed.names) or not fixed.names
         matched = sum(name in held for name in fixed.names) + others
         return Differences(missing, strays, matched, self._kind_differs(saved), tolerated)
 
     def _kind_differs(self, saved: Any) -> dict[str, tuple[str, str]]:
-        """Where the value as a whole cannot take what was saved, and nothing can be put in its place."""
+        """Where the value as a whole cannot take what was saved, and nothing can be put in its
+        place."""
         live = self.value
         if isinstance(saved, TensorRef):
             fits, kind = isinstance(live, torch.Tensor | Shard | np.ndarray), "Tensor"
         else:
-            cls = codec.cls if type(saved) is Opaque and (codec := BY_NAME.get(saved.codec)) else type(saved)
-            fits, kind = cls is type(live) or (isinstance(live, dict) and issubclass(cls, dict)), cls.__qualname__
+            cls = (
+                codec.cls
+                if type(saved) is Opaque and (codec := BY_NAME.get(saved.codec))
+                else type(saved)
+            )
+            fits, kind = (
+                cls is type(live) or (isinstance(live, dict) and issubclass(cls, dict)),
+                cls.__qualname__,
+            )
             if fits and isinstance(live, np.ndarray):
                 fits = (live.shape, live.dtype) == (saved.shape, saved.dtype)
                 kind = f"{kind} {saved.dtype} {list(saved.shape)}"
         if fits or not changeable(live):
             return {}
         form = f" {live.dtype} {list(live.shape)}" if isinstance(live, np.ndarray) else ""
-        return {"value": (f"a value of type {kind}", f"one of type {type(live).__qualname__}{form}")}
+        return {
+            "value": (f"a value of type {kind}", f"one of type {type(live).__qualname__}{form}")
+        }
 
     def may_replace(self, live: Any) -> bool:
         """Whether a tensor may be another object after a load."""
@@ -202,7 +241,8 @@ class PlainState:
         return not (whole or owned_elsewhere(live) or id(live) in self._inside)
 
     def put_back(self, state_dict: Any, seen: dict[int, tuple[Any, Any]]) -> None:
-        """seen: shared by all of one load. Where the value itself cannot be changed, `loaded` alone has what was saved."""
+        """seen: shared by all of one load. Where the value itself cannot be changed, `loaded` alone
+        has what was saved."""
         self.loaded = put_back(self.value, state_dict, seen, keep=not self.strict)
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -212,7 +252,8 @@ class PlainState:
 class Value:
     """A holder of one value that cannot be changed in place: `{"epoch": Value(0)}`.
 
-    value: anything that a checkpoint holds; a load sets it. Checkpoints that have the bare value load into it too.
+    value: anything that a checkpoint holds; a load sets it. Checkpoints that have the bare value
+    load into it too.
     """
 
     def __init__(self, value: Any) -> None:
@@ -229,20 +270,29 @@ class Value:
 
 
 def refuse_fixed_values(components: Iterable[StateComponent]) -> None:
-    """Raise InvalidState for a component whose value a restore could not put back: a number, a text, None, a tuple."""
+    """Raise InvalidState for a component whose value a restore could not put back: a number, a
+    text, None, a tuple."""
     for component in components:
         held = component.stateful
         if isinstance(held, PlainState) and not changeable(held.value):
             key, text = component.key, shown(held.value)
             raise InvalidState(
-                f"component {key!r} is {text}, a value of type {type(held.value).__qualname__}, which a restore cannot change in "
-                f"place: put it into a dict, as in {{'progress': {{{key!r}: {text}}}}}, or into a ckptcore.Value(...), and use "
-                "it from there", component=key)  # fmt: skip
+                f"component {key!r} is {text}, a value of type {type(held.value).__qualname__}, "
+                "which a restore cannot change in "
+                f"place: put it into a dict, as in {{'progress': {{{key!r}: {text}}}}}, or into a "
+                "ckptcore.Value(...), and use "
+                "it from there",
+                component=key,
+            )
 
 
 def owner_of(stateful: Any) -> Any:
     """Whose state it is, where `stateful` stands for a part of it."""
-    return getattr(stateful, "whole", stateful) if type(stateful).__module__.startswith("ckptcore.") else stateful
+    return (
+        getattr(stateful, "whole", stateful)
+        if type(stateful).__module__.startswith("ckptcore.")
+        else stateful
+    )
 
 
 def is_optimizer(owner: Any) -> bool:
@@ -260,8 +310,8 @@ def metadata_of(stateful: Any) -> dict[str, Any] | None:
 def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     """The components that `state` declares, each with a Stateful that the engine can ask.
 
-    `state` is a StatefulProvider, a list of StateComponent, or a dict of modules, optimizers, Stateful objects and
-    plain values. Raises InvalidState.
+    `state` is a StatefulProvider, a list of StateComponent, or a dict of modules, optimizers,
+    Stateful objects and plain values. Raises InvalidState.
     """
     if isinstance(state, StatefulProvider) and not isinstance(state, type):
         state = state.get_state_components()
@@ -272,12 +322,15 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
         for number, item in enumerate(declared):
             if not isinstance(item, StateComponent):
                 raise InvalidState(
-                    f"a list as state has StateComponents only, and item {number} of {len(declared)} is "
-                    f"{shown(item)}, a {type(item).__qualname__}; write StateComponent(key, ...), or pass a dict"
+                    f"a list as state has StateComponents only, and item {number} of "
+                    f"{len(declared)} is "
+                    f"{shown(item)}, a {type(item).__qualname__}; write StateComponent(key, ...), "
+                    "or pass a dict"
                 )
     else:
         raise InvalidState(
-            f"a state is a dict, a list of StateComponent, or an object with get_state_components(), not "
+            "a state is a dict, a list of StateComponent, or an object with "
+            "get_state_components(), not "
             f"{shown(state)}, a {type(state).__qualname__}"
         )
     if not declared:
@@ -295,7 +348,8 @@ def _in_dict(key: Any, value: Any, world_size: int) -> StateComponent:
     component = value if isinstance(value, StateComponent) else StateComponent(key, value)
     if component.key != key:
         raise InvalidState(
-            f"the dict calls a component {shown(key)}, and the StateComponent says {component.key!r}: give it one name",
+            f"the dict calls a component {shown(key)}, and the StateComponent says "
+            f"{component.key!r}: give it one name",
             component=component.key,
         )
     if component.inferred:
@@ -309,8 +363,8 @@ def _own_pattern(value: Any) -> Any:
 
 
 def _pattern(value: Any, world_size: int) -> SharingPattern:
-    """An object may say its pattern itself, and slices are sharded; else one process has global state, and several
-    have replicas."""
+    """An object may say its pattern itself, and slices are sharded; else one process has global
+    state, and several have replicas."""
     if (own := _own_pattern(value)) is not None:
         return SharingPattern.of(own)
     sharded = any(is_dtensor(leaf) or isinstance(leaf, Shard) for leaf in _tensors_of(value))
@@ -320,12 +374,15 @@ def _pattern(value: Any, world_size: int) -> SharingPattern:
 
 
 def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """Tensors of modules, optimizers and plain nested values, without asking anybody for a state_dict."""
+    """Tensors of modules, optimizers and plain nested values, without asking anybody for a
+    state_dict."""
     if isinstance(value, nn.Module):
         yield from value.parameters()
         yield from value.buffers()
     elif isinstance(value, torch.optim.Optimizer):
-        groups = getattr(value, "param_groups", None) or [g for o in inside(value) for g in o.param_groups]
+        groups = getattr(value, "param_groups", None) or [
+            g for o in inside(value) for g in o.param_groups
+        ]
         yield from (p for group in groups for p in group["params"])
     elif isinstance(value, OptimizerState):
         yield from _tensors_of(value.optimizer)
@@ -347,7 +404,11 @@ def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any
 
 def _is_model(value: Any) -> bool:
     """A module, or a list of them: the stages of a pipeline."""
-    several = isinstance(value, list | tuple) and value and all(isinstance(item, nn.Module) for item in value)
+    several = (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(item, nn.Module) for item in value)
+    )
     return isinstance(value, nn.Module) or bool(several)
 
 
@@ -366,11 +427,18 @@ def _adapted(
     component: StateComponent, modules: dict[str, Any], plain: dict[str, Any], world_size: int
 ) -> StateComponent:
     stateful = component.stateful
-    whole = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.PER_NODE)
+    whole = component.sharing_pattern in (
+        SharingPattern.GLOBAL,
+        SharingPattern.REPLICATED,
+        SharingPattern.PER_NODE,
+    )
     if whole and world_size > 1 and _is_split(stateful):
         raise InvalidState(
-            f"component {component.key!r}: each rank has only a part of the optimizer's state, and "
-            f"{component.sharing_pattern.value} would store that of one; declare it SHARDED", component=component.key)  # fmt: skip
+            f"component {component.key!r}: each rank has only a part of the optimizer's state, "
+            "and "
+            f"{component.sharing_pattern.value} would store that of one; declare it SHARDED",
+            component=component.key,
+        )
     if _is_model(stateful):
         adapter: Any = ModelState(stateful)
     elif _are_optimizers(stateful):
@@ -388,7 +456,11 @@ def _adapted(
 def _optimizer_state(optimizer: Any, modules: dict[str, Any], plain: dict[str, Any]) -> Any:
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     trained = {id(p) for p in _tensors_of(optimizer)}
-    holders = {k: held for k, held in modules.items() if not trained.isdisjoint(parameter_table(held).names)}
+    holders = {
+        k: held
+        for k, held in modules.items()
+        if not trained.isdisjoint(parameter_table(held).names)
+    }
     trained = trained.difference(*(parameter_table(held).names for held in holders.values()))
     for key, value in plain.items() if trained else ():
         # Tensors that are trained without a module go by the names that they have in the state.

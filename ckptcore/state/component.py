@@ -11,7 +11,14 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 from ..arguments import check_flag, check_mapping, check_number, shown
 from ..errors import InvalidState
 
-__all__ = ["OnResize", "SharingPattern", "StateComponent", "Stateful", "StatefulProvider", "ValidationLevel"]
+__all__ = [
+    "OnResize",
+    "SharingPattern",
+    "StateComponent",
+    "Stateful",
+    "StatefulProvider",
+    "ValidationLevel",
+]
 
 
 class _Words(StrEnum):
@@ -53,7 +60,8 @@ class ValidationLevel(_Words):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with torch's state protocol: modules, optimizers, schedulers, loaders, scalers, your own."""
+    """Anything with torch's state protocol: modules, optimizers, schedulers, loaders, scalers, your
+    own."""
 
     def state_dict(self) -> Any: ...
 
@@ -68,14 +76,16 @@ OnResize = Literal["error", "keep"] | Callable[[int, int, int], int]
 class StateComponent:
     """One named part of the state.
 
-    sharing_pattern: who shares it; by default GLOBAL, and in a dict what the dict's other values get. process_group_name: for PER_GROUP, the group across which the state is the same. group_key: this rank's name for
-    its group, by which it is found again when the groups are numbered otherwise. validation_level: how closely
-    replicas are compared at a save; validate_replication: whether at all, by default for REPLICATED, PER_GROUP and
-    SHARDED. atol, rtol: what FULL validation lets pass. on_resize: what happens to state that belongs to a rank, node
-    or group when their number changed: "error", "keep" (live state stays, with a warning), or a function (new rank,
-    new size, old size) -> old rank. required: a load may not lack it. metadata: for the manifest, anything that JSON holds.
-    Raises InvalidState for a key that cannot name files, a group that is missing or not used, and any other value of
-    another type.
+    sharing_pattern: who shares it; by default GLOBAL, and in a dict what the dict's other values
+    get. process_group_name: for PER_GROUP, the group across which the state is the same. group_key:
+    this rank's name for its group, by which it is found again when the groups are numbered
+    otherwise. validation_level: how closely replicas are compared at a save; validate_replication:
+    whether at all, by default for REPLICATED, PER_GROUP and SHARDED. atol, rtol: what FULL
+    validation lets pass. on_resize: what happens to state that belongs to a rank, node or group
+    when their number changed: "error", "keep" (live state stays, with a warning), or a function
+    (new rank, new size, old size) -> old rank. required: a load may not lack it. metadata: for the
+    manifest, anything that JSON holds. Raises InvalidState for a key that cannot name files, a
+    group that is missing or not used, and any other value of another type.
     """
 
     key: str
@@ -90,7 +100,8 @@ class StateComponent:
     atol: float = 0.0
     rtol: float = 0.0
     metadata: dict[str, Any] = field(default_factory=dict)
-    # Nobody said the pattern. Not for users to say; it is an argument so that it survives dataclasses.replace.
+    # Nobody said the pattern. Not for users to say; it is an argument so that it survives
+    # dataclasses.replace.
     inferred: bool = field(default=False, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -109,12 +120,19 @@ class StateComponent:
         self.sharing_pattern = SharingPattern.of(pattern)
         self.validation_level = ValidationLevel.of(self.validation_level)
         if isinstance(self.stateful, type):
-            raise InvalidState(f"its state is the class {self.stateful.__qualname__}; give an object of it")
+            raise InvalidState(
+                f"its state is the class {self.stateful.__qualname__}; give an object of it"
+            )
         check_flag("required", self.required)
         if self.validate_replication is not None:
             check_flag("validate_replication", self.validate_replication)
-        if not callable(self.on_resize) and not (isinstance(self.on_resize, str) and self.on_resize in RESIZES):
-            what = "on_resize must be 'error', 'keep', or a function (new rank, new size, old size) -> old rank"
+        if not callable(self.on_resize) and not (
+            isinstance(self.on_resize, str) and self.on_resize in RESIZES
+        ):
+            what = (
+                "on_resize must be 'error', 'keep', or a function (new rank, new size, old size) "
+                "-> old rank"
+            )
             raise InvalidState(f"{what}, not {shown(self.on_resize)}")
         self.atol, self.rtol = check_number("atol", self.atol), check_number("rtol", self.rtol)
         if not isinstance(self.metadata, dict):
@@ -124,12 +142,19 @@ class StateComponent:
     def _check_group(self) -> None:
         grouped = self.sharing_pattern is SharingPattern.PER_GROUP
         if grouped != (self.process_group_name is not None):
-            need = "needs" if grouped else f"is {self.sharing_pattern.value}, and only PER_GROUP has"
-            raise InvalidState(f"component {self.key!r} {need} a process_group_name", component=self.key)
+            need = (
+                "needs" if grouped else f"is {self.sharing_pattern.value}, and only PER_GROUP has"
+            )
+            raise InvalidState(
+                f"component {self.key!r} {need} a process_group_name", component=self.key
+            )
         for text in (self.process_group_name, self.group_key):
-            if text is not None and not (isinstance(text, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text)):
+            if text is not None and not (
+                isinstance(text, str) and re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text)
+            ):
                 raise InvalidState(
-                    f"component {self.key!r}: {shown(text)} must be 1 to 64 letters, digits, '_', '-' or '.'",
+                    f"component {self.key!r}: {shown(text)} must be 1 to 64 letters, digits, '_', "
+                    "'-' or '.'",
                     component=self.key,
                 )
 
@@ -148,9 +173,13 @@ class StateComponent:
 
 def _check_key(key: Any) -> None:
     if not isinstance(key, str) or not key or len(key.encode("utf-8", "replace")) > 80:
-        raise InvalidState(f"component key {shown(key)} must be a text of 1 to 80 bytes", component=shown(key))
+        raise InvalidState(
+            f"component key {shown(key)} must be a text of 1 to 80 bytes", component=shown(key)
+        )
     if "/" in key or not key.isprintable():
-        raise InvalidState(f"component key {key!r} must be printable and without '/'", component=key)
+        raise InvalidState(
+            f"component key {key!r} must be printable and without '/'", component=key
+        )
 
 
 @runtime_checkable
@@ -165,10 +194,21 @@ class StatefulProvider(Protocol):
 
 def differing_components(first: Sequence[str], other: Sequence[str], rank: int) -> str:
     """How the components of `rank` differ from those of rank 0, in words."""
-    only_first = [f"component {key!r} is on rank 0 and not on rank {rank}" for key in first if key not in other]
-    only_other = [f"component {key!r} is on rank {rank} and not on rank 0" for key in other if key not in first]
+    only_first = [
+        f"component {key!r} is on rank 0 and not on rank {rank}"
+        for key in first
+        if key not in other
+    ]
+    only_other = [
+        f"component {key!r} is on rank {rank} and not on rank 0"
+        for key in other
+        if key not in first
+    ]
     found = only_first + only_other
     if not found:
-        return f"components are {list(first)} on rank 0 and {list(other)} on rank {rank}: the order counts"
+        return (
+            f"components are {list(first)} on rank 0 and {list(other)} on rank {rank}: the order "
+            "counts"
+        )
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f"components differ: {', '.join(found[:3])}{more}"

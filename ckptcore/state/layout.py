@@ -1,4 +1,5 @@
-"""Tensor memory: dtypes, bytes in C order without a copy where that is possible, and which tensors share memory."""
+"""Tensor memory: dtypes, bytes in C order without a copy where that is possible, and which tensors
+share memory."""
 
 from __future__ import annotations
 
@@ -35,19 +36,33 @@ __all__ = [
 ]
 
 _NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
-    torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
 # Those that safetensors has no agreed name for are stored under torch's own.
 _NAMES |= {
     dtype: name
     for name, kind in DTYPES.items()
     if not kind.native and isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
-# Nearly all tensors are of these types, of which it is known at once that there is nothing special to them.
+# Nearly all tensors are of these types, of which it is known at once that there is nothing special
+# to them.
 _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 LARGEST = 2**57  # items, also where one size is 0: see docs/format.md
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -55,7 +70,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
-    """The format's name of a dtype; None when it cannot be stored (quantized dtypes: they need their scales)."""
+    """The format's name of a dtype; None when it cannot be stored (quantized dtypes: they need
+    their scales)."""
     return _NAMES.get(dtype)
 
 
@@ -68,19 +84,27 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be stored, or None."""
     ordinary = type(tensor) in _ORDINARY
     # What has inner tensors, or runs operations in a way of its own.
-    if not ordinary and (is_traceable_wrapper_subclass(tensor) or _dispatch(tensor) is not _dispatch(torch.Tensor)):
+    if not ordinary and (
+        is_traceable_wrapper_subclass(tensor) or _dispatch(tensor) is not _dispatch(torch.Tensor)
+    ):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         return f"tensor subclass {kind} is not supported; store its inner tensors"
     if not ordinary and torch.nn.parameter.is_lazy(tensor):
         return "an uninitialized parameter has no data; run the model once first"
     if tensor.layout is not torch.strided or tensor.is_nested:
-        return f"a tensor of layout {tensor.layout} cannot be stored; convert it to dense or store its parts"
+        return (
+            f"a tensor of layout {tensor.layout} cannot be stored; convert it to dense or store "
+            "its parts"
+        )
     if tensor.is_meta:
         return "a meta tensor has no data to store"
     if (tensor.numel() or prod(n or 1 for n in tensor.shape)) >= LARGEST:
         return f"a tensor of shape {list(tensor.shape)} has more items than the format can count"
     if dtype_name(tensor.dtype) is None:
-        return f"dtype {tensor.dtype} cannot be stored; store its integers and scales as tensors of their own"
+        return (
+            f"dtype {tensor.dtype} cannot be stored; store its integers and scales as tensors of "
+            "their own"
+        )
     return None
 
 
@@ -90,7 +114,8 @@ def _dispatch(of: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A slice of a logical tensor, for code without DTensor: `tensor` is the box at `offset` of `global_shape`.
+    """A slice of a logical tensor, for code without DTensor: `tensor` is the box at `offset` of
+    `global_shape`.
 
     Raises InvalidState when the box is not inside the global shape.
     """
@@ -107,21 +132,28 @@ class Shard:
             try:
                 sizes = tuple(operator.index(n) for n in given)
             except Exception:  # of a type of the user's own
-                raise InvalidState(f"Shard: {name} must be whole numbers, not {shown(given)}") from None
+                raise InvalidState(
+                    f"Shard: {name} must be whole numbers, not {shown(given)}"
+                ) from None
             object.__setattr__(self, name, sizes)
         local = tuple(self.tensor.shape)
         fits = len(self.offset) == len(local) == len(self.global_shape) and all(
-            o >= 0 and o + n <= g for o, n, g in zip(self.offset, local, self.global_shape, strict=False)
+            o >= 0 and o + n <= g
+            for o, n, g in zip(self.offset, local, self.global_shape, strict=False)
         )
         if not fits:
-            raise InvalidState(f"Shard: a box of shape {local} at {self.offset} is not inside {self.global_shape}")
+            raise InvalidState(
+                f"Shard: a box of shape {local} at {self.offset} is not inside {self.global_shape}"
+            )
 
 
 @dataclass(slots=True)
 class LocalPart:
-    """What a rank holds of a logical tensor. `box`: None where it holds nothing by its layout (not in the mesh).
+    """What a rank holds of a logical tensor. `box`: None where it holds nothing by its layout (not
+    in the mesh).
 
-    layout: how all ranks hold it (DTensor), "box" for a Shard, None for a plain tensor, which is all of it.
+    layout: how all ranks hold it (DTensor), "box" for a Shard, None for a plain tensor, which is
+    all of it.
     """
 
     tensor: torch.Tensor
@@ -131,9 +163,12 @@ class LocalPart:
 
 
 def local_part(leaf: torch.Tensor | Shard) -> LocalPart:
-    """Raises InvalidState for a layout that is not one whole state: pending sums, or cuts in an order not known."""
+    """Raises InvalidState for a layout that is not one whole state: pending sums, or cuts in an
+    order not known."""
     if isinstance(leaf, Shard):
-        return LocalPart(leaf.tensor, leaf.global_shape, (leaf.offset, tuple(leaf.tensor.shape)), "box")
+        return LocalPart(
+            leaf.tensor, leaf.global_shape, (leaf.offset, tuple(leaf.tensor.shape)), "box"
+        )
     if not is_dtensor(leaf):
         shape = tuple(leaf.shape)
         return LocalPart(leaf, shape, ((0,) * len(shape), shape), None)
@@ -145,14 +180,18 @@ def _dtensor_part(leaf: Any) -> LocalPart:
     local, shape = leaf.to_local().detach(), tuple(leaf.shape)
     known = facts.parts.get((leaf.placements, shape))
     if known is None:
-        layout = MeshLayout(facts.mesh, tuple(_placement(n, leaf) for n in range(len(leaf.placements))))
+        layout = MeshLayout(
+            facts.mesh, tuple(_placement(n, leaf) for n in range(len(leaf.placements)))
+        )
         known = layout, None if facts.at is None else layout.box_at(shape, facts.at)
         facts.parts[leaf.placements, shape] = known
     layout, box = known
     if box is not None and box[1] != tuple(local.shape) and local.numel() + volume(box[1]):
         raise InvalidState(
-            f"DTensor of shape {shape} with placements {leaf.placements} holds {tuple(local.shape)} here, not {box[1]}; this "
-            "layout is not supported")  # fmt: skip
+            f"DTensor of shape {shape} with placements {leaf.placements} holds "
+            f"{tuple(local.shape)} here, not {box[1]}; this "
+            "layout is not supported"
+        )
     return LocalPart(local, shape, box, layout)
 
 
@@ -175,7 +214,8 @@ class _MeshFacts(NamedTuple):
     parts: dict[Any, tuple[MeshLayout, Box | None]]  # by placements and global shape
 
 
-# By the id of the DeviceMesh. A DTensor's mesh takes torch 0.1 ms to describe, and thousands of tensors share one.
+# By the id of the DeviceMesh. A DTensor's mesh takes torch 0.1 ms to describe, and thousands of
+# tensors share one.
 _mesh_facts: dict[int, _MeshFacts] = {}
 
 
@@ -200,28 +240,44 @@ def _placement(number: int, leaf: Any) -> str:
     if placement.is_replicate():
         return "R"
     if placement.is_partial():
-        raise InvalidState("a DTensor with a Partial placement is a pending sum, not a state; redistribute it first")
+        raise InvalidState(
+            "a DTensor with a Partial placement is a pending sum, not a state; redistribute it "
+            "first"
+        )
     split = getattr(placement, "split_factor", None)
     if split is None:
         return f"S{placement.dim}"
-    later = [leaf.device_mesh.size(m) for m in range(number + 1, leaf.device_mesh.ndim)
-             if getattr(leaf.placements[m], "dim", None) == placement.dim]  # fmt: skip
+    later = [
+        leaf.device_mesh.size(m)
+        for m in range(number + 1, leaf.device_mesh.ndim)
+        if getattr(leaf.placements[m], "dim", None) == placement.dim
+    ]
     if prod(later) != split:
-        raise InvalidState(f"a DTensor with placements {leaf.placements} is cut in an order that is not supported")
+        raise InvalidState(
+            f"a DTensor with placements {leaf.placements} is cut in an order that is not supported"
+        )
     return f"s{placement.dim}"
 
 
 def same_view_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Equal for tensors that are the same view of the same memory; None for tensors without memory."""
+    """Equal for tensors that are the same view of the same memory; None for tensors without
+    memory."""
     if tensor.numel() == 0:
         return None
     return (
-        tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    )  # fmt: skip
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def memory_span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
-    """(device, first byte, end byte) of the memory that a tensor's items lie in; None when it is empty."""
+    """(device, first byte, end byte) of the memory that a tensor's items lie in; None when it is
+    empty."""
     if tensor.numel() == 0:
         return None
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -230,7 +286,8 @@ def memory_span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether several items may share memory (expanded tensors, sliding windows): not a place to read into."""
+    """Whether several items may share memory (expanded tensors, sliding windows): not a place to
+    read into."""
     dims = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
     reach = 0
     for stride, n in dims:
@@ -241,7 +298,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same items as integers of the same width: every dtype can then be copied, on any device, bit for bit."""
+    """The same items as integers of the same width: every dtype can then be copied, on any device,
+    bit for bit."""
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -270,12 +328,14 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
     if overlaps_itself(whole) and not torch.equal(words(whole), words(values.to(whole.dtype))):
         raise StateMismatch(
-            f"items of a live tensor of shape {list(whole.shape)} share memory, and the saved ones differ"
+            f"items of a live tensor of shape {list(whole.shape)} share memory, and the saved "
+            "ones differ"
         )
 
 
 class TensorBytes:
-    """A tensor as its bytes in C order: what writers read from. Where it is not host memory, `settle` its device first."""
+    """A tensor as its bytes in C order: what writers read from. Where it is not host memory,
+    `settle` its device first."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._words = words(tensor)

@@ -49,7 +49,8 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def _prefixes(module: nn.Module, raw: str = "", canonical: str = "") -> Iterator[tuple[str, str]]:
-    """(prefix of keys as they are, the same without wrappers) of a module and all modules inside."""
+    """(prefix of keys as they are, the same without wrappers) of a module and all modules
+    inside."""
     yield raw, canonical
     inner = _inner_name(module)
     for name, child in module._modules.items():
@@ -67,9 +68,14 @@ class Names:
 
     def __init__(self, module: nn.Module) -> None:
         self.prefixes = dict(_prefixes(module))
-        # Canonical prefixes of modules that load by code of their own, and may change what is below them.
-        self.own_loading = {self.prefixes.get(at, at) for at, inner in _modules(module) if _loads_itself(inner)}
-        if type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module):
+        # Canonical prefixes of modules that load by code of their own, and may change what is below
+        # them.
+        self.own_loading = {
+            self.prefixes.get(at, at) for at, inner in _modules(module) if _loads_itself(inner)
+        }
+        if type(
+            module
+        ).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module):
             self.own_loading.add("")
 
     def canonical(self, key: str) -> str:
@@ -77,7 +83,8 @@ class Names:
         return self.prefixes.get(prefix, prefix) + key[len(prefix) :]
 
     def raw(self, name: str) -> str | None:
-        """The key of a canonical name that the module does not have yet; None where it has no such submodule."""
+        """The key of a canonical name that the module does not have yet; None where it has no such
+        submodule."""
         prefix = name[: name.rfind(".") + 1]
         # The last is the innermost: a wrapper has no state of its own.
         found = [at for at, canonical in self.prefixes.items() if canonical == prefix]
@@ -96,12 +103,17 @@ def _modules(module: nn.Module, raw: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Whether a module loads by more than copying into its parameters and buffers: an override, or hooks."""
+    """Whether a module loads by more than copying into its parameters and buffers: an override, or
+    hooks."""
     load = getattr(type(module), "_load_from_state_dict", None)
     own = "_load_from_state_dict" in vars(module) or (
-        load is not nn.Module._load_from_state_dict and getattr(load, "__module__", "") not in _COPYING
+        load is not nn.Module._load_from_state_dict
+        and getattr(load, "__module__", "") not in _COPYING
     )
-    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    hooks = [
+        *module._load_state_dict_pre_hooks.values(),
+        *module._load_state_dict_post_hooks.values(),
+    ]
     # Those of torch's distributed wrappers only bring keys or shards into form.
     return own or any(not _home(hook).startswith("torch.distributed.") for hook in hooks)
 
@@ -138,7 +150,8 @@ def named_parameters(models: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(slots=True)
 class ParameterTable:
-    """Names of parameters by their id, and parameters by name; twice: a name that two of them have."""
+    """Names of parameters by their id, and parameters by name; twice: a name that two of them
+    have."""
 
     names: dict[int, str] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -157,8 +170,8 @@ _last: WeakKeyDictionary[nn.Module, ParameterTable] = WeakKeyDictionary()
 
 @contextmanager
 def one_walk() -> Iterator[None]:
-    """While it lasts, modules are walked once on this thread, and not once for each optimizer: there may be one for each
-    parameter."""
+    """While it lasts, modules are walked once on this thread, and not once for each optimizer:
+    there may be one for each parameter."""
     outer = _walked.tables
     if outer is None:
         _walked.tables = {}

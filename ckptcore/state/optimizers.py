@@ -1,4 +1,5 @@
-"""Optimizers by parameter name: which of several nested ones hold the state, and how it comes back."""
+"""Optimizers by parameter name: which of several nested ones hold the state, and how it comes
+back."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ def is_ordinary(optimizer: Optimizer) -> bool:
 
 
 def _has_own(method: str, optimizer: Optimizer) -> bool:
-    """Whether the class has a state_dict() or load_state_dict() of its own, or there are hooks on it."""
+    """Whether the class has a state_dict() or load_state_dict() of its own, or there are hooks on
+    it."""
     names = (f"_optimizer_{method}_{when}_hooks" for when in ("pre", "post"))
     hooks = (getattr(optimizer, name, None) for name in names)
     return getattr(type(optimizer), method) is not getattr(Optimizer, method) or any(hooks)
@@ -135,7 +137,10 @@ def _parts(optimizer: Optimizer) -> list[_Part]:
     within = inside(optimizer)
     if not within:
         if optimizer.state is not optimizer.state:
-            raise InvalidState(f"{kind}.state is another object each time it is asked for: nothing can be put into it")
+            raise InvalidState(
+                f"{kind}.state is another object each time it is asked for: nothing can be put "
+                "into it"
+            )
         return [_Part(optimizer, optimizer.param_groups)]
     parts = [part for item in within for part in _parts(item)]
     state, groups = getattr(optimizer, "state", None), _groups(optimizer)
@@ -193,7 +198,8 @@ def _not_stored(optimizer: Optimizer) -> str | None:
     packed = [part.packed() for part in [*_parts(optimizer), *_nested(optimizer)]]
     where = _beyond(optimizer.state_dict(), packed)
     return where and (
-        f"{type(optimizer).__qualname__} has a state_dict() of its own, or hooks on it, which hold more "
+        f"{type(optimizer).__qualname__} has a state_dict() of its own, or hooks on it, which "
+        "hold more "
         f"than the state and param_groups of what makes the steps: {where!r}"
     )
 
@@ -217,17 +223,17 @@ class OptimizerState:
     """An optimizer's state keyed by parameter name, so that order, stages and sharding may change.
 
     optimizer: one, or several that together train the models: they are one state.
-    models: the module that holds the parameters, several of them with distinct names (pipeline stages), or
-    a dict whose keys become prefixes ("generator.0.weight"); a dict may hold tensors, too, under their
-    names. By default the names that the optimizer was given with its parameters. Tied parameters go by
-    their first name.
-    An optimizer that wraps or holds others is stored by the state of those.
-    Raises InvalidState when a parameter has no name, two share one, or the class keeps state that
-    this does not store.
+    models: the module that holds the parameters, several of them with distinct names (pipeline
+    stages), or a dict whose keys become prefixes ("generator.0.weight"); a dict may hold tensors,
+    too, under their names. By default the names that the optimizer was given with its parameters.
+    Tied parameters go by their first name. An optimizer that wraps or holds others is stored by the
+    state of those. Raises InvalidState when a parameter has no name, two share one, or the class
+    keeps state that this does not store.
     """
 
     _hint = (
-        "; give the optimizer itself as the component, whose own state_dict() is then stored, or the "
+        "; give the optimizer itself as the component, whose own state_dict() is then stored, or "
+        "the "
         "optimizers inside it: OptimizerState([...], models)"
     )
 
@@ -236,9 +242,12 @@ class OptimizerState:
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._models = models
         self._by_name: dict[str, tuple[torch.Tensor, dict[str, Any]]] | None = None
-        # What was known of the module a moment ago does, where it has all of these parameters: a save looks again.
+        # What was known of the module a moment ago does, where it has all of these parameters: a
+        # save looks again.
         last = last_table(models)
-        known = last is not None and all(id(p) in last.names for group in self._groups() for p in group["params"])
+        known = last is not None and all(
+            id(p) in last.names for group in self._groups() for p in group["params"]
+        )
         self._parameter_names(last if known else None)
 
     def _parts(self) -> list[_Part]:
@@ -273,7 +282,9 @@ class OptimizerState:
             names.setdefault(id(parameter), name)
         if twice is not None:
             raise InvalidState(
-                f"two parameters are named {twice!r}; pass the models as a dict, whose keys become prefixes", key=twice
+                f"two parameters are named {twice!r}; pass the models as a dict, whose keys "
+                "become prefixes",
+                key=twice,
             )
         number_of: dict[int, int] = {}
         for number, group in enumerate(groups):
@@ -282,7 +293,8 @@ class OptimizerState:
                     raise InvalidState(
                         f"the optimizer's group {number} has a parameter of shape "
                         f"{list(parameter.shape)} that is in none of the models; wrap it as "
-                        "OptimizerState(optimizer, models) with all models that it trains, or with "
+                        "OptimizerState(optimizer, models) with all models that it trains, or "
+                        "with "
                         "a dict of its tensors by name"
                     )
                 if number_of.setdefault(id(parameter), number) != number:
@@ -293,10 +305,12 @@ class OptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         """{"state": {name: values}, "group_of": {name: group number},
-        "shapes": {name: shape of the parameter}, "groups": {group number: options}}, and "other": state
-        that is of no parameter, where there is any (by the number of the optimizer, of several).
+        "shapes": {name: shape of the parameter}, "groups": {group number: options}}, and "other":
+        state that is of no parameter, where there is any (by the number of the optimizer, of
+        several).
 
-        By name throughout, so that the states of pipeline stages make up the state of the whole model.
+        By name throughout, so that the states of pipeline stages make up the state of the whole
+        model.
         """
         for optimizer in self._optimizers:
             if (where := _not_stored(optimizer)) is not None:
@@ -326,7 +340,11 @@ class OptimizerState:
         Raises StateMismatch for a regrouping, and for another kind of optimizer.
         """
         try:
-            was, shapes, saved_groups = dict(saved["group_of"]), dict(saved["shapes"]), len(saved["groups"])
+            was, shapes, saved_groups = (
+                dict(saved["group_of"]),
+                dict(saved["shapes"]),
+                len(saved["groups"]),
+            )
             options = [saved["groups"][n] for n in range(saved_groups)]
             parts = [saved["state"], *saved["state"].values(), *options]
             if not all(isinstance(part, dict) for part in parts):
@@ -365,8 +383,11 @@ class OptimizerState:
             yield part, number
             number += len(part.groups)
 
-    def allocate(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Memory for a moment that the live optimizer does not have yet, laid out like its parameter."""
+    def allocate(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> torch.Tensor | None:
+        """Memory for a moment that the live optimizer does not have yet, laid out like its
+        parameter."""
         keys = [key.replace("~1", "/").replace("~0", "~") for key in name.split("/")]
         if keys[0] == "other":
             # Every rank's, in a sharded state, too.
@@ -393,9 +414,11 @@ class OptimizerState:
         return torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets state and options directly: torch's own loading would cast moments to the parameter's dtype.
+        """Sets state and options directly: torch's own loading would cast moments to the
+        parameter's dtype.
 
-        Raises StateMismatch when the optimizer that makes the steps does not have then what was loaded.
+        Raises StateMismatch when the optimizer that makes the steps does not have then what was
+        loaded.
         """
         names = self._parameter_names()
         several = len(self._parts()) > 1
@@ -408,7 +431,9 @@ class OptimizerState:
             _fill(part, state)
         self._check_loaded(state_dict)
 
-    def _state_of(self, part: _Part, state_dict: Mapping[str, Any], names: dict[int, str]) -> dict[Any, Any]:
+    def _state_of(
+        self, part: _Part, state_dict: Mapping[str, Any], names: dict[int, str]
+    ) -> dict[Any, Any]:
         """The state that one optimizer is to have, by parameter."""
         saved = state_dict.get("state", {})  # absent where no parameter here has state
         state: dict[Any, Any] = {}
@@ -426,21 +451,29 @@ class OptimizerState:
         return state
 
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises StateMismatch unless the state is where the optimizer that makes the steps has it."""
+        """Raises StateMismatch unless the state is where the optimizer that makes the steps has
+        it."""
         names, now = self._parameter_names(), OptimizerState.state_dict(self)
         lost: list[str] = []
         for part in self._parts():
             held = {names[key] for key in part.held if key in names}
             for name, values in state_dict.get("state", {}).items():
                 found = now["state"].get(name, {}) if name in held else values
-                lost += [f"state/{name}/{k}" for k, v in values.items() if not _came_back(v, found.get(k))]
+                lost += [
+                    f"state/{name}/{k}"
+                    for k, v in values.items()
+                    if not _came_back(v, found.get(k))
+                ]
         for number, group in now["groups"].items():
             saved = state_dict["groups"][number]
-            lost += [f"groups/{number}/{k}" for k, v in saved.items() if not _came_back(v, group.get(k))]
+            lost += [
+                f"groups/{number}/{k}" for k, v in saved.items() if not _came_back(v, group.get(k))
+            ]
         if lost:
             kinds = ", ".join(sorted({type(one).__qualname__ for one in self._optimizers}))
             raise StateMismatch(
-                f"{kinds} did not take what was loaded: {_few(lost)} of the checkpoint is not in its state "
+                f"{kinds} did not take what was loaded: {_few(lost)} of the checkpoint is not in "
+                "its state "
                 "now; live state was changed; give the optimizer that it wraps",
                 missing=lost,
             )
@@ -513,10 +546,13 @@ def _check_kind(part: _Part, first: int, saved: Mapping[str, Any]) -> None:
         if lacking or (options and wanted) or any(foreign & values.keys() for values in moments):
             keys = sorted({key for values in moments for key in values if isinstance(key, str)})
             raise StateMismatch(
-                f"the saved state is that of another kind of optimizer than {kind.__qualname__}: it has "
-                f"{keys} of each parameter and options that {kind.__qualname__} lacks: {sorted(options)}; "
+                f"the saved state is that of another kind of optimizer than {kind.__qualname__}: "
+                "it has "
+                f"{keys} of each parameter and options that {kind.__qualname__} lacks: "
+                f"{sorted(options)}; "
                 f"what {kind.__qualname__} needs and the checkpoint lacks: "
-                f"{sorted(wanted.union(*lacking))}; resume with the optimizer that was saved, or load "
+                f"{sorted(wanted.union(*lacking))}; resume with the optimizer that was saved, or "
+                "load "
                 "the model alone"
             )
 
@@ -577,7 +613,8 @@ class OwnOptimizerState:
             forgotten = _forgotten(self._optimizer, list(_tensors(own)))
             if forgotten is not None:
                 raise InvalidState(
-                    f"{kind} and the optimizers inside it hold state that its state_dict() does not: "
+                    f"{kind} and the optimizers inside it hold state that its state_dict() does "
+                    "not: "
                     f"{forgotten}{_Inside._hint}"
                 )
         return own
@@ -599,7 +636,8 @@ class OwnOptimizerState:
         return Differences([], [], 1, {})
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Raises StateMismatch when the class's own state_dict() does not have then what was loaded."""
+        """Raises StateMismatch when the class's own state_dict() does not have then what was
+        loaded."""
         if _by_name(state_dict):
             OptimizerState(self._optimizer, self._models).load_state_dict(state_dict)
             return
@@ -608,7 +646,8 @@ class OwnOptimizerState:
         lost = sorted(names - set(_paths(self._optimizer.state_dict())))
         if lost:
             raise StateMismatch(
-                f"{type(self._optimizer).__qualname__}.load_state_dict() did not take what was loaded: its "
+                f"{type(self._optimizer).__qualname__}.load_state_dict() did not take what was "
+                "loaded: its "
                 f"state_dict() lacks {_few(lost)} now; live state was changed",
                 missing=lost,
             )
@@ -619,20 +658,34 @@ def _by_name(state: Any) -> bool:
 
 
 def _forgotten(optimizer: Optimizer, stored: list[torch.Tensor]) -> str | None:
-    """State of an optimizer, or of one inside it, that is not among what a state_dict() gives, nor a copy of it."""
-    known = {id(tensor) for tensor in stored} | {same_view_key(t) for t in stored if not is_dtensor(t)}
+    """State of an optimizer, or of one inside it, that is not among what a state_dict() gives, nor
+    a copy of it."""
+    known = {id(tensor) for tensor in stored} | {
+        same_view_key(t) for t in stored if not is_dtensor(t)
+    }
     by_form: dict[Any, list[torch.Tensor]] = {}
     for tensor in stored:
         by_form.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
-    for item in [optimizer, *(part.optimizer for one in inside(optimizer) for part in _nested(one))]:
-        states = [values for values in getattr(item, "state", {}).values() if isinstance(values, Mapping)]
-        tensors = [(key, value) for values in states for key, value in values.items() if _is_tensor(value)]
+    for item in [
+        optimizer,
+        *(part.optimizer for one in inside(optimizer) for part in _nested(one)),
+    ]:
+        states = [
+            values for values in getattr(item, "state", {}).values() if isinstance(values, Mapping)
+        ]
+        tensors = [
+            (key, value) for values in states for key, value in values.items() if _is_tensor(value)
+        ]
         if item is optimizer and len(tensors) <= len(stored):
             continue  # in which form it stores what is its own, is its own affair
         for key, tensor in tensors:
-            if id(tensor) in known or (not is_dtensor(tensor) and same_view_key(tensor) in known - {None}):
+            if id(tensor) in known or (
+                not is_dtensor(tensor) and same_view_key(tensor) in known - {None}
+            ):
                 continue
-            if not any(_equal(tensor, other) for other in by_form.get((tensor.shape, tensor.dtype), ())):
+            if not any(
+                _equal(tensor, other) for other in by_form.get((tensor.shape, tensor.dtype), ())
+            ):
                 return f"{key!r} of the {type(item).__qualname__}"
     return None
 

@@ -1,4 +1,5 @@
-"""Plain nested state put back where it is: the same dicts, lists, sets, arrays and tensors, with what was saved in them."""
+"""Plain nested state put back where it is: the same dicts, lists, sets, arrays and tensors, with
+what was saved in them."""
 
 from __future__ import annotations
 
@@ -29,17 +30,20 @@ def changeable(value: Any) -> bool:
 
 
 class _PutBack:
-    """One restore of plain state. `seen`: live containers that have their content, and what they were given: two names of one
-    list need not have been saved with equal content."""
+    """One restore of plain state. `seen`: live containers that have their content, and what they
+    were given: two names of one list need not have been saved with equal content."""
 
     def __init__(self, seen: dict[int, tuple[Any, Any]], keep: bool) -> None:
         self.seen, self.keep = seen, keep
 
     def value(self, live: Any, saved: Any, *, top: bool = False) -> Any:
-        """What takes the place of `live`: itself, filled with what was saved, wherever its type allows that."""
+        """What takes the place of `live`: itself, filled with what was saved, wherever its type
+        allows that."""
         if saved is live:
             return live
-        fits = type(saved) is type(live) or (top and isinstance(live, dict) and isinstance(saved, Mapping))
+        fits = type(saved) is type(live) or (
+            top and isinstance(live, dict) and isinstance(saved, Mapping)
+        )
         if isinstance(live, _CONTAINERS) and fits and (top or _room(live) == _room(saved)):
             if (before := self.seen.get(id(live))) is not None:
                 return live if _equal(before[1], saved) else saved
@@ -71,12 +75,16 @@ class _PutBack:
             (live.extend if isinstance(live, deque) else live.update)(new)
 
     def items(self, live: Iterable[Any], saved: Iterable[Any]) -> list[Any]:
-        return [self.value(item, new) for item, new in zip(chain(live, repeat(_NOTHING)), list(saved), strict=False)]
+        return [
+            self.value(item, new)
+            for item, new in zip(chain(live, repeat(_NOTHING)), list(saved), strict=False)
+        ]
 
 
 def put_back(live: Any, saved: Any, seen: dict[int, tuple[Any, Any]], *, keep: bool = False) -> Any:
-    """Give `live` the content of `saved`, at every level where the types are the same; the result is `live` where that could
-    be done. Tensors of `saved` that are those of `live` have been read into already. seen: shared by one load. keep: keys of dicts that were not saved stay."""
+    """Give `live` the content of `saved`, at every level where the types are the same; the result
+    is `live` where that could be done. Tensors of `saved` that are those of `live` have been read
+    into already. seen: shared by one load. keep: keys of dicts that were not saved stay."""
     return _PutBack(seen, keep).value(live, saved, top=True)
 
 
@@ -87,7 +95,10 @@ def _room(value: Any) -> Any:
 def _array(live: np.ndarray, saved: np.ndarray) -> np.ndarray:
     if type(live) is not type(saved) or (live.dtype, live.shape) != (saved.dtype, saved.shape):
         return saved
-    if live.__array_interface__["data"][0] == saved.__array_interface__["data"][0] and live.strides == saved.strides:
+    if (
+        live.__array_interface__["data"][0] == saved.__array_interface__["data"][0]
+        and live.strides == saved.strides
+    ):
         return live  # its memory was read into
     if not live.flags.writeable:
         return saved
@@ -106,12 +117,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def owned_elsewhere(value: Any) -> bool:
-    """Whether a tensor is certainly memory that something else uses, so that another one in its place would not do: one
-    that is trained, a slice, a view of more."""
+    """Whether a tensor is certainly memory that something else uses, so that another one in its
+    place would not do: one that is trained, a slice, a view of more."""
     tensor = value.tensor if isinstance(value, Shard) else value
     if not isinstance(tensor, torch.Tensor):
         return False
-    special = isinstance(value, torch.nn.Parameter | Shard) or is_dtensor(tensor) or tensor.requires_grad
+    special = (
+        isinstance(value, torch.nn.Parameter | Shard) or is_dtensor(tensor) or tensor.requires_grad
+    )
     if special or tensor._base is not None:
         return True
     return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
@@ -119,8 +132,8 @@ def owned_elsewhere(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Of plain live state what must be there as it is. names: of tensors that something else uses; modules: paths of the
-    states of modules; inside: ids of the tensors in those."""
+    """Of plain live state what must be there as it is. names: of tensors that something else uses;
+    modules: paths of the states of modules; inside: ids of the tensors in those."""
 
     names: list[str]
     modules: list[str]
@@ -141,14 +154,20 @@ def fixed_parts(state: Any, *, every_tensor: bool = False) -> Fixed:
             return
         if inside:
             found.inside.add(id(value))
-        if inside or owned_elsewhere(value) or (every_tensor and isinstance(value, torch.Tensor | Shard)):
+        if (
+            inside
+            or owned_elsewhere(value)
+            or (every_tensor and isinstance(value, torch.Tensor | Shard))
+        ):
             found.names.append(join_path(path) if path else "value")
 
     walk(state, (), False)
     return found
 
 
-def only_own(saved: Any, live: Any, on_no_rank: Callable[[str], bool], path: tuple[Any, ...] = ()) -> Any:
+def only_own(
+    saved: Any, live: Any, on_no_rank: Callable[[str], bool], path: tuple[Any, ...] = ()
+) -> Any:
     """Of a sharded state what this rank has keys for, and what no rank has a key for."""
     if type(saved) not in (dict, OrderedDict, Counter) or not isinstance(live, Mapping):
         return saved

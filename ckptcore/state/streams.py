@@ -1,4 +1,5 @@
-"""Accelerators: streams of their own for copies, pinned memory, and the moment when memory holds what was asked of it."""
+"""Accelerators: streams of their own for copies, pinned memory, and the moment when memory holds
+what was asked of it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _of_thread = threading.local()
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """This thread's stream for copies: what it does neither waits for training nor is waited for."""
+    """This thread's stream for copies: what it does neither waits for training nor is waited
+    for."""
     streams: dict[torch.device, torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -36,16 +38,20 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def pinned_memory(device: torch.device) -> MakeMemory | None:
-    """How to make host memory that `device` copies from and to by itself; None where any memory will do."""
+    """How to make host memory that `device` copies from and to by itself; None where any memory
+    will do."""
     return _pinned if device.type == "cuda" else None
 
 
 def _pinned(nbytes: int) -> memoryview:
-    return memoryview(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data)
+    return memoryview(
+        torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
+    )
 
 
 def settle(devices: Iterable[torch.device]) -> None:
-    """Wait for what this thread has asked of `devices`, so that copies on other streams find it done."""
+    """Wait for what this thread has asked of `devices`, so that copies on other streams find it
+    done."""
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

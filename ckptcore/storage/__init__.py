@@ -1,1 +1,2 @@
-"""Where checkpoints lie: local disks, and any other fsspec filesystem. Nothing here imports torch."""
+"""Where checkpoints lie: local disks, and any other fsspec filesystem. Nothing here imports
+torch."""

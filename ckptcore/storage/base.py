@@ -1,8 +1,9 @@
-"""The storage that the engine asks for: few operations, so that a new backend is an afternoon's work.
+"""The storage that the engine asks for: few operations, so that a new backend is an afternoon's
+work.
 
-Paths are relative to the storage's root, with `/` between parts. Every failure is a StorageError (NoSpace when the
-storage is full) that names the path; `errno` is ENOENT where there is nothing. Which files make up a checkpoint, and
-in what order they are written, is not decided here.
+Paths are relative to the storage's root, with `/` between parts. Every failure is a StorageError
+(NoSpace when the storage is full) that names the path; `errno` is ENOENT where there is nothing.
+Which files make up a checkpoint, and in what order they are written, is not decided here.
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ class Entry:
 
 
 class FileWriter(ABC):
-    """A file being written. It does not exist under its name for readers of the rule until `close` returned."""
+    """A file being written. It does not exist under its name for readers of the rule until `close`
+    returned."""
 
     @abstractmethod
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write `buffers` one after the other from byte `offset` on. Threads may call it at once when the storage
-        has `positional_writes`; otherwise calls come in order of offset."""
+        """Write `buffers` one after the other from byte `offset` on. Threads may call it at once
+        when the storage has `positional_writes`; otherwise calls come in order of offset."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish, and return only when the bytes would survive a crash of the machine (as far as it can be asked)."""
+        """Finish, and return only when the bytes would survive a crash of the machine (as far as it
+        can be asked)."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -52,13 +55,15 @@ class FileWriter(ABC):
 
 
 class FileReader(ABC):
-    """An open file of `size` bytes: what it reads is of one file even if the name is replaced meanwhile."""
+    """An open file of `size` bytes: what it reads is of one file even if the name is replaced
+    meanwhile."""
 
     size: int
 
     @abstractmethod
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers` from byte `offset` on; any number of threads at once. StorageError (EIO) at end of file."""
+        """Fill `buffers` from byte `offset` on; any number of threads at once. StorageError (EIO)
+        at end of file."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -78,8 +83,8 @@ class Storage(ABC):
     atomic_rename: bool
     # FileWriter.write_at may be called out of order and from several threads.
     positional_writes: bool
-    # Of several that write one name at the same time, one succeeds and the others get EEXIST. Without it the name is
-    # looked at before, so that the later one may win.
+    # Of several that write one name at the same time, one succeeds and the others get EEXIST.
+    # Without it the name is looked at before, so that the later one may win.
     create_only: bool = False
     # What a read should have at least, where each is a request of its own; 0: any size is as good.
     request_bytes: int = 0
@@ -91,19 +96,26 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, path: str, size: int) -> FileWriter:
-        """A new file of `size` bytes; EEXIST when the name is taken, at the latest when it is closed."""
+        """A new file of `size` bytes; EEXIST when the name is taken, at the latest when it is
+        closed."""
 
     @abstractmethod
     def open(self, path: str) -> FileReader: ...
 
     @abstractmethod
     def list(self, path: str = "") -> list[Entry]:
-        """What is in a folder now (never a cached answer), sorted by name; ENOENT when there is none."""
+        """What is in a folder now (never a cached answer), sorted by name; ENOENT when there is
+        none."""
 
     def list_folders(self, beginning: str) -> dict[str, Sequence[Entry] | None]:
-        """The folders of the root whose names begin so, sorted; with what is in them now (never a cached answer) where
-        the storage says that in the same breath, else None. ENOENT when there is no root."""
-        found = [entry.name for entry in self.list() if entry.is_folder and entry.name.startswith(beginning)]
+        """The folders of the root whose names begin so, sorted; with what is in them now (never a
+        cached answer) where the storage says that in the same breath, else None. ENOENT when there
+        is no root."""
+        found = [
+            entry.name
+            for entry in self.list()
+            if entry.is_folder and entry.name.startswith(beginning)
+        ]
         return dict.fromkeys(found)
 
     @abstractmethod
@@ -116,14 +128,16 @@ class Storage(ABC):
 
     @abstractmethod
     def rename(self, source: str, target: str) -> None:
-        """Files on any storage; folders only with `atomic_rename`. An existing file is replaced, a folder never."""
+        """Files on any storage; folders only with `atomic_rename`. An existing file is replaced, a
+        folder never."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
         """Remove a file; one that is gone already is fine."""
 
     def remove_all(self, paths: Sequence[str]) -> None:
-        """Remove files, in this order where the storage does not take many at once; ones that are gone are fine."""
+        """Remove files, in this order where the storage does not take many at once; ones that are
+        gone are fine."""
         for path in paths:
             self.remove(path)
 
@@ -149,7 +163,10 @@ class Storage(ABC):
         """A whole small file. StorageError (EFBIG) when it is larger than `limit` bytes."""
         with self.open(path) as reader:
             if reader.size > limit:
-                what = f"{self.at(path)} has {reader.size:,} bytes, more than the {limit:,} expected at most"
+                what = (
+                    f"{self.at(path)} has {reader.size:,} bytes, more than the {limit:,} expected "
+                    "at most"
+                )
                 raise StorageError(what, path=path, errno=errno.EFBIG)
             data = bytearray(reader.size)
             if data:
@@ -157,7 +174,8 @@ class Storage(ABC):
             return bytes(data)
 
     def drop_uploads(self, path: str) -> None:  # noqa: B027
-        """Give up what was begun to be uploaded to a folder and is not complete, where the storage keeps such a thing."""
+        """Give up what was begun to be uploaded to a folder and is not complete, where the storage
+        keeps such a thing."""
 
     def at(self, path: str) -> str:
         """How messages name a path of this storage."""
@@ -172,23 +190,34 @@ def translated(storage: Storage, path: str, doing: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        number = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO)
+        number = error.errno or (
+            errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+        )
         why = error.strerror or str(error) or type(error).__name__
         if number in FULL:
             free = storage.free_bytes()
             left = "" if free is None else f" ({free:,} bytes free)"
             raise NoSpace(
-                f"{storage.at(path)}: {doing} failed: {why}{left}", path=path, errno=number, free=free
+                f"{storage.at(path)}: {doing} failed: {why}{left}",
+                path=path,
+                errno=number,
+                free=free,
             ) from error
-        raise StorageError(f"{storage.at(path)}: {doing} failed: {why}", path=path, errno=number) from error
+        raise StorageError(
+            f"{storage.at(path)}: {doing} failed: {why}", path=path, errno=number
+        ) from error
 
 
-def open_storage(url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None) -> Storage:
-    """The storage whose root is `url`: a local path (with or without `file://`), any fsspec URL, or a Storage itself.
+def open_storage(
+    url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None
+) -> Storage:
+    """The storage whose root is `url`: a local path (with or without `file://`), any fsspec URL, or
+    a Storage itself.
 
-    Nothing is created, and nothing but a client's login contacted yet. Raises InvalidState for what is no path or URL (an
-    empty one too: a variable that is not set), StorageError for a scheme that no installed
-    filesystem knows, and for a URL that has gone through pathlib, which leaves one slash of its two.
+    Nothing is created, and nothing but a client's login contacted yet. Raises InvalidState for what
+    is no path or URL (an empty one too: a variable that is not set), StorageError for a scheme that
+    no installed filesystem knows, and for a URL that has gone through pathlib, which leaves one
+    slash of its two.
     """
     options = checked_options("storage_options", storage_options) or {}
     if isinstance(url, Storage):

@@ -39,8 +39,9 @@ class LocalStorage(Storage):
     positional_writes = True
 
     def __init__(self, root: Path, *, direct_io: bool = True) -> None:
-        """direct_io: bytes that lie in memory as they will on the disk, page by page (those of background saves do), go
-        there without a copy in the page cache, where the filesystem can do that."""
+        """direct_io: bytes that lie in memory as they will on the disk, page by page (those of
+        background saves do), go there without a copy in the page cache, where the filesystem can do
+        that."""
         self.root = Path(os.path.abspath(root.expanduser()))
         self.url = str(self.root)
         self.direct_flag: int = getattr(os, "O_DIRECT", 0) if direct_io else 0
@@ -50,12 +51,15 @@ class LocalStorage(Storage):
 
     @contextmanager
     def _inside(self, path: str) -> Iterator[tuple[int | None, str]]:
-        """(folder, name) to reach a path with, such that a folder that has just become a link is not followed."""
+        """(folder, name) to reach a path with, such that a folder that has just become a link is
+        not followed."""
         above, _, name = path.rpartition("/")
         if not above:
             yield None, self._full(path)
             return
-        folder = os.open(self._full(above), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder = os.open(
+            self._full(above), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
         try:
             yield folder, name
         finally:
@@ -64,25 +68,41 @@ class LocalStorage(Storage):
     def create(self, path: str, size: int) -> FileWriter:
         with translated(self, path, "creating the file"):
             # Mode 0666 less the umask, as any ordinary program creates files.
-            fd = os.open(self._full(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        return _Writer(self, path, fd, _Stream(fd) if size >= STREAM_BYTES and _sync_range is not None else None)
+            fd = os.open(
+                self._full(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666
+            )
+        return _Writer(
+            self,
+            path,
+            fd,
+            _Stream(fd) if size >= STREAM_BYTES and _sync_range is not None else None,
+        )
 
     def open(self, path: str) -> FileReader:
-        # Not through links, which could lead out of the checkpoint; and without waiting for the other end of a pipe.
+        # Not through links, which could lead out of the checkpoint; and without waiting for the
+        # other end of a pipe.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             with translated(self, path, "opening the file"), self._inside(path) as (folder, name):
                 fd = os.open(name, flags, dir_fd=folder)
         except StorageError as error:
             above = path.rpartition("/")[0]
-            if error.errno in (errno.ELOOP, errno.ENOTDIR) and above and os.path.islink(self._full(above)):
+            if (
+                error.errno in (errno.ELOOP, errno.ENOTDIR)
+                and above
+                and os.path.islink(self._full(above))
+            ):
                 raise StorageError(self._linked(above), path=above, errno=errno.ELOOP) from None
             if error.errno == errno.ELOOP:
                 raise UnsafePath(
-                    f"{self.at(path)} is a symbolic link; refused", file=path.rpartition("/")[2], kind="format"
+                    f"{self.at(path)} is a symbolic link; refused",
+                    file=path.rpartition("/")[2],
+                    kind="format",
                 ) from None
             if error.errno == errno.ENXIO:  # a socket, or a device without a driver
-                raise StorageError(f"{self.at(path)} is not a regular file", path=path, errno=errno.EINVAL) from None
+                raise StorageError(
+                    f"{self.at(path)} is not a regular file", path=path, errno=errno.EINVAL
+                ) from None
             raise
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
@@ -92,7 +112,8 @@ class LocalStorage(Storage):
         return _Reader(self, path, fd, info.st_size)
 
     def list(self, path: str = "") -> list[Entry]:
-        # The root may be a link; a folder in it that is one lies elsewhere and is not ours to list or to delete.
+        # The root may be a link; a folder in it that is one lies elsewhere and is not ours to list
+        # or to delete.
         if path and os.path.islink(self._full(path)):
             raise StorageError(self._linked(path), path=path, errno=errno.ENOTDIR)
         with translated(self, path, "listing the folder"), os.scandir(self._full(path)) as found:
@@ -107,9 +128,12 @@ class LocalStorage(Storage):
         return sorted(entries, key=lambda entry: entry.name)
 
     def list_folders(self, beginning: str) -> dict[str, Sequence[Entry] | None]:
-        """Links are among them, also those that lead nowhere now: what they stand for is not passed over in silence."""
+        """Links are among them, also those that lead nowhere now: what they stand for is not passed
+        over in silence."""
         found = [entry for entry in self.list() if entry.name.startswith(beginning)]
-        return dict.fromkeys(entry.name for entry in found if entry.is_folder or self._is_folder_link(entry.name))
+        return dict.fromkeys(
+            entry.name for entry in found if entry.is_folder or self._is_folder_link(entry.name)
+        )
 
     def _is_folder_link(self, name: str) -> bool:
         full = self._full(name)
@@ -117,12 +141,20 @@ class LocalStorage(Storage):
 
     def _linked(self, path: str) -> str:
         target = os.path.realpath(self._full(path))
-        return f"{self.at(path)} is a symbolic link; refused: move here what it leads to, or load {target} by its path"
+        return (
+            f"{self.at(path)} is a symbolic link; refused: move here what it leads to, or load "
+            f"{target} by its path"
+        )
 
     def make_folder(self, path: str) -> None:
         with translated(self, path, "creating the folder"):
-            # Names below the root are synced by those who need them; nobody else can see to the root itself.
-            new = [] if self.root.exists() else [f for f in (self.root, *self.root.parents) if not f.exists()]
+            # Names below the root are synced by those who need them; nobody else can see to the
+            # root itself.
+            new = (
+                []
+                if self.root.exists()
+                else [f for f in (self.root, *self.root.parents) if not f.exists()]
+            )
             os.makedirs(self._full(path), exist_ok=True)
             for folder in new:
                 _sync_folder(folder.parent)
@@ -134,7 +166,9 @@ class LocalStorage(Storage):
     def rename(self, source: str, target: str) -> None:
         with translated(self, target, f"renaming {source}"):
             if os.path.isdir(self._full(source)) and os.path.isdir(self._full(target)):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))  # POSIX replaces an empty folder
+                raise FileExistsError(
+                    errno.EEXIST, os.strerror(errno.EEXIST)
+                )  # POSIX replaces an empty folder
             with self._inside(source) as (old, name), self._inside(target) as (new, new_name):
                 os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
 
@@ -165,9 +199,11 @@ class LocalStorage(Storage):
 
 
 class _Stream:
-    """Large files stream to the disk while they are written, through at most STREAM_BYTES of page cache.
+    """Large files stream to the disk while they are written, through at most STREAM_BYTES of page
+    cache.
 
-    Otherwise a save first fills the page cache, evicting what the training reads, and then waits for the disk alone.
+    Otherwise a save first fills the page cache, evicting what the training reads, and then waits
+    for the disk alone.
     """
 
     def __init__(self, fd: int) -> None:
@@ -177,7 +213,8 @@ class _Stream:
         self.nbytes = 0
 
     def wrote(self, offset: int, length: int) -> None:
-        """Start writing a range back; wait for the oldest ones, and drop them, when too much is pending."""
+        """Start writing a range back; wait for the oldest ones, and drop them, when too much is
+        pending."""
         self._sync(offset, length, WRITE)
         with self.lock:
             self.pending.append((offset, length))
@@ -187,14 +224,19 @@ class _Stream:
                 done.append(self.pending.popleft())
                 self.nbytes -= done[-1][1]
         for old in done:
-            # This call reports a failed write-back once, and fsync may not repeat it: so it must raise here.
+            # This call reports a failed write-back once, and fsync may not repeat it: so it must
+            # raise here.
             self._sync(*old, WAIT_BEFORE | WRITE | WAIT_AFTER)
             os.posix_fadvise(self.fd, *old, os.POSIX_FADV_DONTNEED)
 
     def _sync(self, offset: int, length: int, flags: int) -> None:
         if _sync_range is not None and _sync_range(self.fd, offset, length, flags):
             number = ctypes.get_errno()
-            if number not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # a filesystem without it has fsync
+            if number not in (
+                errno.ENOSYS,
+                errno.EINVAL,
+                errno.ESPIPE,
+            ):  # a filesystem without it has fsync
                 raise OSError(number, os.strerror(number))
 
 
@@ -226,16 +268,19 @@ class _Writer(FileWriter):
             self.stream.wrote(offset, length)
 
     def _write_direct(self, offset: int, data: memoryview) -> tuple[int, int]:
-        """Write the whole pages of `data` past the page cache; the first and the end of the bytes that were written.
+        """Write the whole pages of `data` past the page cache; the first and the end of the bytes
+        that were written.
 
-        No byte of these pages is written in another way, so that the kernel has nothing to reconcile.
+        No byte of these pages is written in another way, so that the kernel has nothing to
+        reconcile.
         """
         start = at = -(-offset // PAGE) * PAGE
         end = (offset + len(data)) // PAGE * PAGE
         try:
             with self.lock:
                 if self.direct < 0:
-                    # The same file by another door, even when its name is taken by another one meanwhile.
+                    # The same file by another door, even when its name is taken by another one
+                    # meanwhile.
                     flags = os.O_WRONLY | os.O_CLOEXEC | self.storage.direct_flag
                     self.direct = os.open(f"/proc/self/fd/{self.fd}", flags)
             while at < end:
@@ -244,9 +289,17 @@ class _Writer(FileWriter):
                 if not done or done % PAGE:
                     break
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EFAULT, errno.ENOTSUP, errno.ENOENT, errno.EACCES, errno.EPERM):
+            if error.errno not in (
+                errno.EINVAL,
+                errno.EFAULT,
+                errno.ENOTSUP,
+                errno.ENOENT,
+                errno.EACCES,
+                errno.EPERM,
+            ):
                 raise
-            # This filesystem, or this memory, is not made for it. Closed with the file: other threads may be using it.
+            # This filesystem, or this memory, is not made for it. Closed with the file: other
+            # threads may be using it.
             self.tries_direct = False
         return start, at
 
@@ -294,7 +347,8 @@ def _sync_folder(path: str | Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network filesystems have no fsync for folders; their renames are durable on their own.
+        # Some network filesystems have no fsync for folders; their renames are durable on their
+        # own.
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
             raise
     finally:
@@ -302,8 +356,8 @@ def _sync_folder(path: str | Path) -> None:
 
 
 def _neighbours(offset: int, buffers: Sequence[memoryview]) -> memoryview | None:
-    """Buffers for byte `offset` on of a file that follow each other in memory, as one; None where they do not, or where
-    their pages are not those of the file, or are not worth it."""
+    """Buffers for byte `offset` on of a file that follow each other in memory, as one; None where
+    they do not, or where their pages are not those of the file, or are not worth it."""
     total = sum(len(b) for b in buffers)
     if total < DIRECT_BYTES:
         return None
@@ -314,15 +368,21 @@ def _neighbours(offset: int, buffers: Sequence[memoryview]) -> memoryview | None
     sizes = [len(b) for b in buffers if len(b)]
     if places[0] % PAGE != offset % PAGE:
         return None
-    if any(place + size != after for place, size, after in zip(places, sizes, places[1:], strict=False)):
+    if any(
+        place + size != after for place, size, after in zip(places, sizes, places[1:], strict=False)
+    ):
         return None
     return memoryview((ctypes.c_ubyte * total).from_address(places[0])).cast("B")
 
 
 def _transfer(
-    call: Callable[[int, Sequence[memoryview], int], int], fd: int, offset: int, buffers: Sequence[memoryview]
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    offset: int,
+    buffers: Sequence[memoryview],
 ) -> None:
-    """preadv or pwritev until all buffers are done: both may stop early, at a signal or a limit of the system."""
+    """preadv or pwritev until all buffers are done: both may stop early, at a signal or a limit of
+    the system."""
     rest = [b for b in buffers if len(b)]
     while rest:
         done = call(fd, rest[:IOV_MAX], offset)

@@ -1,14 +1,20 @@
-"""Any other fsspec filesystem: objects that appear whole when they are complete, and no rename of folders.
+"""Any other fsspec filesystem: objects that appear whole when they are complete, and no rename of
+folders.
 
-S3 has a class of its own (s3.py), which speaks to the filesystem's client directly. Here is what fsspec offers for all:
+S3 has a class of its own (s3.py), which speaks to the filesystem's client directly. Here is what
+fsspec offers for all:
 
-* A small file is one `pipe_file`, tried again where that may help. A large one is written through an open handle that is
-  closed only when all is there: that is when object stores show it (`AbstractBufferedFile`). What fails in the middle of
-  that is left to the retries of the filesystem's own client.
-* Filesystems that rename (a folder, SFTP, SMB, HDFS) would show a file from its first byte on. There the bytes go into
+* A small file is one `pipe_file`, tried again where that may help. A large one is written through
+an open handle that is
+  closed only when all is there: that is when object stores show it (`AbstractBufferedFile`). What
+  fails in the middle of that is left to the retries of the filesystem's own client.
+* Filesystems that rename (a folder, SFTP, SMB, HDFS) would show a file from its first byte on.
+There the bytes go into
   `upload.<random>.partial` beside it, which is renamed when it is complete.
-* A name that is taken is refused. Where the filesystem has no create-only put this is a question before the write, so of
-  two jobs that write one name at the same moment the later one wins; `create_only` says which it is.
+* A name that is taken is refused. Where the filesystem has no create-only put this is a question
+before the write, so of
+  two jobs that write one name at the same moment the later one wins; `create_only` says which it
+  is.
 """
 
 from __future__ import annotations
@@ -35,16 +41,22 @@ __all__ = ["FsspecStorage", "remote_storage", "translating"]
 
 # Files up to this size are one request; requests of larger ones are of this size.
 PIECE_BYTES = 8 << 20
-# What makes a filesystem's pipe_file fail, whoever else writes, when the name is taken. All of these show an object when it
-# is complete, also those that can move one.
+# What makes a filesystem's pipe_file fail, whoever else writes, when the name is taken. All of
+# these show an object when it is complete, also those that can move one.
 _MODE, _ADLFS = {"mode": "create"}, {"overwrite": False}
 CREATE_ONLY: dict[str, dict[str, Any]] = {
-    "memory": _MODE, "gs": _MODE, "gcs": _MODE, "az": _ADLFS, "abfs": _ADLFS, "abfss": _ADLFS,
-}  # fmt: skip
+    "memory": _MODE,
+    "gs": _MODE,
+    "gcs": _MODE,
+    "az": _ADLFS,
+    "abfs": _ADLFS,
+    "abfss": _ADLFS,
+}
 
 
 def remote_storage(url: str, options: dict[str, Any]) -> FsspecStorage:
-    """The storage at an fsspec URL. Raises StorageError for a scheme that no installed filesystem knows."""
+    """The storage at an fsspec URL. Raises StorageError for a scheme that no installed filesystem
+    knows."""
     if re.match(r"s3a?://", url):
         with suppress(ImportError):  # without its client: fsspec says what to install
             from .s3 import S3Storage
@@ -56,7 +68,8 @@ def remote_storage(url: str, options: dict[str, Any]) -> FsspecStorage:
 class FsspecStorage(Storage):
     """`url` is any fsspec URL; `options` go to the filesystem and appear in no message.
 
-    One option is ours: `retry_deadline`, the seconds for which an operation that fails is tried again.
+    One option is ours: `retry_deadline`, the seconds for which an operation that fails is tried
+    again.
     """
 
     atomic_rename = False
@@ -66,7 +79,9 @@ class FsspecStorage(Storage):
         self._options = dict(options)
         seconds = self._options.pop("retry_deadline", RETRY_SECONDS)
         if not isinstance(seconds, int | float) or not seconds >= 0:
-            raise StorageError(f"retry_deadline must be a number of seconds, not {seconds!r}", errno=errno.EINVAL)
+            raise StorageError(
+                f"retry_deadline must be a number of seconds, not {seconds!r}", errno=errno.EINVAL
+            )
         self._opened, self._pid = url, 0
         self.url = masked_url(url)
         self._retries = Retries(float(seconds))
@@ -76,20 +91,24 @@ class FsspecStorage(Storage):
         protocols = (real.protocol,) if isinstance(real.protocol, str) else tuple(real.protocol)
         self._create = next((CREATE_ONLY[name] for name in protocols if name in CREATE_ONLY), None)
         self.create_only = self._create is not None
-        # What moves by copying and deleting (fsspec's own `mv`) shows objects when they are complete, too.
+        # What moves by copying and deleting (fsspec's own `mv`) shows objects when they are
+        # complete, too.
         self._renames = not self.create_only and type(real).mv is not AbstractFileSystem.mv
         self._in_memory = "memory" in protocols
 
     @property
     def fs(self) -> Any:
-        """The filesystem: one per process, since connections and threads do not come along into a forked child."""
+        """The filesystem: one per process, since connections and threads do not come along into a
+        forked child."""
         if self._pid != os.getpid():
             try:
                 self._fs, root = self._retries.run(self._connect)
             except (ImportError, ValueError, TypeError, KeyError) as error:
                 why = self.scrubbed(str(error))
                 raise StorageError(
-                    f"{self.url}: no filesystem for this URL ({why})", path=self.url, errno=errno.EINVAL
+                    f"{self.url}: no filesystem for this URL ({why})",
+                    path=self.url,
+                    errno=errno.EINVAL,
                 ) from None
             except Exception as error:  # some clients log in at once
                 with translating(self, "", "connecting"):
@@ -102,8 +121,11 @@ class FsspecStorage(Storage):
         return self._fs
 
     def _connect(self) -> tuple[Any, str]:
-        # An instance of our own, without a cache of listings: another process may have changed what is there.
-        fs, root = fsspec.core.url_to_fs(self._opened, **{"skip_instance_cache": True, **self._options})
+        # An instance of our own, without a cache of listings: another process may have changed what
+        # is there.
+        fs, root = fsspec.core.url_to_fs(
+            self._opened, **{"skip_instance_cache": True, **self._options}
+        )
         if hasattr(_real(fs), "dircache"):
             _real(fs).dircache.use_listings_cache = False
         return fs, root
@@ -122,7 +144,8 @@ class FsspecStorage(Storage):
         return f"{self.root}/{path}" if path else self.root
 
     def _now(self, ask: str, path: str, **how: Any) -> Any:
-        """An answer that is not from a cache, nor from one that another thread has filled meanwhile."""
+        """An answer that is not from a cache, nor from one that another thread has filled
+        meanwhile."""
         fs = self.fs
         with self._asking:
             fs.invalidate_cache()
@@ -212,13 +235,16 @@ class FsspecStorage(Storage):
 
 
 class _Writer(FileWriter):
-    """Collects PIECE_BYTES, then opens a handle and passes everything on; what stays smaller is one request."""
+    """Collects PIECE_BYTES, then opens a handle and passes everything on; what stays smaller is one
+    request."""
 
     def __init__(self, storage: FsspecStorage, path: str, size: int) -> None:
         self.storage, self.path = storage, path
         self.final = storage._full(path)
         folder, _, _ = self.final.rpartition("/")
-        self.full = f"{folder}/upload.{secrets.token_hex(8)}.partial" if storage._renames else self.final
+        self.full = (
+            f"{folder}/upload.{secrets.token_hex(8)}.partial" if storage._renames else self.final
+        )
         self.held = bytearray()
         self.whole = storage._in_memory or size <= PIECE_BYTES
         self.handle: Any = None
@@ -239,7 +265,8 @@ class _Writer(FileWriter):
         self.touched = True
         if self.storage._renames:
             return fs.open(self.full, "wb")
-        # Not committed on close: leaving an open file on an exception would publish what was written so far.
+        # Not committed on close: leaving an open file on an exception would publish what was
+        # written so far.
         handle = fs.open(self.full, "wb", autocommit=False, block_size=PIECE_BYTES)
         _forget(getattr(handle, "fs", fs), handle)
         return handle
@@ -293,7 +320,10 @@ class _Writer(FileWriter):
                 else:
                     handle.discard()
         if self.touched and not self.storage._retries.dead:
-            with suppress(OSError), translating(self.storage, self.path, "removing what was written of"):
+            with (
+                suppress(OSError),
+                translating(self.storage, self.path, "removing what was written of"),
+            ):
                 self.storage._remove(self.full)
 
 
@@ -321,7 +351,8 @@ class _Reader(FileReader):
                         target = next(targets, target)
 
     def _fetch(self, start: int, stop: int) -> memoryview:
-        """Bytes from `start` on, at least one; the client may give fewer than asked for when a connection breaks."""
+        """Bytes from `start` on, at least one; the client may give fewer than asked for when a
+        connection breaks."""
 
         def fetch() -> memoryview:
             data = memoryview(self.storage.fs.cat_file(self.full, start=start, end=stop))
@@ -344,8 +375,9 @@ def _real(fs: Any) -> Any:
 
 
 def _forget(fs: Any, handle: Any) -> None:
-    """fsspec notes a file that is not committed on close for the end of a transaction. Ours end none, so that every file
-    ever written, and in memory:// its bytes, would be held for as long as the process lives."""
+    """fsspec notes a file that is not committed on close for the end of a transaction. Ours end
+    none, so that every file ever written, and in memory:// its bytes, would be held for as long as
+    the process lives."""
     while True:
         try:
             fs.transaction.files.remove(handle)
@@ -357,11 +389,16 @@ def _forget(fs: Any, handle: Any) -> None:
 
 # What clients raise without saying an errno.
 _NUMBERS = (
-    (FileNotFoundError, errno.ENOENT), (FileExistsError, errno.EEXIST), (PermissionError, errno.EACCES),
-    (IsADirectoryError, errno.EISDIR), (NotADirectoryError, errno.ENOTDIR), (TimeoutError, errno.ETIMEDOUT),
+    (FileNotFoundError, errno.ENOENT),
+    (FileExistsError, errno.EEXIST),
+    (PermissionError, errno.EACCES),
+    (IsADirectoryError, errno.EISDIR),
+    (NotADirectoryError, errno.ENOTDIR),
+    (TimeoutError, errno.ETIMEDOUT),
     (ConnectionError, errno.ECONNRESET),
-)  # fmt: skip
-# Of the network or the service, not of the bytes: EIO would say that what is stored there is damaged.
+)
+# Of the network or the service, not of the bytes: EIO would say that what is stored there is
+# damaged.
 _ELSEWHERE = getattr(errno, "EREMOTEIO", errno.ECONNABORTED)
 
 
@@ -376,14 +413,26 @@ def translating(storage: FsspecStorage, path: str, doing: str) -> Iterator[None]
         except Exception as error:
             plain = isinstance(error, OSError)
             number = error.errno if isinstance(error, OSError) else None
-            number = number or next((n for kind, n in _NUMBERS if isinstance(error, kind)), _ELSEWHERE)
+            number = number or next(
+                (n for kind, n in _NUMBERS if isinstance(error, kind)), _ELSEWHERE
+            )
             status, code = http_code(error)
             if status is not None:
-                number = errno.ENOSPC if status == 507 else _ELSEWHERE if number == errno.EIO else number
+                number = (
+                    errno.ENOSPC if status == 507 else _ELSEWHERE if number == errno.EIO else number
+                )
             why = (error.strerror if isinstance(error, OSError) else None) or str(error)
             parts = [why if plain and why else f"{type(error).__name__}: {why}".rstrip(": ")]
-            parts += [f"({code or status})"] if (code or status) and str(code or status) not in why else []
-            parts += [f"({note})" for note in getattr(error, "__notes__", ()) if note.startswith("given up")]
+            parts += (
+                [f"({code or status})"]
+                if (code or status) and str(code or status) not in why
+                else []
+            )
+            parts += [
+                f"({note})"
+                for note in getattr(error, "__notes__", ())
+                if note.startswith("given up")
+            ]
             text = storage.scrubbed(" ".join(parts))
             # With a secret in it, it is no cause to be shown either.
             shown = storage.scrubbed(f"{error} {error.__cause__}") == f"{error} {error.__cause__}"

@@ -1,9 +1,11 @@
-"""Trying again where a storage is only for the moment unable: after throttling, errors of the server, lost connections.
+"""Trying again where a storage is only for the moment unable: after throttling, errors of the
+server, lost connections.
 
-Everything that goes over a network fails now and then. What is worth another try is decided here, for every client that
-fsspec filesystems are built on; and when to give up. tenacity tries again and waits: exponentially longer, a random part
-of it, so that many ranks do not come back at once. The clients' own retries are turned off where that is possible: two
-layers multiply, and nobody could say how long a request takes at most.
+Everything that goes over a network fails now and then. What is worth another try is decided here,
+for every client that fsspec filesystems are built on; and when to give up. tenacity tries again and
+waits: exponentially longer, a random part of it, so that many ranks do not come back at once. The
+clients' own retries are turned off where that is possible: two layers multiply, and nobody could
+say how long a request takes at most.
 """
 
 from __future__ import annotations
@@ -27,31 +29,65 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # at most
 QUIET_SECONDS = 60.0
 
 _STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-_CODES = frozenset({
-    "BadDigest", "BandwidthLimitExceeded", "ConditionalRequestConflict", "IncompleteBody", "InternalError",
-    "OperationAborted", "RequestLimitExceeded", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling",
-    "ThrottlingException", "TooManyRequests", "XAmzContentSHA256Mismatch",
-})  # fmt: skip
+_CODES = frozenset(
+    {
+        "BadDigest",
+        "BandwidthLimitExceeded",
+        "ConditionalRequestConflict",
+        "IncompleteBody",
+        "InternalError",
+        "OperationAborted",
+        "RequestLimitExceeded",
+        "RequestTimeout",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "XAmzContentSHA256Mismatch",
+    }
+)
 _ERRNO = frozenset(
     getattr(errno, name, -1)
     for name in (
-        "EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN",
-        "ENETRESET", "ENETUNREACH", "EPIPE", "EREMOTEIO", "ETIMEDOUT",
+        "EAGAIN",
+        "EBUSY",
+        "ECONNABORTED",
+        "ECONNREFUSED",
+        "ECONNRESET",
+        "EHOSTDOWN",
+        "EHOSTUNREACH",
+        "ENETDOWN",
+        "ENETRESET",
+        "ENETUNREACH",
+        "EPIPE",
+        "EREMOTEIO",
+        "ETIMEDOUT",
     )
-)  # fmt: skip
-# Errors of clients that have no status: the connection was lost, or the answer cannot be made sense of. By module and
-# name, so that nothing is imported for the question; subclasses count too.
-_BY_NAME = frozenset({
-    "aiohttp.client_exceptions.ClientConnectionError", "aiohttp.client_exceptions.ClientPayloadError",
-    "botocore.exceptions.ConnectionError", "botocore.exceptions.HTTPClientError", "botocore.exceptions.IncompleteReadError",
-    "botocore.parsers.ResponseParserError", "http.client.HTTPException", "requests.exceptions.ConnectionError",
-    "requests.exceptions.Timeout", "urllib3.exceptions.HTTPError", "azure.core.exceptions.ServiceRequestError",
-    "azure.core.exceptions.ServiceResponseError",
-})  # fmt: skip
+)
+# Errors of clients that have no status: the connection was lost, or the answer cannot be made sense
+# of. By module and name, so that nothing is imported for the question; subclasses count too.
+_BY_NAME = frozenset(
+    {
+        "aiohttp.client_exceptions.ClientConnectionError",
+        "aiohttp.client_exceptions.ClientPayloadError",
+        "botocore.exceptions.ConnectionError",
+        "botocore.exceptions.HTTPClientError",
+        "botocore.exceptions.IncompleteReadError",
+        "botocore.parsers.ResponseParserError",
+        "http.client.HTTPException",
+        "requests.exceptions.ConnectionError",
+        "requests.exceptions.Timeout",
+        "urllib3.exceptions.HTTPError",
+        "azure.core.exceptions.ServiceRequestError",
+        "azure.core.exceptions.ServiceResponseError",
+    }
+)
 
 
 def http_code(error: BaseException) -> tuple[int | None, str | None]:
-    """The HTTP status and the storage's own code for an error, from wherever its client keeps them."""
+    """The HTTP status and the storage's own code for an error, from wherever its client keeps
+    them."""
     for link in _chain(error):
         if _is_lost(link):
             break
@@ -87,7 +123,9 @@ def _is_lost(error: BaseException) -> bool:
 def _chain(error: BaseException) -> list[BaseException]:
     links = [error]
     while len(links) < 8:
-        before = links[-1].__cause__ or (None if links[-1].__suppress_context__ else links[-1].__context__)
+        before = links[-1].__cause__ or (
+            None if links[-1].__suppress_context__ else links[-1].__context__
+        )
         if before is None:
             break
         links.append(before)
@@ -95,10 +133,12 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 class Retries:
-    """Retries of one storage: how many there were, and whether it has been failing for too long to go on.
+    """Retries of one storage: how many there were, and whether it has been failing for too long to
+    go on.
 
-    An operation is given up `seconds` after its first failure; at once when nothing at all has succeeded for that long,
-    so that a dead storage is noticed once and not by every one of many operations in turn.
+    An operation is given up `seconds` after its first failure; at once when nothing at all has
+    succeeded for that long, so that a dead storage is noticed once and not by every one of many
+    operations in turn.
     """
 
     def __init__(self, seconds: float = RETRY_SECONDS) -> None:
@@ -120,7 +160,8 @@ class Retries:
             )
 
     def run(self, call: Callable[[], T]) -> T:
-        """The result of `call`, tried again while its errors are transient. Raises the last error."""
+        """The result of `call`, tried again while its errors are transient. Raises the last
+        error."""
         return Retrying(**self._rules())(call)
 
     async def run_async(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -132,10 +173,13 @@ class Retries:
         return await AsyncRetrying(sleep=asyncio.sleep, **self._rules())(attempt)
 
     def _rules(self) -> dict[str, Any]:
-        """For one operation: tenacity's objects keep a state per thread, and a loop has many operations in one."""
+        """For one operation: tenacity's objects keep a state per thread, and a loop has many
+        operations in one."""
         return {
             "retry": self._is_worth_it,
-            "wait": wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE, min=FIRST_PAUSE / 10),
+            "wait": wait_random_exponential(
+                multiplier=FIRST_PAUSE, max=LONGEST_PAUSE, min=FIRST_PAUSE / 10
+            ),
             "stop": self._is_enough,
             "before_sleep": self._counted,
             "reraise": True,
@@ -161,7 +205,10 @@ class Retries:
             enough = now - min(first, self._failing_since) + state.upcoming_sleep > self.seconds
         error = state.outcome.exception() if state.outcome else None
         if enough and error is not None:
-            error.add_note(f"given up after {f'{number} tries in {now - first:.1f} s' if number > 1 else '1 try'}")
+            error.add_note(
+                "given up after "
+                f"{f'{number} tries in {now - first:.1f} s' if number > 1 else '1 try'}"
+            )
         return enough
 
     def _counted(self, _: RetryCallState) -> None:

@@ -1,13 +1,19 @@
-"""S3 and what speaks its language, through the client of s3fs: as few requests as there can be, each tried again.
+"""S3 and what speaks its language, through the client of s3fs: as few requests as there can be,
+each tried again.
 
 * Listings are asked of the server every time; s3fs's cache of them is not used.
-* A small object is one put, create-only (`If-None-Match: *`): of two jobs that write one key, one gets EEXIST. Where a
+* A small object is one put, create-only (`If-None-Match: *`): of two jobs that write one key, one
+gets EEXIST. Where a
   server does not know that (501), the key is looked at before.
-* A large object is a multipart upload (upload.py). Its key is looked at before, and completing it is create-only too.
-* An object carries a random name of the write that made it, so that a put whose answer was lost is known for ours.
-* A read is a range request pinned to the version that was opened (`If-Match`), streamed into its destination; where the
+* A large object is a multipart upload (upload.py). Its key is looked at before, and completing it
+is create-only too.
+* An object carries a random name of the write that made it, so that a put whose answer was lost is
+known for ours.
+* A read is a range request pinned to the version that was opened (`If-Match`), streamed into its
+destination; where the
   connection breaks, the next request asks for what is missing.
-* Requests go through loops of our own: two of them, since one thread cannot sign or encrypt as fast as can be sent.
+* Requests go through loops of our own: two of them, since one thread cannot sign or encrypt as fast
+as can be sent.
 """
 
 from __future__ import annotations
@@ -36,7 +42,8 @@ T = TypeVar("T")
 
 REMOVED_AT_ONCE = 1000  # keys that one request deletes
 READ_AT_ONCE = 16  # range requests under way for one storage
-# How long a server may take to let us in, to answer, and to take up the next piece of what is sent to it.
+# How long a server may take to let us in, to answer, and to take up the next piece of what is sent
+# to it.
 CONNECT_SECONDS, READ_SECONDS, SEND_SECONDS = 5.0, 15.0, 30.0
 
 
@@ -61,13 +68,14 @@ class S3Storage(FsspecStorage):
         timeouts = {"connect_timeout": min(patience, CONNECT_SECONDS), "read_timeout": patience}
         config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 50, **timeouts}
         config |= self._options.get("config_kwargs") or {}
-        # Parts are signed, encrypted and sent in two threads, each with a client of its own; the first one does all else.
-        # A `session` that is given belongs to one of them.
+        # Parts are signed, encrypted and sent in two threads, each with a client of its own; the
+        # first one does all else. A `session` that is given belongs to one of them.
         self._senders = []
         for number in range(1 if self._options.get("session") else 2):
             options = {**self._options, "config_kwargs": config, "loop": _loop(os.getpid(), number)}
             fs, root = fsspec.core.url_to_fs(self._opened, **options)
-            # What s3fs itself would do; the instance is shared by those alone who give the options above.
+            # What s3fs itself would do; the instance is shared by those alone who give the options
+            # above.
             fs.retries = 1
             self._senders.append(fs)
         self._reading = None
@@ -79,7 +87,10 @@ class S3Storage(FsspecStorage):
 
     def _prefix(self, path: str) -> dict[str, str]:
         place = self.place(path)
-        return {"Bucket": place["Bucket"], "Prefix": f"{place['Key'].rstrip('/')}/".removeprefix("/")}
+        return {
+            "Bucket": place["Bucket"],
+            "Prefix": f"{place['Key'].rstrip('/')}/".removeprefix("/"),
+        }
 
     async def ask(self, method: str, sender: Any = None, **parameters: Any) -> Any:
         """One request, once."""
@@ -94,11 +105,14 @@ class S3Storage(FsspecStorage):
     def begin(self, turn: int, method: str, **parameters: Any) -> Future[Any]:
         """`request` in the background; `turn` says by which of the threads that send."""
         sender = self._senders[turn % len(self._senders)]
-        return asyncio.run_coroutine_threadsafe(self.request(method, sender, **parameters), sender.loop)
+        return asyncio.run_coroutine_threadsafe(
+            self.request(method, sender, **parameters), sender.loop
+        )
 
     @property
     def sends_checksums(self) -> bool:
-        """Whether the client sends one with what it writes unless told otherwise; not every server takes them."""
+        """Whether the client sends one with what it writes unless told otherwise; not every server
+        takes them."""
         client = self.fs._s3
         how = getattr(client.meta.config, "request_checksum_calculation", None) if client else None
         return how == "when_supported"
@@ -145,7 +159,10 @@ class S3Storage(FsspecStorage):
             size = found["ContentLength"]
             async with found["Body"] as body:
                 if size > limit:
-                    what = f"{self.at(path)} has {size:,} bytes, more than the {limit:,} expected at most"
+                    what = (
+                        f"{self.at(path)} has {size:,} bytes, more than the {limit:,} expected at "
+                        "most"
+                    )
                     raise StorageError(what, path=path, errno=errno.EFBIG)
                 data: bytes = await body.read()
             if len(data) != size:
@@ -178,9 +195,14 @@ class S3Storage(FsspecStorage):
                 folder, slash, name = item["Key"][len(where["Prefix"]) :].partition("/")
                 name, deeper, _ = name.partition("/")
                 if slash and name:
-                    entry = Entry(name, True, None) if deeper else Entry(name, False, int(item["Size"]))
+                    entry = (
+                        Entry(name, True, None) if deeper else Entry(name, False, int(item["Size"]))
+                    )
                     found.setdefault(folder, {})[name] = entry
-        return {folder: [inside[name] for name in sorted(inside)] for folder, inside in sorted(found.items())}
+        return {
+            folder: [inside[name] for name in sorted(inside)]
+            for folder, inside in sorted(found.items())
+        }
 
     def _listed(self, where: dict[str, str]) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
@@ -188,7 +210,9 @@ class S3Storage(FsspecStorage):
             try:
                 page = self._request("list_objects_v2", **where, **more)
             except FileNotFoundError as error:
-                if http_code(error)[1] == "NoSuchBucket":  # no run can ever have been there, nor begin
+                if (
+                    http_code(error)[1] == "NoSuchBucket"
+                ):  # no run can ever have been there, nor begin
                     raise OSError(errno.ENXIO, f"there is no bucket {where['Bucket']}") from error
                 raise
             yield from page.get("CommonPrefixes", ())
@@ -215,16 +239,25 @@ class S3Storage(FsspecStorage):
             objects = [{"Key": self.place(path)["Key"]} for path in some]
             with translating(self, some[0], f"removing {len(some)} objects"):
                 answer = self._request(
-                    "delete_objects", Bucket=self.place("")["Bucket"], Delete={"Objects": objects, "Quiet": True}
+                    "delete_objects",
+                    Bucket=self.place("")["Bucket"],
+                    Delete={"Objects": objects, "Quiet": True},
                 )
-            for refused in answer.get("Errors", ()):  # alone, so that it is tried again, or the error is the key's own
-                self.remove(next(path for path in some if self.place(path)["Key"] == refused["Key"]))
+            for refused in answer.get(
+                "Errors", ()
+            ):  # alone, so that it is tried again, or the error is the key's own
+                self.remove(
+                    next(path for path in some if self.place(path)["Key"] == refused["Key"])
+                )
 
     def remove_folder(self, path: str) -> None:
-        """There is none; but what was begun to be uploaded below a prefix that is empty now, nobody will finish."""
+        """There is none; but what was begun to be uploaded below a prefix that is empty now, nobody
+        will finish."""
         with translating(self, path, "removing the folder"):
             begun = self._begun(path)
-            if begun and not self._request("list_objects_v2", **self._prefix(path), MaxKeys=1).get("Contents"):
+            if begun and not self._request("list_objects_v2", **self._prefix(path), MaxKeys=1).get(
+                "Contents"
+            ):
                 self._give_up(begun)
 
     def drop_uploads(self, path: str) -> None:
@@ -241,7 +274,10 @@ class S3Storage(FsspecStorage):
                 found += page.get("Uploads", [])
                 if not page.get("IsTruncated"):
                     return found
-                more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+                more = {
+                    "KeyMarker": page["NextKeyMarker"],
+                    "UploadIdMarker": page["NextUploadIdMarker"],
+                }
         except (FileNotFoundError, PermissionError, NotImplementedError):
             return []  # not everybody may ask for that
 
@@ -249,7 +285,12 @@ class S3Storage(FsspecStorage):
         bucket = self.place("")["Bucket"]
         for upload in uploads:
             with suppress(FileNotFoundError, PermissionError):
-                self._request("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+                self._request(
+                    "abort_multipart_upload",
+                    Bucket=bucket,
+                    Key=upload["Key"],
+                    UploadId=upload["UploadId"],
+                )
 
     def range_slots(self) -> asyncio.Semaphore:
         """How many range requests may be under way; to be asked for in the loop."""
@@ -259,7 +300,8 @@ class S3Storage(FsspecStorage):
 
 
 class _Threads(ThreadPoolExecutor):
-    """Where a loop looks up the names of hosts. At the end of a program, while saves in the background go on, executors
+    """Where a loop looks up the names of hosts. At the end of a program, while saves in the
+    background go on, executors
     refuse: then it is done at once."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -278,13 +320,15 @@ class _Loop(asyncio.SelectorEventLoop):
     name = ""
 
     def __repr__(self) -> str:
-        """By which fsspec tells filesystems apart; for others of the same options it has one instance."""
+        """By which fsspec tells filesystems apart; for others of the same options it has one
+        instance."""
         return self.name
 
 
 @cache
 def _loop(process: int, number: int) -> asyncio.AbstractEventLoop:
-    """A loop in a thread of its own: the same for all storages of a process, for as long as it lives."""
+    """A loop in a thread of its own: the same for all storages of a process, for as long as it
+    lives."""
     loop = _Loop()
     loop.name = f"ckptcore-s3-{number}"
     loop.set_default_executor(_Threads())
@@ -323,11 +367,17 @@ class _Reader(FileReader):
             """What is still missing. What has come by the time of a failure need not come again."""
             nonlocal start, left
             found = await self.storage.ask(
-                "get_object", **self.storage.place(self.path), Range=f"bytes={start}-{stop - 1}", IfMatch=self.etag
+                "get_object",
+                **self.storage.place(self.path),
+                Range=f"bytes={start}-{stop - 1}",
+                IfMatch=self.etag,
             )
             async with found["Body"] as body:
                 if not str(found.get("ContentRange", "")).startswith(f"bytes {start}-{stop - 1}/"):
-                    raise OSError(errno.EPROTO, f"asked for a range, the server sent {found.get('ContentRange')!r}")
+                    raise OSError(
+                        errno.EPROTO,
+                        f"asked for a range, the server sent {found.get('ContentRange')!r}",
+                    )
                 while start < stop and (data := memoryview(await body.read(stop - start))):
                     start += len(data)
                     while data:

@@ -1,4 +1,5 @@
-"""Memory that bytes pass through on their way between storage and what is not contiguous host memory."""
+"""Memory that bytes pass through on their way between storage and what is not contiguous host
+memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MakeMemory = Callable[[int], memoryview]
 
 
 class Scratch(threading.local):
-    """`size` bytes for each thread, and as many for bytes from or to an accelerator, which is fast from pinned memory."""
+    """`size` bytes for each thread, and as many for bytes from or to an accelerator, which is fast
+    from pinned memory."""
 
     def __init__(self, size: int = CHUNK_BYTES) -> None:
         self.size = size
@@ -21,7 +23,8 @@ class Scratch(threading.local):
         self.pinned: memoryview | None = None
 
     def take(self, start: int, length: int, make_pinned: MakeMemory | None) -> memoryview:
-        """Bytes `start` to `start + length` of this thread's memory; `make_pinned` where pinned memory is wanted."""
+        """Bytes `start` to `start + length` of this thread's memory; `make_pinned` where pinned
+        memory is wanted."""
         assert start + length <= self.size
         if make_pinned is None:
             self.plain = self.plain or memoryview(bytearray(self.size))

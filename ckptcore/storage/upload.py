@@ -1,7 +1,8 @@
-"""Writing one object to S3: one put, or parts that are uploaded side by side while the next one is filled.
+"""Writing one object to S3: one put, or parts that are uploaded side by side while the next one is
+filled.
 
-Nothing is found under the key before everything is there: that is what completing an upload means. Memory is bounded:
-all writers of a storage share PartBuffers, and wait for one to come free.
+Nothing is found under the key before everything is there: that is what completing an upload means.
+Memory is bounded: all writers of a storage share PartBuffers, and wait for one to come free.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ WRITTEN_BY = "ckptcore-write"
 
 
 class Part(bytearray):
-    """The bytes of a part. Of a plain bytearray what does not fit into the connection's buffer is copied three times.
+    """The bytes of a part. Of a plain bytearray what does not fit into the connection's buffer is
+    copied three times.
 
     patience: seconds within which the server must take SEND_BYTES.
     """
@@ -47,24 +49,27 @@ class Part(bytearray):
 
 @payload_type(Part, order=Order.try_first)
 class _Pieces(BytesPayload):
-    """How aiohttp sends a Part: straight from its memory, SEND_BYTES at a time. Its own time limits begin when all is
-    sent, so that a server which stops reading would be waited for without end."""
+    """How aiohttp sends a Part: straight from its memory, SEND_BYTES at a time. Its own time limits
+    begin when all is sent, so that a server which stops reading would be waited for without end."""
 
     def __init__(self, value: Part, *args: Any, **kwargs: Any) -> None:
-        # Past the constructor in between, which warns that large bodies hold up the loop: as aiohttp sends them, they do.
+        # Past the constructor in between, which warns that large bodies hold up the loop: as
+        # aiohttp sends them, they do.
         kwargs.setdefault("content_type", "application/octet-stream")
         super(BytesPayload, self).__init__(value, *args, **kwargs)
         self._size, self.patience = len(value), value.patience
 
-    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+    async def write_with_length(
+        self, writer: AbstractStreamWriter, content_length: int | None
+    ) -> None:
         with memoryview(self._value)[:content_length] as view:
             for at in range(0, len(view), SEND_BYTES):
                 await asyncio.wait_for(writer.write(view[at : at + SEND_BYTES]), self.patience)
 
 
 class PartBuffers:
-    """Memory for parts, `limit` bytes of it, or one part when that is larger. Used again, since new memory is slow; given
-    back when nobody writes."""
+    """Memory for parts, `limit` bytes of it, or one part when that is larger. Used again, since new
+    memory is slow; given back when nobody writes."""
 
     def __init__(self, limit: int = BUFFERED_BYTES, patience: float = Part.patience) -> None:
         self.limit, self.patience = limit, patience
@@ -95,7 +100,8 @@ class PartBuffers:
 
 
 class UploadWriter(FileWriter):
-    """Takes bytes in order. `write` is a random name that the object carries: whoever finds it knows who wrote it."""
+    """Takes bytes in order. `write` is a random name that the object carries: whoever finds it
+    knows who wrote it."""
 
     def __init__(self, storage: S3Storage, path: str, size: int) -> None:
         self.storage, self.path, self.size = storage, path, size
@@ -121,10 +127,16 @@ class UploadWriter(FileWriter):
             raise OSError(errno.EINVAL, f"more than the {self.size:,} bytes that were announced")
         while data:
             if self.part is None:
-                self.part, self.filled = self.storage.buffers.take(min(self.part_bytes, self.size - self.at)), 0
+                self.part, self.filled = (
+                    self.storage.buffers.take(min(self.part_bytes, self.size - self.at)),
+                    0,
+                )
             count = min(len(data), len(self.part) - self.filled)
             # By numpy, which lets other threads run meanwhile: those that sign and send.
-            np.copyto(np.frombuffer(self.part, np.uint8, count, self.filled), np.frombuffer(data, np.uint8, count))
+            np.copyto(
+                np.frombuffer(self.part, np.uint8, count, self.filled),
+                np.frombuffer(data, np.uint8, count),
+            )
             self.filled += count
             self.at += count
             data = data[count:]
@@ -142,7 +154,9 @@ class UploadWriter(FileWriter):
         assert part is not None
         number = len(self.sent) + 1
         where = {**self.place, "UploadId": self.upload, "PartNumber": number}
-        future = self.storage.begin(number, "upload_part", **where, Body=part, **self._checksum(part))
+        future = self.storage.begin(
+            number, "upload_part", **where, Body=part, **self._checksum(part)
+        )
         # Also where it is cancelled before it has begun.
         future.add_done_callback(lambda _: self.storage.buffers.give(part))
         self.sent.append(future)
@@ -154,7 +168,9 @@ class UploadWriter(FileWriter):
         return {"ChecksumCRC32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()}
 
     async def _begin(self) -> str:
-        made = await self.storage.request("create_multipart_upload", **self.place, Metadata={WRITTEN_BY: self.write})
+        made = await self.storage.request(
+            "create_multipart_upload", **self.place, Metadata={WRITTEN_BY: self.write}
+        )
         return str(made["UploadId"])
 
     def close(self) -> None:
@@ -164,10 +180,14 @@ class UploadWriter(FileWriter):
             if self.size <= self.part_bytes:
                 body = self.part or b""
                 self._publish(
-                    "put_object", {"Body": body, "Metadata": {WRITTEN_BY: self.write}, **self._checksum(body)}
+                    "put_object",
+                    {"Body": body, "Metadata": {WRITTEN_BY: self.write}, **self._checksum(body)},
                 )
             else:
-                parts = [{"PartNumber": n, "ETag": part.result()["ETag"]} for n, part in enumerate(self.sent, 1)]
+                parts = [
+                    {"PartNumber": n, "ETag": part.result()["ETag"]}
+                    for n, part in enumerate(self.sent, 1)
+                ]
                 whole = {"UploadId": self.upload, "MultipartUpload": {"Parts": parts}}
                 self._publish("complete_multipart_upload", whole)
             self._give_back()
@@ -189,10 +209,16 @@ class UploadWriter(FileWriter):
                 if storage.head(self.path) is not None:
                     self.state = "refused"
                     raise FileExistsError(errno.EEXIST, "it exists") from None
-                self._publish(method, {name: value for name, value in parameters.items() if name != "IfNoneMatch"})
+                self._publish(
+                    method,
+                    {name: value for name, value in parameters.items() if name != "IfNoneMatch"},
+                )
                 return
-            # The first answer may have been lost: then the request was done, and what is found there is ours.
-            if (status == 412 or code == "NoSuchUpload") and not storage.wrote(self.path, self.write):
+            # The first answer may have been lost: then the request was done, and what is found
+            # there is ours.
+            if (status == 412 or code == "NoSuchUpload") and not storage.wrote(
+                self.path, self.write
+            ):
                 self.state = "refused"
                 if status == 412:
                     raise FileExistsError(errno.EEXIST, "it exists") from None
@@ -215,13 +241,18 @@ class UploadWriter(FileWriter):
             with suppress(BaseException):
                 future.result()
         if storage._retries.dead:
-            return  # nobody answers; what was begun is removed with the folder of the attempt, later
+            # nobody answers; what was begun is removed with the folder of the attempt, later
+            return
         with suppress(OSError), translating(storage, self.path, "giving up the upload of"):
-            if self.state == "done" or (self.state == "asked" and storage.wrote(self.path, self.write)):
+            if self.state == "done" or (
+                self.state == "asked" and storage.wrote(self.path, self.write)
+            ):
                 storage.remove(self.path)
             elif self.upload is not None:
                 with suppress(FileNotFoundError):
                     storage.wait_for(
-                        lambda: storage.request("abort_multipart_upload", **self.place, UploadId=self.upload)
+                        lambda: storage.request(
+                            "abort_multipart_upload", **self.place, UploadId=self.upload
+                        )
                     )
         self.state, self.upload = "open" if self.state == "open" else "refused", None

@@ -1,7 +1,8 @@
-"""URLs and paths of storages: which text is which, what lies below what, and what of them is a secret.
+"""URLs and paths of storages: which text is which, what lies below what, and what of them is a
+secret.
 
-A chained URL of fsspec (`simplecache::s3://bucket/run`, `zip://run::/x/archive.zip`) says in its first part that has a
-`://` what lies where; the rest says what that is in.
+A chained URL of fsspec (`simplecache::s3://bucket/run`, `zip://run::/x/archive.zip`) says in its
+first part that has a `://` what lies where; the rest says what that is in.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ _PASSWORD = re.compile(r"://([^/:]*):([^/]*)@")
 
 
 def local_path(text: str) -> str | None:
-    """The path on this machine that a text means; None when it is a URL of something else. Raises StorageError for what
-    has been a URL (`mistaken_url`)."""
+    """The path on this machine that a text means; None when it is a URL of something else. Raises
+    StorageError for what has been a URL (`mistaken_url`)."""
     found = _URL.match(text)
     if found is None:
         if (meant := mistaken_url(text)) is not None:
-            what = f"{text} is no path but a URL that has lost a slash, in pathlib perhaps; pass the text {meant!r}"
+            what = (
+                f"{text} is no path but a URL that has lost a slash, in pathlib perhaps; pass the "
+                f"text {meant!r}"
+            )
             raise StorageError(what, path=text, errno=errno.EINVAL)
         return text
     if found.group(1) not in ("file", "local") or "::" in text:
@@ -38,9 +42,11 @@ def local_path(text: str) -> str | None:
 
 
 def mistaken_url(text: str) -> str | None:
-    """The URL that a path was, before something that normalizes paths took it for one; None when it was none.
+    """The URL that a path was, before something that normalizes paths took it for one; None when it
+    was none.
 
-    `str(Path("s3://bucket/run"))` is `s3:/bucket/run`, which is a fine name for a local folder that nobody wants.
+    `str(Path("s3://bucket/run"))` is `s3:/bucket/run`, which is a fine name for a local folder that
+    nobody wants.
     """
     found = _EATEN.match(text)
     if found is None:
@@ -67,7 +73,8 @@ def join_url(url: str, path: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """What lies around a folder, and its name there; a local path becomes absolute. The name is empty at the top."""
+    """What lies around a folder, and its name there; a local path becomes absolute. The name is
+    empty at the top."""
     if local_path(url) == url:
         parent, _, name = os.path.abspath(os.path.expanduser(url)).rpartition("/")
         return parent or "/", name
@@ -85,19 +92,36 @@ def masked_url(url: str) -> str:
 
 
 def secrets_of(url: str, options: Any) -> set[str]:
-    """What must be in no message: a password in the URL, and what is given as a credential among storage options."""
+    """What must be in no message: a password in the URL, and what is given as a credential among
+    storage options."""
     return _secrets_in(options) | {password for _, password in _PASSWORD.findall(url) if password}
 
 
 # Options that are no secret, and would make messages poorer if they went.
-_PLAIN = frozenset({
-    "account_name", "addressing_style", "auto_mkdir", "endpoint_url", "fo", "fs", "host", "location", "path", "project",
-    "protocol", "region", "region_name", "signature_version", "target_protocol",
-})  # fmt: skip
+_PLAIN = frozenset(
+    {
+        "account_name",
+        "addressing_style",
+        "auto_mkdir",
+        "endpoint_url",
+        "fo",
+        "fs",
+        "host",
+        "location",
+        "path",
+        "project",
+        "protocol",
+        "region",
+        "region_name",
+        "signature_version",
+        "target_protocol",
+    }
+)
 
 
 def _secrets_in(options: Any, name: str = "") -> set[str]:
-    """Strings among storage options that are in no message: all that are not plainly something else."""
+    """Strings among storage options that are in no message: all that are not plainly something
+    else."""
     if name.lower() in _PLAIN:
         return set()
     if isinstance(options, dict):
@@ -113,4 +137,8 @@ def _parted(url: str) -> tuple[str, str, str]:
         return "", url, ""
     parts = url.split("::")
     number = next(n for n, part in enumerate(parts) if "://" in part)
-    return "".join(f"{p}::" for p in parts[:number]), parts[number], "".join(f"::{p}" for p in parts[number + 1 :])
+    return (
+        "".join(f"{p}::" for p in parts[:number]),
+        parts[number],
+        "".join(f"::{p}" for p in parts[number + 1 :]),
+    )

@@ -1,8 +1,9 @@
 """For users who test their own storage, and for our own tests.
 
-faults.FaultStorage: any storage, with faults at chosen operations. power.VolatileStorage: any storage, on a machine that
-loses power. contract.StorageContract: what the engine asks of a storage, as a test class to subclass (needs pytest, so
-it is imported by its own name only). ranks.run_ranks: threads that are the ranks of one job.
+faults.FaultStorage: any storage, with faults at chosen operations. power.VolatileStorage: any
+storage, on a machine that loses power. contract.StorageContract: what the engine asks of a storage,
+as a test class to subclass (needs pytest, so it is imported by its own name only). ranks.run_ranks:
+threads that are the ranks of one job.
 """
 
 from .faults import FaultStorage, Gate, Operation

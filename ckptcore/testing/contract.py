@@ -7,8 +7,9 @@
         def storage(self, tmp_path):
             return MyStorage(tmp_path / "root")
 
-Call `pytest.register_assert_rewrite("ckptcore.testing.contract")` in a conftest.py before the import to see the values
-of failing assertions. Needs pytest, which ckptcore itself does not depend on.
+Call `pytest.register_assert_rewrite("ckptcore.testing.contract")` in a conftest.py before the
+import to see the values of failing assertions. Needs pytest, which ckptcore itself does not depend
+on.
 """
 
 from __future__ import annotations
@@ -28,9 +29,29 @@ __all__ = ["StorageContract"]
 NO_SUCH = (errno.ENOENT, errno.ENOTDIR)
 NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 NAMES = (
-    "plain", "with space", "ünïcödé", "日本語.bin", "per%cent", "per%20cent", "hash#1", "a+b", "a&b=c", "[1]", "a[1-3]b",
-    "star*", "question?", "quote'\"", "semi;colon", "~tilde", "-dash", "...", ".hidden", "UPPER", "comma,", "{a,b}",
-)  # fmt: skip
+    "plain",
+    "with space",
+    "ünïcödé",
+    "日本語.bin",
+    "per%cent",
+    "per%20cent",
+    "hash#1",
+    "a+b",
+    "a&b=c",
+    "[1]",
+    "a[1-3]b",
+    "star*",
+    "question?",
+    "quote'\"",
+    "semi;colon",
+    "~tilde",
+    "-dash",
+    "...",
+    ".hidden",
+    "UPPER",
+    "comma,",
+    "{a,b}",
+)
 
 
 class StorageContract:
@@ -84,7 +105,10 @@ class StorageContract:
         storage.make_folder("folder")
         writer = storage.create("folder/file", len(data))
         with ThreadPoolExecutor(8) as pool:
-            parts = [(at, [memoryview(data)[at : at + 1000]]) for at in reversed(range(0, len(data), 1000))]
+            parts = [
+                (at, [memoryview(data)[at : at + 1000]])
+                for at in reversed(range(0, len(data), 1000))
+            ]
             list(pool.map(lambda part: writer.write_at(*part), parts))
         writer.close()
         assert storage.read("folder/file") == data
@@ -92,7 +116,9 @@ class StorageContract:
     def test_several_files_at_once(self, storage: Storage) -> None:
         storage.make_folder("folder")
         datas = {f"file{n}": pattern(5000 + n, n) for n in range(8)}
-        writers = {name: storage.create(f"folder/{name}", len(data)) for name, data in datas.items()}
+        writers = {
+            name: storage.create(f"folder/{name}", len(data)) for name, data in datas.items()
+        }
 
         def fill(name: str) -> None:
             for at in range(0, len(datas[name]), 700):
@@ -110,7 +136,9 @@ class StorageContract:
         assert storage.read("folder/file") == b"first"
 
     @pytest.mark.parametrize("size", [6, 9 << 20])
-    def test_of_two_who_create_one_name_only_one_succeeds(self, storage: Storage, size: int) -> None:
+    def test_of_two_who_create_one_name_only_one_succeeds(
+        self, storage: Storage, size: int
+    ) -> None:
         if not storage.create_only:
             pytest.skip("this storage looks whether a name is taken, and then writes")
         storage.make_folder("folder")
@@ -152,7 +180,13 @@ class StorageContract:
         data = pattern(10_000)
         put(storage, "folder/file", data)
         with storage.open("folder/file") as reader:
-            for start, lengths in ((0, [1]), (9_999, [1]), (0, [10_000]), (5, [0, 3, 0, 4000, 1]), (10_000, [0])):
+            for start, lengths in (
+                (0, [1]),
+                (9_999, [1]),
+                (0, [10_000]),
+                (5, [0, 3, 0, 4000, 1]),
+                (10_000, [0]),
+            ):
                 buffers = [bytearray(length) for length in lengths]
                 reader.read_into(start, [memoryview(b) for b in buffers])
                 assert b"".join(buffers) == data[start : start + sum(lengths)]
@@ -164,7 +198,9 @@ class StorageContract:
         put(storage, "folder/file", b"0123456789")
         with storage.open("folder/file") as reader:
             for start, length in ((0, 11), (9, 2), (10, 1), (500, 1)):
-                error = refused(lambda s=start, n=length: reader.read_into(s, [memoryview(bytearray(n))]))  # type: ignore[misc]
+                error = refused(
+                    lambda s=start, n=length: reader.read_into(s, [memoryview(bytearray(n))])  # type: ignore[misc]
+                )
                 assert error.errno == errno.EIO
                 assert error.path == "folder/file"
 
@@ -214,11 +250,14 @@ class StorageContract:
         put(storage, "folder/c/inside", b"123")
         put(storage, "folder2/file", b"1234")
         assert [(e.name, e.is_folder, e.size) for e in storage.list("folder")] == [
-            ("a", False, 1), ("b", False, 2), ("c", True, None),
-        ]  # fmt: skip
+            ("a", False, 1),
+            ("b", False, 2),
+            ("c", True, None),
+        ]
         assert [(e.name, e.is_folder, e.size) for e in storage.list()] == [
-            ("folder", True, None), ("folder2", True, None),
-        ]  # fmt: skip
+            ("folder", True, None),
+            ("folder2", True, None),
+        ]
 
     def test_a_list_is_never_old(self, storage: Storage) -> None:
         put(storage, "folder/a", b"1")
@@ -352,7 +391,9 @@ class StorageContract:
     def test_errors_say_what_and_where(self, storage: Storage) -> None:
         error = refused(lambda: storage.open("checkpoint-1/model.safetensors"))
         assert isinstance(error, OSError)
-        assert storage.at("checkpoint-1/model.safetensors").endswith("/checkpoint-1/model.safetensors")
+        assert storage.at("checkpoint-1/model.safetensors").endswith(
+            "/checkpoint-1/model.safetensors"
+        )
         assert storage.at("checkpoint-1/model.safetensors") in str(error)
         assert storage.at("") == storage.url
 

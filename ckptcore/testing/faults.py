@@ -1,4 +1,5 @@
-"""A storage that fails on demand: it counts, delays, blocks, raises, cuts, lies or dies in the k-th operation.
+"""A storage that fails on demand: it counts, delays, blocks, raises, cuts, lies or dies in the k-th
+operation.
 
     faults = FaultStorage(open_storage("/tmp/run"))
     faults.fail(kind="write_at", path="*.safetensors", error=errno.EIO)
@@ -8,17 +9,17 @@
 
 What can go wrong, and how to have it:
 
-    faults.fail(at=3)                        an error in the third operation; times=None: in all from there on
-    faults.fail(at=3, after=True)            it is done and reported as failed, like a request whose answer was lost
-    faults.short(at=2, keep=0.5)             a write that takes effect by half and fails; error=None: nobody is told
-    faults.delay(0.1, kind="list")           slow operations
-    gate = faults.block(kind="close")        one that waits until gate.open()
+    faults.fail(at=3)                        an error in the third operation; times=None: in all
+    from there on faults.fail(at=3, after=True)            it is done and reported as failed, like a
+    request whose answer was lost faults.short(at=2, keep=0.5)             a write that takes effect
+    by half and fails; error=None: nobody is told faults.delay(0.1, kind="list")           slow
+    operations gate = faults.block(kind="close")        one that waits until gate.open()
     faults.stale(by=10)                      listings as they were ten operations ago
-    FaultStorage(storage, quota=1 << 20)     a disk of one MiB
-    faults.kill(at=40)                       the process ends; over a VolatileStorage (see power.py), the machine does
+    FaultStorage(storage, quota=1 << 20)     a disk of one MiB faults.kill(at=40)
+    the process ends; over a VolatileStorage (see power.py), the machine does
 
-To kill a process in every operation of a save in turn, count them once and fork a child for each. With the
-VolatileStorage, every file and name that nobody made durable is lost as well:
+To kill a process in every operation of a save in turn, count them once and fork a child for each.
+With the VolatileStorage, every file and name that nobody made durable is lost as well:
 
     faults = FaultStorage(open_storage("/tmp/counted"))
     CheckpointManager(faults).save(20, state)
@@ -34,9 +35,9 @@ VolatileStorage, every file and name that nobody made durable is lost as well:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (KILLED_EXIT_CODE, 0)
         assert CheckpointManager(root).restore(state).step in (10, 20)
 
-The kinds of operation are those of Storage (create, open, list, make_folder, sync_folder, rename, remove,
-remove_folder), of the files it makes (write_at, close, abort) and reads (read_into). `close` is where a local file is
-synced and a remote object appears.
+The kinds of operation are those of Storage (create, open, list, make_folder, sync_folder, rename,
+remove, remove_folder), of the files it makes (write_at, close, abort) and reads (read_into).
+`close` is where a local file is synced and a remote object appears.
 """
 
 from __future__ import annotations
@@ -58,7 +59,15 @@ from .power import VolatileStorage
 from .rules import OPERATIONS, WRITE_OPERATIONS, Gate, Operation, Rule, kinds_of
 from .stale import ListingHistory
 
-__all__ = ["KILLED_EXIT_CODE", "OPERATIONS", "WRITE_OPERATIONS", "FaultStorage", "Gate", "Killed", "Operation"]
+__all__ = [
+    "KILLED_EXIT_CODE",
+    "OPERATIONS",
+    "WRITE_OPERATIONS",
+    "FaultStorage",
+    "Gate",
+    "Killed",
+    "Operation",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +81,12 @@ class _Asked:
 class FaultStorage(Storage):
     """A storage that passes everything on to `inner`, counts it, and fails where it was told to.
 
-    quota: the bytes that all files below the root may take together; what goes beyond raises NoSpace, with `free`.
-    `log` lists the operations in the order in which they were asked for. Rules are checked in the order in which they
-    were made; each of `fail`, `short`, `kill`, `block` and `delay` counts the operations that match its `kind` (one name, or a
-    tuple of them; None: all) and `path` (a shell pattern over the whole path below the root, where `*` matches `/`
-    too), and acts at the `at`-th of them, before it takes effect.
+    quota: the bytes that all files below the root may take together; what goes beyond raises
+    NoSpace, with `free`. `log` lists the operations in the order in which they were asked for.
+    Rules are checked in the order in which they were made; each of `fail`, `short`, `kill`, `block`
+    and `delay` counts the operations that match its `kind` (one name, or a tuple of them; None:
+    all) and `path` (a shell pattern over the whole path below the root, where `*` matches `/` too),
+    and acts at the `at`-th of them, before it takes effect.
     """
 
     def __init__(self, inner: Storage, *, quota: int | None = None) -> None:
@@ -111,11 +121,13 @@ class FaultStorage(Storage):
         times: int | None = 1,
         after: bool = False,
     ) -> None:
-        """Raise at the `at`-th matching operation, and at the ones after it up to `times` (None: at all of them).
+        """Raise at the `at`-th matching operation, and at the ones after it up to `times` (None: at
+        all of them).
 
-        error: an errno, raised as the StorageError (or NoSpace) that a storage makes of it, or the error itself.
-        after: the operation takes effect and still fails, like a request whose answer was lost. `abort`, which
-        never raises, does not count.
+        error: an errno, raised as the StorageError (or NoSpace) that a storage makes of it, or the
+        error itself.
+        after: the operation takes effect and still fails, like a request whose answer was lost.
+        `abort`, which never raises, does not count.
         """
 
         def act(operation: Operation) -> None:
@@ -133,10 +145,11 @@ class FaultStorage(Storage):
         path: str = "*",
         times: int | None = 1,
     ) -> None:
-        """Let the `at`-th matching `write_at` write only the fraction `keep` of its bytes, and then raise `error`.
+        """Let the `at`-th matching `write_at` write only the fraction `keep` of its bytes, and then
+        raise `error`.
 
-        error=None: it claims that all is well, and the rest of the bytes is missing (or zeros, when later parts of
-        the file follow).
+        error=None: it claims that all is well, and the rest of the bytes is missing (or zeros, when
+        later parts of the file follow).
         """
 
         def act(operation: Operation) -> None:
@@ -146,13 +159,21 @@ class FaultStorage(Storage):
         self._rules.append(Rule(act, at, ("write_at",), path, times, True, keep))
 
     def stale(
-        self, by: int, at: int = 1, *, hide_new: bool = True, show_removed: bool = True,
-        path: str = "*", times: int | None = None) -> None:  # fmt: skip
-        """Answer `list` from the `at`-th matching one on as it was `by` operations (of any kind) ago.
+        self,
+        by: int,
+        at: int = 1,
+        *,
+        hide_new: bool = True,
+        show_removed: bool = True,
+        path: str = "*",
+        times: int | None = None,
+    ) -> None:
+        """Answer `list` from the `at`-th matching one on as it was `by` operations (of any kind)
+        ago.
 
-        hide_new: names that came since are missing (also those of files replaced, with their old sizes, when
-        show_removed is given too). show_removed: names that went since are still there. What was changed before this
-        call, or by others than this object, is always seen as it is.
+        hide_new: names that came since are missing (also those of files replaced, with their old
+        sizes, when show_removed is given too). show_removed: names that went since are still there.
+        What was changed before this call, or by others than this object, is always seen as it is.
         """
         rule = Rule(lambda _: None, at, ("list",), path, times, False)
         self._history = history = ListingHistory(self.inner)
@@ -162,7 +183,9 @@ class FaultStorage(Storage):
                 if not rule.takes(operation):
                     return None
             number = operation.number - by
-            return history.listing(operation.path, number, hide_new=hide_new, show_removed=show_removed)
+            return history.listing(
+                operation.path, number, hide_new=hide_new, show_removed=show_removed
+            )
 
         self._stale = answer
 
@@ -174,10 +197,11 @@ class FaultStorage(Storage):
         kind: str | tuple[str, ...] | None = None,
         path: str = "*",
     ) -> None:
-        """End the process at the `at`-th matching operation: at once, without cleaning up, with KILLED_EXIT_CODE.
+        """End the process at the `at`-th matching operation: at once, without cleaning up, with
+        KILLED_EXIT_CODE.
 
-        how="raise" raises `Killed` instead, there and in every later operation of this object. When `inner` is a
-        VolatileStorage, the machine loses power: what was not made durable is lost.
+        how="raise" raises `Killed` instead, there and in every later operation of this object. When
+        `inner` is a VolatileStorage, the machine loses power: what was not made durable is lost.
         """
 
         def act(_: Operation) -> None:
@@ -190,15 +214,27 @@ class FaultStorage(Storage):
 
         self._rules.append(Rule(act, at, kinds_of(kind), path, None, False))
 
-    def block(self, at: int = 1, *, kind: str | tuple[str, ...] | None = None, path: str = "*") -> Gate:
-        """Make the `at`-th matching operation, and all after it, wait until the returned gate is opened."""
+    def block(
+        self, at: int = 1, *, kind: str | tuple[str, ...] | None = None, path: str = "*"
+    ) -> Gate:
+        """Make the `at`-th matching operation, and all after it, wait until the returned gate is
+        opened."""
         gate = Gate()
         self._rules.append(Rule(lambda _: gate._pass(), at, kinds_of(kind), path, None, False))
         return gate
 
-    def delay(self, seconds: float, at: int = 1, *, kind: str | tuple[str, ...] | None = None, path: str = "*") -> None:
+    def delay(
+        self,
+        seconds: float,
+        at: int = 1,
+        *,
+        kind: str | tuple[str, ...] | None = None,
+        path: str = "*",
+    ) -> None:
         """Make the `at`-th matching operation, and all after it, take `seconds` longer."""
-        self._rules.append(Rule(lambda _: time.sleep(seconds), at, kinds_of(kind), path, None, False))
+        self._rules.append(
+            Rule(lambda _: time.sleep(seconds), at, kinds_of(kind), path, None, False)
+        )
 
     def clear(self) -> None:
         """Forget all rules; the log and the quota stay."""
@@ -207,7 +243,8 @@ class FaultStorage(Storage):
             self._stale = lambda _: None
 
     def used_bytes(self) -> int:
-        """Bytes of all files below the root, as far as the quota counts them (0 without a quota)."""
+        """Bytes of all files below the root, as far as the quota counts them (0 without a
+        quota)."""
         with self._lock:
             return sum(self._sizes.values())
 
@@ -226,26 +263,34 @@ class FaultStorage(Storage):
             for changed in (path, source):
                 if changed is not None:
                     self._history.note(operation.number, changed)
-        yield _Asked(operation, min((rule.keep for rule in due if rule.keep is not None), default=None))
+        yield _Asked(
+            operation, min((rule.keep for rule in due if rule.keep is not None), default=None)
+        )
         for rule in due:
             if rule.after:
                 rule.act(operation)
 
     def _error(self, operation: Operation, number: int) -> StorageError:
-        what = f"{self.at(operation.path)}: {operation.kind} failed: {os.strerror(number)} (made by FaultStorage)"
+        what = (
+            f"{self.at(operation.path)}: {operation.kind} failed: {os.strerror(number)} (made by "
+            "FaultStorage)"
+        )
         if number in FULL:
             return NoSpace(what, path=operation.path, errno=number, free=self.free_bytes())
         return StorageError(what, path=operation.path, errno=number)
 
     def _take(self, path: str, end: int) -> None:
-        """Count a file as `end` bytes long. Raises NoSpace when that is more than the quota allows."""
+        """Count a file as `end` bytes long. Raises NoSpace when that is more than the quota
+        allows."""
         if self.quota is None:
             return
         with self._lock:
             before = self._sizes.get(path, 0)
             free = self.quota - sum(self._sizes.values())
             if end - before > free:
-                what = f"{self.at(path)}: writing failed: the quota of {self.quota:,} bytes is used up"
+                what = (
+                    f"{self.at(path)}: writing failed: the quota of {self.quota:,} bytes is used up"
+                )
                 raise NoSpace(what, path=path, free=max(0, free))
             self._sizes[path] = max(before, end)
 

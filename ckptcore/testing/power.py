@@ -1,4 +1,5 @@
-"""A storage on a machine that can lose power: what nobody asked to be durable may be gone afterwards.
+"""A storage on a machine that can lose power: what nobody asked to be durable may be gone
+afterwards.
 
     faults = FaultStorage(VolatileStorage(open_storage("/tmp/run")))
     faults.kill(at=20, how="raise")  # or in a forked child, with the default how="exit"
@@ -7,15 +8,19 @@
     # What the machine finds when it starts again:
     CheckpointManager("/tmp/run").restore(state)
 
-The rules are those that POSIX promises, and no more, whatever the file system below does beyond them:
+The rules are those that POSIX promises, and no more, whatever the file system below does beyond
+them:
 
-- the bytes of a file are durable when its `close` returned (that is where LocalStorage calls fsync);
-- a name that was created, renamed or removed is durable when `sync_folder` of the folder that holds it returned. Until
-  then each such change of a folder may survive or be undone, whatever becomes of the earlier and later ones; a rename
-  survives or not as a whole.
+- the bytes of a file are durable when its `close` returned (that is where LocalStorage calls
+fsync);
+- a name that was created, renamed or removed is durable when `sync_folder` of the folder that holds
+it returned. Until
+  then each such change of a folder may survive or be undone, whatever becomes of the earlier and
+  later ones; a rename survives or not as a whole.
 
-Where folders cannot be renamed (object stores), a name is durable as soon as the call that made it returned, and only
-files that were never closed are lost. The root folder itself is taken for durable once it is there.
+Where folders cannot be renamed (object stores), a name is durable as soon as the call that made it
+returned, and only files that were never closed are lost. The root folder itself is taken for
+durable once it is there.
 """
 
 from __future__ import annotations
@@ -35,9 +40,9 @@ __all__ = ["Unsynced", "VolatileStorage"]
 
 @dataclass(frozen=True, slots=True)
 class Unsynced:
-    """A change that is not durable: its number from 1 in the order of the calls, what it was ("create", "make_folder",
-    "rename", "remove", "remove_folder"; "data" for the bytes of a file that was not closed), and its path (the new one
-    of a rename)."""
+    """A change that is not durable: its number from 1 in the order of the calls, what it was
+    ("create", "make_folder", "rename", "remove", "remove_folder"; "data" for the bytes of a file
+    that was not closed), and its path (the new one of a rename)."""
 
     number: int
     kind: str
@@ -51,7 +56,9 @@ Survives = Callable[[Unsynced], bool]
 class _File:
     number: int = 0
     closed: bool = True
-    kept: bytes | None = None  # what a file held whose name is gone: the loss of power may bring it back
+    kept: bytes | None = (
+        None  # what a file held whose name is gone: the loss of power may bring it back
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +70,8 @@ class _Folder:
 
 @dataclass(slots=True, eq=False)
 class _Change:
-    """One change of names: those that go and those that come. Of a rename between folders both folders have it."""
+    """One change of names: those that go and those that come. Of a rename between folders both
+    folders have it."""
 
     what: Unsynced
     going: list[tuple[_Folder, str]]
@@ -83,17 +91,21 @@ class _Change:
                 table[name] = node
 
     def fits(self, folder: _Folder, table: dict[str, _File | _Folder]) -> bool:
-        """What it takes away is there, and what it brings finds a free place or a file, which it replaces."""
+        """What it takes away is there, and what it brings finds a free place or a file, which it
+        replaces."""
         there = all(name in table for at, name in self.going if at is folder)
-        return there and not any(isinstance(table.get(n), _Folder) for at, n, _ in self.coming if at is folder)
+        return there and not any(
+            isinstance(table.get(n), _Folder) for at, n, _ in self.coming if at is folder
+        )
 
 
 class VolatileStorage(Storage):
     """A storage that passes everything on to `inner`, and can take back what was not made durable.
 
-    survives: which of the unsynced changes outlive the loss of power all the same; by default none. What is in `inner`
-    at the start is durable. A FaultStorage around it calls `lose_power` when it kills. Calls are passed on one at a
-    time. What is removed or replaced is kept in memory until it is durably gone, so this is for tests with small files.
+    survives: which of the unsynced changes outlive the loss of power all the same; by default none.
+    What is in `inner` at the start is durable. A FaultStorage around it calls `lose_power` when it
+    kills. Calls are passed on one at a time. What is removed or replaced is kept in memory until it
+    is durably gone, so this is for tests with small files.
     """
 
     def __init__(self, inner: Storage, survives: Survives = lambda change: False) -> None:
@@ -124,7 +136,8 @@ class VolatileStorage(Storage):
                 self._fill(node, f"{path}/{entry.name}" if path else entry.name)
 
     def lose_power(self) -> None:
-        """Leave in `inner` what the machine finds when it starts again. Every later call here raises Killed."""
+        """Leave in `inner` what the machine finds when it starts again. Every later call here
+        raises Killed."""
         with self._lock:
             if self._dead:
                 return
@@ -136,10 +149,16 @@ class VolatileStorage(Storage):
                     writer.inner.abort()
 
     def unsynced(self) -> list[Unsynced]:
-        """The changes of names that a loss of power now could undo, in the order in which they were made."""
+        """The changes of names that a loss of power now could undo, in the order in which they were
+        made."""
         with self._lock:
-            folders = [self._root, *(node for _, node in _walk(self._root.now) if isinstance(node, _Folder))]
-            found = {change.what.number: change.what for folder in folders for change in folder.pending}
+            folders = [
+                self._root,
+                *(node for _, node in _walk(self._root.now) if isinstance(node, _Folder)),
+            ]
+            found = {
+                change.what.number: change.what for folder in folders for change in folder.pending
+            }
             return [found[number] for number in sorted(found)]
 
     def _take_back(self) -> None:
@@ -147,10 +166,16 @@ class VolatileStorage(Storage):
         after = dict(_walk(self._survivors(self._root, chosen)))
         before = dict(_walk(self._root.now))
         where = {id(node): path for path, node in before.items()}
-        stays = {path for path, node in after.items() if isinstance(node, _File) and node.closed
-                 and before.get(path) is node}  # fmt: skip
-        contents = {path: self._content(path, node, where) for path, node in after.items()
-                    if isinstance(node, _File) and path not in stays}  # fmt: skip
+        stays = {
+            path
+            for path, node in after.items()
+            if isinstance(node, _File) and node.closed and before.get(path) is node
+        }
+        contents = {
+            path: self._content(path, node, where)
+            for path, node in after.items()
+            if isinstance(node, _File) and path not in stays
+        }
         for writer in self._open:
             writer.release()
         for path in sorted(before, reverse=True):  # what is in a folder before the folder
@@ -191,9 +216,15 @@ class VolatileStorage(Storage):
         folder: _File | _Folder | None = self._root
         for part in above:
             folder = folder.now.get(part) if isinstance(folder, _Folder) else None
-        return (folder, name, folder.now.get(name)) if isinstance(folder, _Folder) else (None, name, None)
+        return (
+            (folder, name, folder.now.get(name))
+            if isinstance(folder, _Folder)
+            else (None, name, None)
+        )
 
-    def _changed(self, kind: str, path: str, *, gone: str | None = None, new: _File | _Folder | None = None) -> None:
+    def _changed(
+        self, kind: str, path: str, *, gone: str | None = None, new: _File | _Folder | None = None
+    ) -> None:
         """Note that the name `gone` went, or became `path`; or that `new` came there."""
         going: list[tuple[_Folder, str]] = []
         coming: list[tuple[_Folder, str, _File | _Folder]] = []
@@ -227,7 +258,9 @@ class VolatileStorage(Storage):
 
     def create(self, path: str, size: int) -> FileWriter:
         with self._alive():
-            writer = _Writer(self, path, self.inner.create(path, size), _File(self._count + 1, closed=False))
+            writer = _Writer(
+                self, path, self.inner.create(path, size), _File(self._count + 1, closed=False)
+            )
             self._changed("create", path, new=writer.node)
             self._open.append(writer)
             return writer
@@ -313,7 +346,9 @@ class _Writer(FileWriter):
         self.storage._open = [writer for writer in self.storage._open if writer is not self]
 
 
-def _walk(table: dict[str, _File | _Folder], above: str = "") -> Iterator[tuple[str, _File | _Folder]]:
+def _walk(
+    table: dict[str, _File | _Folder], above: str = ""
+) -> Iterator[tuple[str, _File | _Folder]]:
     for name, node in table.items():
         yield above + name, node
         if isinstance(node, _Folder):

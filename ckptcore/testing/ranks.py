@@ -1,4 +1,5 @@
-"""Virtual ranks: threads that are ranks of one job, for testing what several processes would do in milliseconds."""
+"""Virtual ranks: threads that are ranks of one job, for testing what several processes would do in
+milliseconds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ __all__ = ["Killed", "run_ranks"]
 
 
 class _Board(MemoryBoard):
-    """A rank that was Killed writes nothing on it any more; the others can be told to look around."""
+    """A rank that was Killed writes nothing on it any more; the others can be told to look
+    around."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +61,10 @@ def run_ranks(
 ) -> list[Any]:
     """Run `program(comm)` on `world_size` ranks that are threads; the results by rank.
 
-    nodes: ranks by node, for PER_NODE state. errors: put what a rank raised in the place of its result; else the first
-    rank's error is raised. notice: the others see at once that a rank was Killed, as if its heartbeat had
-    stopped long ago; else after `liveness_timeout`. Ranks that have not ended after `deadline` seconds: TimeoutError.
+    nodes: ranks by node, for PER_NODE state. errors: put what a rank raised in the place of its
+    result; else the first rank's error is raised. notice: the others see at once that a rank was
+    Killed, as if its heartbeat had stopped long ago; else after `liveness_timeout`. Ranks that have
+    not ended after `deadline` seconds: TimeoutError.
     """
     board = _Board()
     node_of = {rank: str(number) for number, ranks in enumerate(nodes or []) for rank in ranks}
@@ -70,8 +73,13 @@ def run_ranks(
 
     def run(rank: int) -> None:
         comm = BoardCommunicator(
-            board, rank, world_size, node=node_of.get(rank, ""),
-            join_timeout=join_timeout, liveness_timeout=liveness_timeout)  # fmt: skip
+            board,
+            rank,
+            world_size,
+            node=node_of.get(rank, ""),
+            join_timeout=join_timeout,
+            liveness_timeout=liveness_timeout,
+        )
         try:
             results[rank] = program(comm)
         except BaseException as error:
@@ -85,7 +93,8 @@ def run_ranks(
             comm.close()
 
     threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(world_size)
+        threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(world_size)
     ]
     for thread in threads:
         thread.start()

@@ -10,16 +10,29 @@ from fnmatch import fnmatchcase
 __all__ = ["OPERATIONS", "WRITE_OPERATIONS", "Gate", "Operation", "Rule", "kinds_of"]
 
 OPERATIONS = (
-    "abort", "close", "create", "list", "make_folder", "open", "read_into", "remove", "remove_folder", "rename",
-    "sync_folder", "write_at",
-)  # fmt: skip
+    "abort",
+    "close",
+    "create",
+    "list",
+    "make_folder",
+    "open",
+    "read_into",
+    "remove",
+    "remove_folder",
+    "rename",
+    "sync_folder",
+    "write_at",
+)
 # Those that can change what is stored.
-WRITE_OPERATIONS = tuple(kind for kind in OPERATIONS if kind not in ("list", "open", "read_into", "abort"))
+WRITE_OPERATIONS = tuple(
+    kind for kind in OPERATIONS if kind not in ("list", "open", "read_into", "abort")
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation as it was asked for: its number from 1, its kind, its path (the new one for `rename`)."""
+    """One operation as it was asked for: its number from 1, its kind, its path (the new one for
+    `rename`)."""
 
     number: int
     kind: str
@@ -70,5 +83,7 @@ class Rule:
 def kinds_of(kind: str | tuple[str, ...] | None) -> tuple[str, ...]:
     kinds = OPERATIONS if kind is None else (kind,) if isinstance(kind, str) else kind
     if unknown := [name for name in kinds if name not in OPERATIONS]:
-        raise ValueError(f"no operation of a storage is named {unknown[0]!r}; there are {', '.join(OPERATIONS)}")
+        raise ValueError(
+            f"no operation of a storage is named {unknown[0]!r}; there are {', '.join(OPERATIONS)}"
+        )
     return kinds

@@ -16,7 +16,8 @@ class ListingHistory:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._lock = threading.Lock()
-        # By folder: the number of an operation, and the listing just before it (an error, where it had none).
+        # By folder: the number of an operation, and the listing just before it (an error, where it
+        # had none).
         self._before: dict[str, list[tuple[int, list[Entry] | StorageError]]] = {}
 
     def note(self, number: int, path: str) -> None:
@@ -26,8 +27,11 @@ class ListingHistory:
             for folder in ("/".join(parts[:depth]) for depth in range(len(parts) + 1)):
                 self._before.setdefault(folder, []).append((number, self._now(folder)))
 
-    def listing(self, folder: str, number: int, *, hide_new: bool, show_removed: bool) -> list[Entry]:
-        """What `folder` held just before operation `number`, as far as that is asked for, and else what it holds now."""
+    def listing(
+        self, folder: str, number: int, *, hide_new: bool, show_removed: bool
+    ) -> list[Entry]:
+        """What `folder` held just before operation `number`, as far as that is asked for, and else
+        what it holds now."""
         with self._lock:
             now = self._now(folder)
             then = next((found for at, found in self._before.get(folder, []) if at >= number), now)
@@ -35,12 +39,18 @@ class ListingHistory:
             return _entries(then)
         if hide_new:
             known = {} if isinstance(then, StorageError) else {entry.name for entry in then}
-            return _entries(then if isinstance(then, StorageError) else [e for e in _entries(now) if e.name in known])
+            return _entries(
+                then
+                if isinstance(then, StorageError)
+                else [e for e in _entries(now) if e.name in known]
+            )
         if isinstance(then, StorageError):
             return _entries(now)
         there = [] if isinstance(now, StorageError) else now
         names = {entry.name for entry in there}
-        return sorted([*there, *(e for e in then if e.name not in names)], key=lambda entry: entry.name)
+        return sorted(
+            [*there, *(e for e in then if e.name not in names)], key=lambda entry: entry.name
+        )
 
     def _now(self, folder: str) -> list[Entry] | StorageError:
         try:

@@ -1,4 +1,5 @@
-"""What people write first, from the documents: providers, components in dicts, groups, single checkpoints, names."""
+"""What people write first, from the documents: providers, components in dicts, groups, single
+checkpoints, names."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from ckptcore.testing.ranks import run_ranks
 class Provider:
     """All that a trainer of before had."""
 
-    def __init__(self, value: float = 1.0, pattern: str = "GLOBAL", group: str | None = None) -> None:
+    def __init__(
+        self, value: float = 1.0, pattern: str = "GLOBAL", group: str | None = None
+    ) -> None:
         self.part = StateComponent("m", {"a": torch.tensor([value])}, pattern, group)
 
     def get_state_components(self) -> list[StateComponent]:
@@ -56,7 +59,9 @@ def test_a_provider_may_have_process_groups(tmp_path: Path) -> None:
 
     def program(comm: Any) -> Any:
         CheckpointManager(tmp_path, comm=comm).save(1, Provider(1.0))
-        info = CheckpointCoordinator(WithGroups(2.0, "per_group", "dp"), comm=comm).save_checkpoint(tmp_path / "one")
+        info = CheckpointCoordinator(WithGroups(2.0, "per_group", "dp"), comm=comm).save_checkpoint(
+            tmp_path / "one"
+        )
         return info.manifest.groups
 
     assert run_ranks(2, program) == [{"dp": [[0, 1]]}] * 2
@@ -78,7 +83,12 @@ def test_a_component_in_a_dict(tmp_path: Path) -> None:
 
     parts = run_ranks(2, program)[0]
     assert {key: c.pattern for key, c in parts.items()} == {
-        "plain": "REPLICATED", "said": "PER_RANK", "same": "REPLICATED", "rng": "PER_RANK", "rows": "SHARDED"}  # fmt: skip
+        "plain": "REPLICATED",
+        "said": "PER_RANK",
+        "same": "REPLICATED",
+        "rng": "PER_RANK",
+        "rows": "SHARDED",
+    }
     assert [key for key, c in parts.items() if not c.required] == ["same"]
     assert StateComponent("a", 1).sharing_pattern is SharingPattern.GLOBAL
     with pytest.raises(InvalidState, match=r"'model'.*'net'"):
@@ -94,17 +104,28 @@ def test_a_list_with_one_wrong_item_names_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("group", "shown"),
-    [([0, 1], r"\[\[0, 1\], \.\.\.\]"), ("dp", "str"), ([["a"]], "list"), (5, "int"), ((None, "dp"), "dimension 'dp'"),
-     ([[0.5, 1]], "list"), (["ab"], "list")],
-)  # fmt: skip
-def test_a_group_in_a_wrong_form_shows_the_right_one(group: Any, shown: str, tmp_path: Path) -> None:
+    [
+        ([0, 1], r"\[\[0, 1\], \.\.\.\]"),
+        ("dp", "str"),
+        ([["a"]], "list"),
+        (5, "int"),
+        ((None, "dp"), "dimension 'dp'"),
+        ([[0.5, 1]], "list"),
+        (["ab"], "list"),
+    ],
+)
+def test_a_group_in_a_wrong_form_shows_the_right_one(
+    group: Any, shown: str, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidState, match=shown):
         CheckpointManager(tmp_path, process_groups={"dp": group}).save(1, {"a": {"x": 1}})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_groups_of_numpy_ranks(tmp_path: Path) -> None:
-    info = CheckpointManager(tmp_path, process_groups={"dp": [[np.int64(0)]]}).save(1, {"a": {"x": 1}})
+    info = CheckpointManager(tmp_path, process_groups={"dp": [[np.int64(0)]]}).save(
+        1, {"a": {"x": 1}}
+    )
     assert info.manifest.groups == {"dp": [[0]]}
 
 
@@ -129,7 +150,11 @@ def test_single_checkpoints_of_one_run(tmp_path: Path) -> None:
 def test_the_id_of_a_single_checkpoint(tmp_path: Path) -> None:
     state = {"m": {"a": torch.ones(1)}}
     info = CheckpointCoordinator(state).save_checkpoint(tmp_path / "a", "my.id-1")
-    assert info.manifest.checkpoint_id == open_checkpoint(tmp_path / "a").manifest.checkpoint_id == "my.id-1"
+    assert (
+        info.manifest.checkpoint_id
+        == open_checkpoint(tmp_path / "a").manifest.checkpoint_id
+        == "my.id-1"
+    )
     for wrong in ("", "a b", "x" * 65, 5, "../x"):
         with pytest.raises(InvalidState, match="checkpoint_id"):
             CheckpointCoordinator(state).save_checkpoint(tmp_path / "b", wrong)
@@ -145,7 +170,13 @@ def test_whether_one_save_compares_the_replicas(tmp_path: Path) -> None:
         tensors = {"w": values, "n": torch.ones(1)}
         coordinator = CheckpointCoordinator([StateComponent("m", tensors, "replicated")], comm=comm)
         found: dict[str, Any] = {}
-        for name, validate in {"no": False, "yes": True, "level": "tensor", "wrong": "all", "one": 1}.items():
+        for name, validate in {
+            "no": False,
+            "yes": True,
+            "level": "tensor",
+            "wrong": "all",
+            "one": 1,
+        }.items():
             try:
                 found[name] = coordinator.save_checkpoint(tmp_path / name, validate=validate).status
             except CheckpointError as error:
@@ -158,16 +189,31 @@ def test_whether_one_save_compares_the_replicas(tmp_path: Path) -> None:
                 found[name] = type(error)
         return found
 
-    assert run_ranks(2, program) == [{
-        "no": "committed", "yes": "committed", "level": ReplicationMismatch, "wrong": InvalidState, "one": InvalidState,
-        "no2": "committed", "yes2": ReplicationMismatch}] * 2  # fmt: skip
+    assert (
+        run_ranks(2, program)
+        == [
+            {
+                "no": "committed",
+                "yes": "committed",
+                "level": ReplicationMismatch,
+                "wrong": InvalidState,
+                "one": InvalidState,
+                "no2": "committed",
+                "yes2": ReplicationMismatch,
+            }
+        ]
+        * 2
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "call", ["path", "step", "run_id", "checkpoint_id", "validate", "metadata", "load path", "strict"]
+    "call",
+    ["path", "step", "run_id", "checkpoint_id", "validate", "metadata", "load path", "strict"],
 )
-def test_a_wrong_argument_on_one_rank_of_a_single_checkpoint(call: str, rank: int, tmp_path: Path) -> None:
+def test_a_wrong_argument_on_one_rank_of_a_single_checkpoint(
+    call: str, rank: int, tmp_path: Path
+) -> None:
     def program(comm: Any) -> str:
         coordinator = CheckpointCoordinator({"m": {"a": torch.ones(1)}}, comm=comm)
         save: dict[str, Any] = {"path": tmp_path / "a"}
@@ -178,9 +224,11 @@ def test_a_wrong_argument_on_one_rank_of_a_single_checkpoint(call: str, rank: in
         elif wrong:
             save |= {call: 1.5}
         with pytest.raises(InvalidState) as caught:
-            (coordinator.load_checkpoint if call in ("load path", "strict") else coordinator.save_checkpoint)(
-                **(load if call in ("load path", "strict") else save)
-            )
+            (
+                coordinator.load_checkpoint
+                if call in ("load path", "strict")
+                else coordinator.save_checkpoint
+            )(**(load if call in ("load path", "strict") else save))
         return str(caught.value)
 
     texts = run_ranks(2, program, deadline=20.0)
@@ -200,7 +248,8 @@ def test_loading_a_root_names_the_checkpoints_in_it(tmp_path: Path) -> None:
         lambda: CheckpointManager(tmp_path / "other").load(state, tmp_path),
     ):
         with pytest.raises(
-            CheckpointNotFound, match=r"it is a root with \.\.\., checkpoint-3, .*, checkpoint-7: say which"
+            CheckpointNotFound,
+            match=r"it is a root with \.\.\., checkpoint-3, .*, checkpoint-7: say which",
         ):
             call()
     with pytest.raises(CheckpointNotFound) as caught:
@@ -211,7 +260,11 @@ def test_loading_a_root_names_the_checkpoints_in_it(tmp_path: Path) -> None:
 def test_names_that_a_checkpoint_does_not_have(tmp_path: Path) -> None:
     CheckpointManager(tmp_path).save(1, {"model": {"weight": torch.ones(2), "n": 1}})
     view = open_checkpoint(tmp_path / "checkpoint-1")
-    for call in (lambda: view.values("nosuch"), lambda: view.read("model/weigth"), lambda: view.values(None)):
+    for call in (
+        lambda: view.values("nosuch"),
+        lambda: view.read("model/weigth"),
+        lambda: view.values(None),
+    ):
         with pytest.raises(KeyError) as caught:
             call()
         assert isinstance(caught.value, UnknownName)
@@ -232,17 +285,35 @@ def test_names_that_a_checkpoint_does_not_have(tmp_path: Path) -> None:
 def test_across_which_ranks_state_was_replicated(tmp_path: Path) -> None:
     def program(comm: Any) -> Any:
         groups = {"dp": [[0, 2], [1, 3]]}
-        state = [StateComponent(p.value.lower(), {"x": torch.ones(1)}, p, "dp" if p is SharingPattern.PER_GROUP else None)
-                 for p in SharingPattern if p is not SharingPattern.SHARDED]  # fmt: skip
+        state = [
+            StateComponent(
+                p.value.lower(),
+                {"x": torch.ones(1)},
+                p,
+                "dp" if p is SharingPattern.PER_GROUP else None,
+            )
+            for p in SharingPattern
+            if p is not SharingPattern.SHARDED
+        ]
         return CheckpointManager(tmp_path, comm=comm, process_groups=groups).save(1, state).manifest
 
     saved = run_ranks(4, program)[0]
     read = open_checkpoint(tmp_path / "checkpoint-1").manifest
     for manifest in (saved, read):
-        across = {key: [list(g) for g in c.replicated_across] for key, c in manifest.components.items()}
-        assert across == {"global": [], "replicated": [[0, 1, 2, 3]], "per_rank": [], "per_group": [[0, 2], [1, 3]],
-                          "per_node": []}  # fmt: skip
-    assert b"replicated_across" not in (tmp_path / "checkpoint-1" / "checkpoint_manifest.json").read_bytes()
+        across = {
+            key: [list(g) for g in c.replicated_across] for key, c in manifest.components.items()
+        }
+        assert across == {
+            "global": [],
+            "replicated": [[0, 1, 2, 3]],
+            "per_rank": [],
+            "per_group": [[0, 2], [1, 3]],
+            "per_node": [],
+        }
+    assert (
+        b"replicated_across"
+        not in (tmp_path / "checkpoint-1" / "checkpoint_manifest.json").read_bytes()
+    )
 
 
 def test_a_restore_may_do_without_what_was_saved_as_not_required(tmp_path: Path) -> None:

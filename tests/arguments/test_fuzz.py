@@ -1,5 +1,6 @@
-"""Every public argument, with values of every odd kind: the call works, proved by reading back what it made, or an error of
-our tree comes before anything is written. Never another exception, never a hang, and never a lost checkpoint."""
+"""Every public argument, with values of every odd kind: the call works, proved by reading back what
+it made, or an error of our tree comes before anything is written. Never another exception, never a
+hang, and never a lost checkpoint."""
 
 from __future__ import annotations
 
@@ -51,9 +52,9 @@ class Hostile:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("hands off")
 
-    __index__ = __float__ = __str__ = __repr__ = __len__ = __iter__ = __eq__ = __bool__ = __fspath__ = lambda self, *_: (
-        self.anything
-    )
+    __index__ = __float__ = __str__ = __repr__ = __len__ = __iter__ = __eq__ = __bool__ = (
+        __fspath__
+    ) = lambda self, *_: self.anything
     __hash__ = object.__hash__
 
 
@@ -74,24 +75,165 @@ def odd() -> list[Any]:
     circle: dict[str, Any] = {}
     circle["a"] = circle
     return [
-        None, True, False, 0, 1, 2, -1, 3, 2**31, 2**62 - 1, 2**62, 2**63, 2**64, 10**30, 10**5000, -(10**5000),
-        0.0, 1.0, 1.5, -0.5, float("nan"), float("inf"), -float("inf"), 1e308, 1j,
-        "", " ", "x", "latest", "best", "auto", "error", "keep", "split", "node", "shared", "wait", "warn", "QUICK",
-        "per_rank", "REPLICATED", "loss", "min", "max", "../x", "a/b", "/", ".", "..", "~", "a\0b", "\ud800", "\udc80", "é" * 40, "x" * 100,
-        "x" * 100_000, "\n", "\x1b[31m", "0.3", "7", "checkpoint-1", "checkpoint-2", "memory://fuzz/run", "nosuch://a", "s3:/a",
-        b"", b"x", bytearray(b"x"), memoryview(b"x"),
-        [], {}, (), set(), frozenset({1}), [1], [0], [[0]], [[0, 1]], [[]], ["a"], [None], {1: 2}, {"a": 1}, {"a": float("nan")}, {"dp": [[0]]},
-        {"a": {"b": [1, 2.5, None, True]}}, {None: 1}, {"\ud800": 1}, {"": 0}, {(1, 2): 3}, {"a": object()}, {1: 1, "1": 2}, loop, circle,
-        object(), object, type, int, nn.Linear, lambda *_: None, print, len, Hostile(), HalfState(), NotImplemented, ...,
-        torch.tensor(3), torch.tensor(2.5), torch.tensor(True), torch.tensor([1, 2]), torch.ones(2, 2), torch.tensor([]), torch.tensor(1j),
-        torch.empty(2, device="meta"), torch.float32, torch.device("cpu"), torch.Size([1]), nn.Linear(1, 1), nn.Module(),
-        np.int64(3), np.uint8(1), np.float32("nan"), np.float64(0.5), np.bool_(True), np.str_("x"), np.array(3), np.array([1.0, 2.0]),
-        np.array(["a"]), np.datetime64("2020-01-01"), np.array([object()]),
-        Path("x"), Path("."), Path("/"), datetime.datetime(2020, 1, 1), datetime.timedelta(1), range(3), slice(1), iter([1]), (i for i in (1,)),
-        SharingPattern.GLOBAL, SharingPattern.PER_RANK, SharingPattern.PER_GROUP, SharingPattern.SHARDED, ValidationLevel.FULL, SingleProcess(), KeepLast(2),
-        KeepBest("loss") | KeepLast(1), KeepEvery(2), Tier("x"), [Tier("tier")], [Tier("memory://fuzz/tier")], CheckpointError("x"), ValueError("x"),
-        StateComponent("a", {"x": 1}), [StateComponent("a", {"x": 1})], open_storage("y"), Shard(torch.ones(1), (2,), (0,)), contextlib.nullcontext(),
-    ]  # fmt: skip
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        -1,
+        3,
+        2**31,
+        2**62 - 1,
+        2**62,
+        2**63,
+        2**64,
+        10**30,
+        10**5000,
+        -(10**5000),
+        0.0,
+        1.0,
+        1.5,
+        -0.5,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        1e308,
+        1j,
+        "",
+        " ",
+        "x",
+        "latest",
+        "best",
+        "auto",
+        "error",
+        "keep",
+        "split",
+        "node",
+        "shared",
+        "wait",
+        "warn",
+        "QUICK",
+        "per_rank",
+        "REPLICATED",
+        "loss",
+        "min",
+        "max",
+        "../x",
+        "a/b",
+        "/",
+        ".",
+        "..",
+        "~",
+        "a\0b",
+        "\ud800",
+        "\udc80",
+        "é" * 40,
+        "x" * 100,
+        "x" * 100_000,
+        "\n",
+        "\x1b[31m",
+        "0.3",
+        "7",
+        "checkpoint-1",
+        "checkpoint-2",
+        "memory://fuzz/run",
+        "nosuch://a",
+        "s3:/a",
+        b"",
+        b"x",
+        bytearray(b"x"),
+        memoryview(b"x"),
+        [],
+        {},
+        (),
+        set(),
+        frozenset({1}),
+        [1],
+        [0],
+        [[0]],
+        [[0, 1]],
+        [[]],
+        ["a"],
+        [None],
+        {1: 2},
+        {"a": 1},
+        {"a": float("nan")},
+        {"dp": [[0]]},
+        {"a": {"b": [1, 2.5, None, True]}},
+        {None: 1},
+        {"\ud800": 1},
+        {"": 0},
+        {(1, 2): 3},
+        {"a": object()},
+        {1: 1, "1": 2},
+        loop,
+        circle,
+        object(),
+        object,
+        type,
+        int,
+        nn.Linear,
+        lambda *_: None,
+        print,
+        len,
+        Hostile(),
+        HalfState(),
+        NotImplemented,
+        ...,
+        torch.tensor(3),
+        torch.tensor(2.5),
+        torch.tensor(True),
+        torch.tensor([1, 2]),
+        torch.ones(2, 2),
+        torch.tensor([]),
+        torch.tensor(1j),
+        torch.empty(2, device="meta"),
+        torch.float32,
+        torch.device("cpu"),
+        torch.Size([1]),
+        nn.Linear(1, 1),
+        nn.Module(),
+        np.int64(3),
+        np.uint8(1),
+        np.float32("nan"),
+        np.float64(0.5),
+        np.bool_(True),
+        np.str_("x"),
+        np.array(3),
+        np.array([1.0, 2.0]),
+        np.array(["a"]),
+        np.datetime64("2020-01-01"),
+        np.array([object()]),
+        Path("x"),
+        Path("."),
+        Path("/"),
+        datetime.datetime(2020, 1, 1),
+        datetime.timedelta(1),
+        range(3),
+        slice(1),
+        iter([1]),
+        (i for i in (1,)),
+        SharingPattern.GLOBAL,
+        SharingPattern.PER_RANK,
+        SharingPattern.PER_GROUP,
+        SharingPattern.SHARDED,
+        ValidationLevel.FULL,
+        SingleProcess(),
+        KeepLast(2),
+        KeepBest("loss") | KeepLast(1),
+        KeepEvery(2),
+        Tier("x"),
+        [Tier("tier")],
+        [Tier("memory://fuzz/tier")],
+        CheckpointError("x"),
+        ValueError("x"),
+        StateComponent("a", {"x": 1}),
+        [StateComponent("a", {"x": 1})],
+        open_storage("y"),
+        Shard(torch.ones(1), (2,), (0,)),
+        contextlib.nullcontext(),
+    ]
 
 
 COUNT = len(odd())
@@ -114,14 +256,18 @@ class Place:
     def listing(self) -> list[str]:
         found = []
         for top, folders, files in os.walk(self.folder):
-            found += [os.path.relpath(os.path.join(top, name), self.folder) for name in (*folders, *files)]
+            found += [
+                os.path.relpath(os.path.join(top, name), self.folder) for name in (*folders, *files)
+            ]
         memory = fsspec.filesystem("memory")
         return sorted(found) + sorted(memory.store)
 
     def check_good(self) -> None:
         """What was there first restores, bit for bit."""
         live = state(0.0)
-        report = CheckpointCoordinator(live).load_checkpoint(os.path.join(self.root, "checkpoint-1"))
+        report = CheckpointCoordinator(live).load_checkpoint(
+            os.path.join(self.root, "checkpoint-1")
+        )
         assert report.step == 1
         assert torch.equal(live["m"]["w"], torch.full((3,), 1.0))
 
@@ -210,7 +356,9 @@ def of_step(name: str) -> Callable[[Place, Any], None]:
                 raise
             finally:
                 shutil.rmtree(os.path.join(at.root, "checkpoint-3"), ignore_errors=True)
-                if not os.path.exists(os.path.join(at.root, "checkpoint-1")):  # it was this that was to be deleted
+                if not os.path.exists(
+                    os.path.join(at.root, "checkpoint-1")
+                ):  # it was this that was to be deleted
                     ckpt.save(1, state(1.0))
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(os.path.join(at.root, "checkpoint-1", "checkpoint.pinned"))
@@ -293,7 +441,11 @@ def shard(at: Place, call: Any) -> None:
 
 
 def copy(at: Place, call: Any) -> None:
-    call = {"source": os.path.join(at.root, "checkpoint-1"), "target": os.path.join(at.folder, "copy"), **call}
+    call = {
+        "source": os.path.join(at.root, "checkpoint-1"),
+        "target": os.path.join(at.folder, "copy"),
+        **call,
+    }
     info = copy_checkpoint(**call)
     at.check_saved(info.url, 1.0)
 
@@ -361,7 +513,9 @@ def attempt(name: str, *arguments: tuple[str, int]) -> str:
     made, _ = CALLS[name]
     with place() as at, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        values = {argument: odd()[number] for argument, number in arguments}  # in this folder: some are paths
+        values = {
+            argument: odd()[number] for argument, number in arguments
+        }  # in this folder: some are paths
         said = f"{name}({', '.join(f'{argument}={shown(value)}' for argument, value in values.items())})"
         before = at.listing()
         outcome = "ok"
@@ -379,10 +533,18 @@ def attempt(name: str, *arguments: tuple[str, int]) -> str:
 
 
 def of_the_users_own(values: dict[str, Any], error: Exception) -> bool:
-    """What the user's own code raises when it is called goes through on one process: a state, and a function for progress."""
-    whole = [value for name, value in values.items() if name in ("state", "stateful", "state_components")]
-    theirs = isinstance(error, KeyError | RuntimeError) and error.args in (("not today",), ("hands off",))
-    return (bool(whole) and theirs) or (callable(values.get("progress")) and not isinstance(error, AssertionError))
+    """What the user's own code raises when it is called goes through on one process: a state, and a
+    function for progress."""
+    whole = [
+        value for name, value in values.items() if name in ("state", "stateful", "state_components")
+    ]
+    theirs = isinstance(error, KeyError | RuntimeError) and error.args in (
+        ("not today",),
+        ("hands off",),
+    )
+    return (bool(whole) and theirs) or (
+        callable(values.get("progress")) and not isinstance(error, AssertionError)
+    )
 
 
 calls = st.sampled_from(sorted(CALLS)).flatmap(
@@ -423,6 +585,9 @@ def test_many_arguments() -> None:
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
     run()
-    print(f"{sum(outcomes.values())} calls of {len(ARGUMENTS)} arguments with {COUNT} values: {outcomes}")
+    print(
+        f"{sum(outcomes.values())} calls of {len(ARGUMENTS)} arguments with {COUNT} values: "
+        f"{outcomes}"
+    )
     assert sum(outcomes.values()) >= 2000
     assert outcomes["ok"] >= 30 and outcomes["InvalidState"] >= 500

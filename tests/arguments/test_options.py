@@ -1,4 +1,5 @@
-"""Every option is checked where it comes in: what it may not be is InvalidState, and names the option."""
+"""Every option is checked where it comes in: what it may not be is InvalidState, and names the
+option."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ MANAGER: dict[str, list[Any]] = {
     "on_event": ["print", 3],
     "join_timeout": [0, -1, math.nan, math.inf, "5", None],
     "liveness_timeout": [0, -1, math.nan, "5", None],
-}  # fmt: skip
+}
 COMPONENT: dict[str, list[Any]] = {
     "sharing_pattern": ["globally", 1, b"GLOBAL", [], ""],
     "validation_level": ["fast", None, 2],
@@ -86,7 +87,7 @@ COMPONENT: dict[str, list[Any]] = {
     "atol": [-1, math.nan, math.inf, "1", None, True],
     "rtol": [-0.5, math.nan, [], b"1"],
     "metadata": ["x", [1], 5],
-}  # fmt: skip
+}
 
 
 def cases(of: dict[str, list[Any]]) -> list[tuple[str, Any]]:
@@ -102,16 +103,23 @@ def test_of_a_manager(name: str, value: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "root", [None, "", " ", "\n", 5, b"/tmp", "a\0b", "\ud800", [], "~no-such-user-here/x"], ids=named
+    "root",
+    [None, "", " ", "\n", 5, b"/tmp", "a\0b", "\ud800", [], "~no-such-user-here/x"],
+    ids=named,
 )
 def test_of_a_root(root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     calls: list[Callable[[], Any]] = [
-        lambda: CheckpointManager(root), lambda: open_storage(root), lambda: scan_root(root), lambda: open_checkpoint(root),
-        lambda: Tier(root).storage, lambda: copy_checkpoint(root, tmp_path / "b"), lambda: copy_checkpoint(tmp_path, root),
+        lambda: CheckpointManager(root),
+        lambda: open_storage(root),
+        lambda: scan_root(root),
+        lambda: open_checkpoint(root),
+        lambda: Tier(root).storage,
+        lambda: copy_checkpoint(root, tmp_path / "b"),
+        lambda: copy_checkpoint(tmp_path, root),
         lambda: CheckpointCoordinator({"a": 1}).save_checkpoint(root),
         lambda: CheckpointCoordinator({"a": {"x": 1}}).load_checkpoint(root),
-    ]  # fmt: skip
+    ]
     for number, call in enumerate(calls):
         if isinstance(root, str) and root.startswith("~") and number in (6, 7):
             continue  # taken apart as a text; then the folder has that name
@@ -127,7 +135,9 @@ def test_of_a_component(name: str, value: Any) -> None:
     assert caught.value.component == "a"
 
 
-@pytest.mark.parametrize("key", [None, "", 5, "a/b", "a\nb", "\ud800", "x" * 81, b"a", ("a",)], ids=named)
+@pytest.mark.parametrize(
+    "key", [None, "", 5, "a/b", "a\nb", "\ud800", "x" * 81, b"a", ("a",)], ids=named
+)
 def test_of_the_key_of_a_component(key: Any) -> None:
     with pytest.raises(InvalidState, match="component key"):
         StateComponent(key, {"x": 1})
@@ -193,7 +203,10 @@ def test_words_in_any_case_and_the_choices_where_it_is_none_of_them() -> None:
     assert SharingPattern("per_group") is SharingPattern("Per_Group") is SharingPattern.PER_GROUP
     assert ValidationLevel("quick") is ValidationLevel.QUICK
     made = component(sharing_pattern="replicated", validation_level="full")
-    assert (made.sharing_pattern, made.validation_level) == (SharingPattern.REPLICATED, ValidationLevel.FULL)
+    assert (made.sharing_pattern, made.validation_level) == (
+        SharingPattern.REPLICATED,
+        ValidationLevel.FULL,
+    )
     with pytest.raises(InvalidState) as caught:
         SharingPattern("globally")
     for word in SharingPattern:
@@ -201,13 +214,17 @@ def test_words_in_any_case_and_the_choices_where_it_is_none_of_them() -> None:
     assert repr("globally") in str(caught.value)
 
 
-@pytest.mark.parametrize(("given", "meant"), [(None, None), (-3, 0.0), (0, 0.0), (2, 2.0), (np.float32(0.5), 0.5)])
+@pytest.mark.parametrize(
+    ("given", "meant"), [(None, None), (-3, 0.0), (0, 0.0), (2, 2.0), (np.float32(0.5), 0.5)]
+)
 def test_timeouts(given: Any, meant: float | None) -> None:
     assert checked_timeout(given) == meant
     assert 0 < checked_timeout(math.inf) < math.inf
 
 
-@pytest.mark.parametrize("step", [None, True, 1.5, "7", b"1", [], -1, 2**62, 10**5000, np.bool_(True)], ids=shown)
+@pytest.mark.parametrize(
+    "step", [None, True, 1.5, "7", b"1", [], -1, 2**62, 10**5000, np.bool_(True)], ids=shown
+)
 @pytest.mark.parametrize("call", ["pin", "unpin", "delete", "verify"])
 def test_steps_that_are_none_of_a_root(call: str, step: Any, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ckpt:
@@ -233,7 +250,9 @@ def test_flags_of_a_load(call: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("call", ["load", "restore", "strict", "keys", "pin", "delete", "verify"])
-def test_a_wrong_argument_of_one_rank_is_an_error_on_all(call: str, rank: int, tmp_path: Path) -> None:
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all(
+    call: str, rank: int, tmp_path: Path
+) -> None:
     live = [{"a": {"x": torch.zeros(1)}} for _ in range(2)]
 
     def program(comm: Any) -> str:

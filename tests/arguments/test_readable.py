@@ -1,4 +1,5 @@
-"""What is committed can be read: whatever is wrong with a call, nothing unreadable is published, and nothing good is lost."""
+"""What is committed can be read: whatever is wrong with a call, nothing unreadable is published,
+and nothing good is lost."""
 
 from __future__ import annotations
 
@@ -120,7 +121,11 @@ def test_no_path_publishes_a_manifest_that_it_has_not_decoded(
         folder = tmp_path if mode == "shared" else tmp_path / str(comm.rank)
         with CheckpointManager(folder, comm=comm, storage_mode=mode) as ckpt:
             ckpt.save(1, state(1.0))
-            comm.together("go on", lambda: monkeypatch.setattr(commit, "ComponentManifest", lying), lambda _: None)
+            comm.together(
+                "go on",
+                lambda: monkeypatch.setattr(commit, "ComponentManifest", lying),
+                lambda _: None,
+            )
             try:
                 ckpt.save(1, state(2.0), overwrite=True)
             except CheckpointError as error:
@@ -133,12 +138,16 @@ def test_no_path_publishes_a_manifest_that_it_has_not_decoded(
     def lying(*args: Any, **facts: Any) -> Any:
         return made(*args, **{**facts, "tensors": -1})
 
-    for kind, message, step, value in run_ranks(2, program, nodes=[[0], [1]] if mode == "node" else None):
+    for kind, message, step, value in run_ranks(
+        2, program, nodes=[[0], [1]] if mode == "node" else None
+    ):
         assert (kind, step, value) == (InvalidState, 1, 1.0)
         assert "not published" in message
 
 
-def test_an_index_is_decoded_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_decoded_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, state(1.0))
         made = commit.TensorEntry
@@ -149,7 +158,9 @@ def test_an_index_is_decoded_before_it_is_written(tmp_path: Path, monkeypatch: p
     assert open_checkpoint(tmp_path / "checkpoint-1").read("m/a").tolist() == [1.0]
 
 
-def test_a_copy_publishes_nothing_that_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_publishes_nothing_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with CheckpointManager(tmp_path / "a") as ckpt:
         ckpt.save(1, state(1.0))
     whole = CheckpointManifest.decode
@@ -177,11 +188,19 @@ def test_too_large_a_manifest_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["hash int", "step", "metrics text", "overwrite", "required", "component metadata"])
-def test_a_wrong_argument_on_one_rank_is_an_error_on_all(name: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["hash int", "step", "metrics text", "overwrite", "required", "component metadata"]
+)
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all(
+    name: str, rank: int, tmp_path: Path
+) -> None:
     def program(comm: Any) -> str:
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
-            call = {"step": 1, "state": changed(sharing_pattern=SharingPattern.GLOBAL), "overwrite": True}
+            call = {
+                "step": 1,
+                "state": changed(sharing_pattern=SharingPattern.GLOBAL),
+                "overwrite": True,
+            }
             if comm.rank == rank:
                 call |= WRONG[name]
             with pytest.raises(InvalidState) as caught:

@@ -1,4 +1,5 @@
-"""Counters and namespaces as people have them, and what to do about values that cannot be stored."""
+"""Counters and namespaces as people have them, and what to do about values that cannot be
+stored."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ FACTORIES = [None, int, float, str, list, dict, set]
 
 @given(
     factory=st.sampled_from(FACTORIES),
-    items=st.dictionaries(st.one_of(st.text(), st.integers(), st.tuples(st.booleans())), st.one_of(st.integers(), st.lists(st.text()))),
-)  # fmt: skip
+    items=st.dictionaries(
+        st.one_of(st.text(), st.integers(), st.tuples(st.booleans())),
+        st.one_of(st.integers(), st.lists(st.text())),
+    ),
+)
 def test_defaultdicts_keep_items_order_and_factory(factory: Any, items: dict) -> None:
     found = decode(encode(defaultdict(factory, items)))
     assert type(found) is defaultdict
@@ -33,7 +37,11 @@ def test_defaultdicts_keep_items_order_and_factory(factory: Any, items: dict) ->
     assert list(found.items()) == list(items.items())
 
 
-@given(st.dictionaries(st.text(), st.one_of(st.none(), st.integers(), st.lists(st.floats(allow_nan=False)))))
+@given(
+    st.dictionaries(
+        st.text(), st.one_of(st.none(), st.integers(), st.lists(st.floats(allow_nan=False)))
+    )
+)
 def test_namespaces_keep_their_attributes(items: dict) -> None:
     found = decode(encode(SimpleNamespace(**items)))
     assert type(found) is SimpleNamespace
@@ -46,7 +54,10 @@ def test_with_tensors_inside(tmp_path: Path) -> None:
         return {"m": {"by": by, "args": SimpleNamespace(w=torch.full((2,), value), lr=value)}}
 
     CheckpointManager(tmp_path).save(1, state(2.0))
-    assert sorted(t.name for t in open_checkpoint(tmp_path / "checkpoint-1").tensors()) == ["args/w", "by/a"]
+    assert sorted(t.name for t in open_checkpoint(tmp_path / "checkpoint-1").tensors()) == [
+        "args/w",
+        "by/a",
+    ]
     found = CheckpointManager(tmp_path).restore(state(0.0)).values["m"]
     assert type(found["by"]) is defaultdict and found["by"].default_factory is list
     assert found["by"]["a"].tolist() == [2.0] * 3 and found["by"]["n"] == [2.0]
@@ -80,11 +91,19 @@ class Counts(dict):
 HINTS: dict[str, tuple[Callable[[], Any], str]] = {
     "loader": (lambda: torch.utils.data.DataLoader([1]), "StatefulDataLoader"),
     "module": (lambda: nn.Linear(1, 1), "top level of the state"),
-    "optimizer": (lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), "top level of the state"),
-    "scheduler": (lambda: torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)), "has a state_dict"),
+    "optimizer": (
+        lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
+        "top level of the state",
+    ),
+    "scheduler": (
+        lambda: torch.optim.lr_scheduler.ConstantLR(
+            torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+        ),
+        "has a state_dict",
+    ),
     "generator": (torch.Generator, "get_state"),
     "component": (lambda: StateComponent("a", 1), "item of the list"),
-    "function": (lambda: (lambda: 0), "is code"),
+    "function": (lambda: lambda: 0, "is code"),
     "class": (lambda: nn.Linear, "is code"),
     "iterator": (lambda: (i for i in ()), "position"),
     "namedtuple": (lambda: Point(1, 2), r"register_codec\(Point, tuple"),
@@ -92,7 +111,7 @@ HINTS: dict[str, tuple[Callable[[], Any], str]] = {
     "enum": (lambda: Phase.WARM, r"register_codec\(Phase\)"),
     "defaultdict": (lambda: defaultdict(lambda: 0), "factory is int"),
     "dict subclass": (Counts, "store plain values"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HINTS)

@@ -1,4 +1,5 @@
-"""What the tests of saves in the background share: a state with every kind of leaf, two loads to compare, scripts to run."""
+"""What the tests of saves in the background share: a state with every kind of leaf, two loads to
+compare, scripts to run."""
 
 from __future__ import annotations
 
@@ -22,9 +23,18 @@ from ckptcore import ModelState, OptimizerState, RNGState, Shard
 
 HERE = Path(__file__).parent
 KINDS = [
-    torch.bool, torch.uint8, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64,
-    torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-]  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 
 
 class Tied(nn.Module):
@@ -54,7 +64,8 @@ class Holder:
 
 
 class Everything:
-    """Live state with every kind of leaf. `at(step)` changes all of it in place to what belongs to that step alone.
+    """Live state with every kind of leaf. `at(step)` changes all of it in place to what belongs to
+    that step alone.
 
     items: length of its large leaves. salt: makes the state another one, for ranks that differ.
     """
@@ -68,13 +79,21 @@ class Everything:
         self.optimizer.step()
         self.tensors = self._tensors(items)
         self.arrays = {
-            "small": np.zeros(7), "large": np.zeros(items), "turned": np.zeros((items // 10, 10)).T, "0-d": np.array(0.0),
-            "strided": np.zeros((items, 2), np.int32)[:, 1], "scalars": np.zeros(5, np.uint16),
-        }  # fmt: skip
+            "small": np.zeros(7),
+            "large": np.zeros(items),
+            "turned": np.zeros((items // 10, 10)).T,
+            "0-d": np.array(0.0),
+            "strided": np.zeros((items, 2), np.int32)[:, 1],
+            "scalars": np.zeros(5, np.uint16),
+        }
         self.hidden = np.zeros(items)
         self.values: dict[str, Any] = {
-            "step": 0, "nested": [0, {"deep": [0, set()]}], "bytes": bytearray(6), "queue": deque(maxlen=3), "history": [],
-        }  # fmt: skip
+            "step": 0,
+            "nested": [0, {"deep": [0, set()]}],
+            "bytes": bytearray(6),
+            "queue": deque(maxlen=3),
+            "history": [],
+        }
         self.at(step)
 
     def _tensors(self, items: int) -> dict[str, torch.Tensor]:
@@ -85,11 +104,23 @@ class Everything:
         large, row, count, scale = self.roots[-4:]
         self.roots.append(torch.zeros(items // 2, dtype=torch.complex128))
         return made | {
-            "large": large, "count": count, "scale": scale, "whole": whole, "turned": whole.t(), "column": whole[:, 2],
-            "every third": whole[::3], "part": whole[1:], "same part": whole[1:], "expanded": row.expand(5, 3),
-            "window": large.as_strided((40, 8), (3, 1)), "conjugate": pairs.conj(), "negative": pairs.conj().imag,
-            "deep conjugate": self.roots[-1].conj(), "empty": torch.empty(0, 4), "nothing": torch.empty(0),
-        }  # fmt: skip
+            "large": large,
+            "count": count,
+            "scale": scale,
+            "whole": whole,
+            "turned": whole.t(),
+            "column": whole[:, 2],
+            "every third": whole[::3],
+            "part": whole[1:],
+            "same part": whole[1:],
+            "expanded": row.expand(5, 3),
+            "window": large.as_strided((40, 8), (3, 1)),
+            "conjugate": pairs.conj(),
+            "negative": pairs.conj().imag,
+            "deep conjugate": self.roots[-1].conj(),
+            "empty": torch.empty(0, 4),
+            "nothing": torch.empty(0),
+        }
 
     def at(self, step: int) -> Everything:
         """Change everything in place."""
@@ -103,7 +134,9 @@ class Everything:
         for group in self.optimizer.param_groups:
             group["lr"] = step / 64
         for number, array in enumerate((*self.arrays.values(), self.hidden)):
-            array[...] = np.random.default_rng((step, number, self.salt)).integers(0, 60_000, array.shape)
+            array[...] = np.random.default_rng((step, number, self.salt)).integers(
+                0, 60_000, array.shape
+            )
         values = self.values
         deep = values["nested"][1]["deep"]
         values["step"] = values["nested"][0] = deep[0] = step
@@ -120,7 +153,8 @@ class Everything:
         return self
 
     def seen(self) -> dict[str, Any]:
-        """The plain part, in its own types. An array that cannot be written to changes through what it is a view of."""
+        """The plain part, in its own types. An array that cannot be written to changes through what
+        it is a view of."""
         read_only, backwards = self.hidden[:], self.hidden[::-1]
         read_only.flags.writeable = False
         return {
@@ -134,9 +168,11 @@ class Everything:
     def components(self) -> dict[str, Any]:
         self.holder = Holder(self.seen())
         return {
-            "model": ModelState(self.model), "optimizer": OptimizerState(self.optimizer, self.model),
-            "rng": RNGState(), "all": self.holder,
-        }  # fmt: skip
+            "model": ModelState(self.model),
+            "optimizer": OptimizerState(self.optimizer, self.model),
+            "rng": RNGState(),
+            "all": self.holder,
+        }
 
 
 @pytest.fixture
@@ -155,12 +191,16 @@ def _streams() -> list[Any]:
 
 @pytest.fixture
 def check_step(same: Callable[..., None]) -> Callable[..., None]:
-    """check_step(manager, step, ...): what its checkpoint of `step` holds is the state of that step, to the last bit.
+    """check_step(manager, step, ...): what its checkpoint of `step` holds is the state of that
+    step, to the last bit.
 
-    declared: makes the state that the manager takes of the components by key (and leaves out the random streams).
+    declared: makes the state that the manager takes of the components by key (and leaves out the
+    random streams).
     """
 
-    def check(manager: Any, step: int, *, declared: Callable[..., Any] | None = None, **how: Any) -> None:
+    def check(
+        manager: Any, step: int, *, declared: Callable[..., Any] | None = None, **how: Any
+    ) -> None:
         expected = Everything(step, **how)
         expected_streams = _streams()
         found = Everything(step + 50_000, **how)
@@ -185,7 +225,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ShardedPart:
-    """Rank's part of a logical state: a row block of each of two matrices, and a plain tensor that all ranks hold."""
+    """Rank's part of a logical state: a row block of each of two matrices, and a plain tensor that
+    all ranks hold."""
 
     def __init__(self, rank: int, size: int, step: int) -> None:
         self.rank, self.size = rank, size
@@ -195,7 +236,9 @@ class ShardedPart:
 
     def at(self, step: int) -> None:
         for number, part in enumerate(self.parts):
-            full = torch.arange(part.numel() * self.size, dtype=torch.float32).view(-1, part.shape[1])
+            full = torch.arange(part.numel() * self.size, dtype=torch.float32).view(
+                -1, part.shape[1]
+            )
             rows = slice(self.rank * len(part), (self.rank + 1) * len(part))
             part.copy_(full[rows] + step * 1000 + number)
         self.shared.copy_(torch.arange(64) + step)
@@ -223,7 +266,12 @@ class Scripts:
     """Programs in processes of their own, by script_runner.py."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "script_runner.py")],
             stdin=subprocess.PIPE,
@@ -234,7 +282,11 @@ class Scripts:
     def run(self, folder: Path, source: str, arguments: Iterable[Any], timeout: float) -> Done:
         assert self.process.stdin is not None and self.process.stdout is not None
         number = len(list(folder.glob("script*")))
-        script, out, err = folder / f"script{number}.py", folder / f"out{number}", folder / f"err{number}"
+        script, out, err = (
+            folder / f"script{number}.py",
+            folder / f"out{number}",
+            folder / f"err{number}",
+        )
         script.write_text(source)
         out.touch()
         err.touch()
@@ -252,7 +304,8 @@ class Scripts:
         code = json.loads(self.process.stdout.readline())
         if code is None:
             raise TimeoutError(
-                f"the program has not ended after {timeout:g} s; it said {out.read_text()!r}, {err.read_text()!r}"
+                f"the program has not ended after {timeout:g} s; it said {out.read_text()!r}, "
+                f"{err.read_text()!r}"
             )
         return Done(code, out.read_text(), err.read_text())
 
@@ -277,7 +330,8 @@ def scripts() -> Iterator[Scripts]:
 
 @pytest.fixture
 def run_script(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """run_script(source, *arguments): run a program in a process of its own; its exit code and what it said."""
+    """run_script(source, *arguments): run a program in a process of its own; its exit code and what
+    it said."""
     folder = tmp_path_factory.mktemp("scripts")
 
     def run(source: str, *arguments: Any, timeout: float = 40) -> Done:

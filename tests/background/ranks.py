@@ -1,4 +1,5 @@
-"""The programs of saving_programs.py on real ranks: the process that forks them is that of tests/distributed."""
+"""The programs of saving_programs.py on real ranks: the process that forks them is that of
+tests/distributed."""
 
 from __future__ import annotations
 

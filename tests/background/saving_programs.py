@@ -1,4 +1,5 @@
-"""What real ranks do in the tests of saves in the background: every process of a job runs one of these (see ranks.py)."""
+"""What real ranks do in the tests of saves in the background: every process of a job runs one of
+these (see ranks.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +15,21 @@ from programs import PER_RANK, REPLICATED, Job, Trap, attempt, components, told
 from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-from ckptcore import AsyncSaveError, CheckpointManager, SharingPattern, SingleProcess, StateComponent, open_storage
+from ckptcore import (
+    AsyncSaveError,
+    CheckpointManager,
+    SharingPattern,
+    SingleProcess,
+    StateComponent,
+    open_storage,
+)
 from ckptcore.saving import background
 from ckptcore.testing.faults import FaultStorage
 
 
 def b34_async(job: Job, steps: int, seed: int) -> dict[str, Any]:
-    """An all_reduce a step while saves overlap; the storage of each rank is slow in places of its own."""
+    """An all_reduce a step while saves overlap; the storage of each rank is slow in places of its
+    own."""
     job.join()
     draw = random.Random(seed * 10 + job.rank)
     faults = FaultStorage(open_storage(job.folder))
@@ -36,20 +45,36 @@ def b34_async(job: Job, steps: int, seed: int) -> dict[str, Any]:
             weight.fill_(step)
             overlapped += bool(handles) and not handles[-1].done()
             if step % 10 == 0:
-                state = [StateComponent("own", {"x": torch.full((8,), step + job.rank / 4)}, PER_RANK),
-                         StateComponent("model", {"w": weight}, REPLICATED)]  # fmt: skip
+                state = [
+                    StateComponent("own", {"x": torch.full((8,), step + job.rank / 4)}, PER_RANK),
+                    StateComponent("model", {"w": weight}, REPLICATED),
+                ]
                 handles.append(ckpt.save_async(step, state))
         done = [handle.result(60).step for handle in handles]  # type: ignore[union-attr]
         right = []
         for step in done:
             live = {"x": torch.zeros(8)}, {"w": torch.zeros(4096)}
-            ckpt.load([StateComponent("own", live[0], PER_RANK), StateComponent("model", live[1], REPLICATED)], step)
+            ckpt.load(
+                [
+                    StateComponent("own", live[0], PER_RANK),
+                    StateComponent("model", live[1], REPLICATED),
+                ],
+                step,
+            )
             right.append(
-                live[0]["x"].tolist() == [step + job.rank / 4] * 8 and set(live[1]["w"].tolist()) == {float(step)}
+                live[0]["x"].tolist() == [step + job.rank / 4] * 8
+                and set(live[1]["w"].tolist()) == {float(step)}
             )
         listed = [info.step for info in ckpt.list()]
     left = sorted(entry.name for entry in job.folder.iterdir())
-    return {"wrong": wrong, "done": done, "right": right, "listed": listed, "overlapped": overlapped, "left": left}
+    return {
+        "wrong": wrong,
+        "done": done,
+        "right": right,
+        "listed": listed,
+        "overlapped": overlapped,
+        "left": left,
+    }
 
 
 def dtensors(job: Job, rounds: int) -> dict[str, Any]:
@@ -57,8 +82,10 @@ def dtensors(job: Job, rounds: int) -> dict[str, Any]:
     job.join()
     mesh = init_device_mesh("cpu", (job.world_size,))
     faults = FaultStorage(open_storage(job.folder))
-    live = {name: distribute_tensor(torch.zeros(shape), mesh, [Cut(0)])
-            for name, shape in (("a", (7, 300)), ("b", (1,)), ("c", (2, 5)))}  # fmt: skip
+    live = {
+        name: distribute_tensor(torch.zeros(shape), mesh, [Cut(0)])
+        for name, shape in (("a", (7, 300)), ("b", (1,)), ("c", (2, 5)))
+    }
     state = [StateComponent("m", live, SharingPattern.SHARDED)]
 
     def fill(value: float) -> None:
@@ -78,17 +105,25 @@ def dtensors(job: Job, rounds: int) -> dict[str, Any]:
             gate.open()
             handle.result(30)
             ckpt.load(state, step)
-            found.append(sorted({v for tensor in live.values() for v in tensor.full_tensor().flatten().tolist()}))
+            found.append(
+                sorted(
+                    {v for tensor in live.values() for v in tensor.full_tensor().flatten().tolist()}
+                )
+            )
     return {"found": found, "kind": type(live["a"]).__name__}
 
 
 def killed_in_the_background(job: Job, victim: int) -> dict[str, Any]:
-    """Step 1 is saved; the victim is killed while it writes step 2, the other trains on and asks later."""
+    """Step 1 is saved; the victim is killed while it writes step 2, the other trains on and asks
+    later."""
     job.join()
     faults = FaultStorage(open_storage(job.folder))
     events: list[str] = []
     ckpt = CheckpointManager(
-        faults, join_timeout=5, liveness_timeout=5, on_event=lambda e: events.append(f"{e.kind} {e.step}")
+        faults,
+        join_timeout=5,
+        liveness_timeout=5,
+        on_event=lambda e: events.append(f"{e.kind} {e.step}"),
     )
     own = Trap(job.rank)
     ckpt.save(1, components(job, own, 1.0))
@@ -108,12 +143,15 @@ def killed_in_the_background(job: Job, victim: int) -> dict[str, Any]:
     outcome["again"] = attempt(lambda: ckpt.save(3, components(job, own, 3.0)))
     outcome["closing"] = attempt(ckpt.close)
     outcome["events"], outcome["failed"] = events, list(ckpt.failed_steps)
-    outcome["latest"] = CheckpointManager(open_storage(job.folder), comm=SingleProcess()).latest().step  # type: ignore[union-attr]
+    outcome["latest"] = (
+        CheckpointManager(open_storage(job.folder), comm=SingleProcess()).latest().step
+    )  # type: ignore[union-attr]
     return outcome
 
 
 def never_closed(job: Job) -> dict[str, Any]:
-    """Both programs end without a word. The one of rank 0, which hosts the store, is through first."""
+    """Both programs end without a word. The one of rank 0, which hosts the store, is through
+    first."""
     job.join()
     faults = FaultStorage(open_storage(job.folder))
     ckpt = CheckpointManager(faults, join_timeout=5, liveness_timeout=5)
@@ -134,7 +172,8 @@ def never_closed(job: Job) -> dict[str, Any]:
 
 
 def forked(job: Job) -> dict[str, Any]:
-    """A child of each rank closes the manager it came with, while a save is held up; then the save goes on."""
+    """A child of each rank closes the manager it came with, while a save is held up; then the save
+    goes on."""
     job.join()
     faults = FaultStorage(open_storage(job.folder))
     ckpt = CheckpointManager(faults, join_timeout=10, liveness_timeout=6, drain_timeout=20)

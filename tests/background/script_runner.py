@@ -1,7 +1,9 @@
-"""Runs programs in processes of their own that start in milliseconds: forks of this one, which has imported torch.
+"""Runs programs in processes of their own that start in milliseconds: forks of this one, which has
+imported torch.
 
-Reads one JSON order per line, answers with one line. What a program does at its end (exit code, traceback, functions
-that are registered for it) happens as in an interpreter of its own, because that is what the child is from then on.
+Reads one JSON order per line, answers with one line. What a program does at its end (exit code,
+traceback, functions that are registered for it) happens as in an interpreter of its own, because
+that is what the child is from then on.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ def test_wait_is_the_default_and_loses_nothing(tmp_path):
 
 def test_skip(tmp_path):
     faults, events = FaultStorage(open_storage(tmp_path)), []
-    with CheckpointManager(faults, when_busy="skip", on_event=events.append, drain_timeout=20) as ckpt:
+    with CheckpointManager(
+        faults, when_busy="skip", on_event=events.append, drain_timeout=20
+    ) as ckpt:
         gate = faults.block(kind="write_at")
         first = ckpt.save_async(1, state(1))
         gate.wait_reached(20)
@@ -49,7 +51,12 @@ def test_skip(tmp_path):
         assert faults.count() == before
         for step, handle in zip((2, 3), skipped, strict=True):
             assert (handle.skipped, handle.step) == (True, step)
-            assert handle.done() and handle.staged() and handle.result(0) is None and handle.progress == (0, 0)
+            assert (
+                handle.done()
+                and handle.staged()
+                and handle.result(0) is None
+                and handle.progress == (0, 0)
+            )
         assert not first.done() and not first.skipped
         gate.open()
         assert first.result(30).step == 1
@@ -65,7 +72,9 @@ def test_skip(tmp_path):
 
 def test_raise(tmp_path):
     faults, events = FaultStorage(open_storage(tmp_path)), []
-    with CheckpointManager(faults, when_busy="raise", on_event=events.append, drain_timeout=20) as ckpt:
+    with CheckpointManager(
+        faults, when_busy="raise", on_event=events.append, drain_timeout=20
+    ) as ckpt:
         gate = faults.block(kind="write_at")
         first = ckpt.save_async(1, state(1))
         gate.wait_reached(20)
@@ -104,7 +113,9 @@ SIZE = 4
 
 def parts(comm, mark):
     return [
-        StateComponent("own", {"x": torch.full((4,), float(mark + comm.rank))}, SharingPattern.PER_RANK),
+        StateComponent(
+            "own", {"x": torch.full((4,), float(mark + comm.rank))}, SharingPattern.PER_RANK
+        ),
         StateComponent("all", {"y": torch.full((900,), float(mark))}, SharingPattern.REPLICATED),
     ]
 
@@ -119,7 +130,8 @@ def check_parts(ckpt, comm, step):
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
 @pytest.mark.parametrize("slow", [0, 3])
 def test_one_rank_writes_slowly(tmp_path, when_busy, slow):
-    """The disk of one rank holds up the save; all ranks wait, skip or raise, and all say the same."""
+    """The disk of one rank holds up the save; all ranks wait, skip or raise, and all say the
+    same."""
     meet = threading.Barrier(SIZE, timeout=30)
     gates = []
 
@@ -152,7 +164,10 @@ def test_one_rank_writes_slowly(tmp_path, when_busy, slow):
             assert [info.step for info in ckpt.list()] == steps
         return said
 
-    assert run_ranks(SIZE, program) == [{"wait": "done", "skip": "skipped", "raise": "raised 2"}[when_busy]] * SIZE
+    assert (
+        run_ranks(SIZE, program)
+        == [{"wait": "done", "skip": "skipped", "raise": "raised 2"}[when_busy]] * SIZE
+    )
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
@@ -163,7 +178,9 @@ def test_only_rank_0_is_still_busy(tmp_path, when_busy):
 
     def program(comm):
         faults = FaultStorage(open_storage(tmp_path))
-        with CheckpointManager(faults, comm=comm, when_busy=when_busy, keep=KeepLast(1), drain_timeout=20) as ckpt:
+        with CheckpointManager(
+            faults, comm=comm, when_busy=when_busy, keep=KeepLast(1), drain_timeout=20
+        ) as ckpt:
             ckpt.save(1, parts(comm, 1))
             if comm.rank == 0:
                 gates.append(faults.block(kind=("remove", "remove_folder")))
@@ -190,12 +207,16 @@ def test_only_rank_0_is_still_busy(tmp_path, when_busy):
             assert ckpt.failed_steps == ()
         return said
 
-    assert run_ranks(SIZE, program) == [{"wait": "done", "skip": "skipped", "raise": "raised 3"}[when_busy]] * SIZE
+    assert (
+        run_ranks(SIZE, program)
+        == [{"wait": "done", "skip": "skipped", "raise": "raised 3"}[when_busy]] * SIZE
+    )
 
 
 @pytest.mark.parametrize("when_busy", ["skip", "raise"])
 def test_b16_a_failure_is_told_once_though_rank_0_is_still_busy_with_it(tmp_path, when_busy):
-    """Rank 0 removes what the failed save left; the others know of the failure already. All are told once, not twice."""
+    """Rank 0 removes what the failed save left; the others know of the failure already. All are
+    told once, not twice."""
     meet = threading.Barrier(SIZE, timeout=30)
     gates = []
 

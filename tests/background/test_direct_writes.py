@@ -1,4 +1,5 @@
-"""Writes past the page cache: the same bytes in the file, whatever lies where, and a way back where it is not possible."""
+"""Writes past the page cache: the same bytes in the file, whatever lies where, and a way back where
+it is not possible."""
 
 import errno
 import mmap
@@ -20,7 +21,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def direct(tmp_path, monkeypatch):
-    """What was written past the page cache, as (offset, length); skipped where the filesystem cannot do that."""
+    """What was written past the page cache, as (offset, length); skipped where the filesystem
+    cannot do that."""
     probe = os.open(tmp_path, os.O_RDONLY)
     os.close(probe)
     written = []
@@ -57,7 +59,9 @@ def test_the_file_is_what_was_written(tmp_path_factory, cuts, total, head, shift
     storage = LocalStorage(folder)
     memory = np.frombuffer(mmap.mmap(-1, total + 3 * PAGE), dtype=np.uint8)
     start = head % PAGE + shift
-    memory[: total + start] = np.random.default_rng(total).integers(0, 256, total + start, dtype=np.uint8)
+    memory[: total + start] = np.random.default_rng(total).integers(
+        0, 256, total + start, dtype=np.uint8
+    )
     header = os.urandom(head)
     writer = storage.create("f", head + total)
     edges = sorted({0, total, *(c for c in cuts if c < total)})
@@ -72,8 +76,10 @@ def test_the_file_is_what_was_written(tmp_path_factory, cuts, total, head, shift
 
 
 def test_a_background_save_writes_whole_pages_directly(tmp_path, direct):
-    tensors = {f"t{i}": torch.randint(0, 256, (size,), dtype=torch.uint8)
-               for i, size in enumerate([5 * MIB + 1, 3, 4 * MIB, 77, 2 * MIB - 5])}  # fmt: skip
+    tensors = {
+        f"t{i}": torch.randint(0, 256, (size,), dtype=torch.uint8)
+        for i, size in enumerate([5 * MIB + 1, 3, 4 * MIB, 77, 2 * MIB - 5])
+    }
     with CheckpointManager(tmp_path / "root") as ckpt:
         ckpt.save_async(1, {"m": tensors}).result(30)
         total = sum(t.nbytes for t in tensors.values())
@@ -117,7 +123,9 @@ def test_a_filesystem_that_refuses_gets_ordinary_writes(tmp_path, monkeypatch, n
 def test_a_short_direct_write_is_completed(tmp_path, monkeypatch, direct):
     real = os.pwrite
     monkeypatch.setattr(
-        local.os, "pwrite", lambda fd, data, offset: real(fd, data[: len(data) // 2 // 512 * 512], offset)
+        local.os,
+        "pwrite",
+        lambda fd, data, offset: real(fd, data[: len(data) // 2 // 512 * 512], offset),
     )
     live = torch.randn(4 * MIB + 7)
     with CheckpointManager(tmp_path / "root") as ckpt:

@@ -29,7 +29,8 @@ def state(mark, items=1000):
 
 
 def test_training_goes_on_while_the_disk_does_nothing(tmp_path):
-    """200 steps and 20 skipped saves while the first one is held up: nothing in `save_async` waits for the disk."""
+    """200 steps and 20 skipped saves while the first one is held up: nothing in `save_async` waits
+    for the disk."""
     faults = FaultStorage(open_storage(tmp_path))
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -73,21 +74,38 @@ def test_what_is_told_and_when(tmp_path):
         with pytest.raises(RuntimeError):
             ckpt.wait()
     assert [(event.kind, event.step) for event in events] == [
-        ("queued", 10), ("staged", 10), ("committed", 10),
-        ("queued", 20), ("staged", 20), ("committed", 20), ("deleted", 10),
-        ("committed", 30), ("deleted", 20),
-        ("queued", 40), ("staged", 40), ("failed", 40),
-    ]  # fmt: skip
+        ("queued", 10),
+        ("staged", 10),
+        ("committed", 10),
+        ("queued", 20),
+        ("staged", 20),
+        ("committed", 20),
+        ("deleted", 10),
+        ("committed", 30),
+        ("deleted", 20),
+        ("queued", 40),
+        ("staged", 40),
+        ("failed", 40),
+    ]
     assert {event.name for event in events} == {f"checkpoint-{step}" for step in (10, 20, 30, 40)}
     assert [event.time for event in events] == sorted(event.time for event in events)
     for info in (first, second, third):
         found = {event.kind: event for event in events if event.step == info.step}
-        assert found["committed"].nbytes == info.size_bytes == sum(f.size for f in info.manifest.files.values())
+        assert (
+            found["committed"].nbytes
+            == info.size_bytes
+            == sum(f.size for f in info.manifest.files.values())
+        )
         assert found["committed"].error is None and found["committed"].seconds > 0
         assert set(found["committed"].timings) == PHASES - ({"stage"} if info is third else set())
         if info is not third:
             assert found["staged"].nbytes == 3 * 4000  # as they lie in the file
-            assert 0 <= found["queued"].seconds <= found["staged"].seconds <= found["committed"].seconds
+            assert (
+                0
+                <= found["queued"].seconds
+                <= found["staged"].seconds
+                <= found["committed"].seconds
+            )
             assert set(found["queued"].timings) == {"capture", "layouts"}
             assert threads["committed", info.step] == "ckptcore-save"
             assert threads["queued", info.step] == threading.main_thread().name
@@ -99,11 +117,14 @@ def test_what_is_told_and_when(tmp_path):
 
 @pytest.mark.parametrize("url", ["local", "memory"])
 def test_progress_grows_to_its_total(tmp_path, url):
-    """The write is held after each batch in turn; progress is what was written by then, never more."""
+    """The write is held after each batch in turn; progress is what was written by then, never
+    more."""
     storage = open_storage(tmp_path if url == "local" else f"memory://progress-{tmp_path.name}")
     faults = FaultStorage(storage)
     with CheckpointManager(faults, io_threads=1, drain_timeout=20) as ckpt:
-        gates = [faults.block(number, kind="write_at", path="*.safetensors") for number in range(1, 5)]
+        gates = [
+            faults.block(number, kind="write_at", path="*.safetensors") for number in range(1, 5)
+        ]
         end = faults.block(kind="write_at", path="*index*")
         handle = ckpt.save_async(1, state(1, 5 * MIB // 4))
         seen = []
@@ -133,7 +154,9 @@ def test_progress_of_a_save_that_failed(tmp_path):
 def test_tensorboard_reads_what_happened(tmp_path):
     faults = FaultStorage(open_storage(tmp_path / "run"))
     watch = TensorBoardEvents(tmp_path / "board")
-    with CheckpointManager(faults, keep=KeepLast(1), when_busy="skip", on_event=watch, drain_timeout=20) as ckpt:
+    with CheckpointManager(
+        faults, keep=KeepLast(1), when_busy="skip", on_event=watch, drain_timeout=20
+    ) as ckpt:
         first = ckpt.save_async(10, state(10)).result(30)
         gate = faults.block(kind="write_at")
         held = ckpt.save_async(20, state(20))
@@ -148,7 +171,9 @@ def test_tensorboard_reads_what_happened(tmp_path):
         # Read while the writer is still open: what is told survives the death of the process.
         reader = EventAccumulator(str(tmp_path / "board"))
         reader.Reload()
-    points = {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+    points = {
+        tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]
+    }
     assert points["checkpoint/queued"] == [(10, 1.0), (20, 1.0), (30, 1.0)]
     assert points["checkpoint/staged"] == [(10, 1.0), (20, 1.0), (30, 1.0)]
     assert points["checkpoint/committed"] == [(10, 1.0), (20, 1.0)]
@@ -168,15 +193,24 @@ def test_a_watcher_that_raises_is_logged_and_ignored(tmp_path, caplog):
     def watch(event):
         raise ValueError(f"of {event.kind}")
 
-    with caplog.at_level(logging.WARNING, "ckptcore"), CheckpointManager(tmp_path, on_event=watch) as ckpt:
+    with (
+        caplog.at_level(logging.WARNING, "ckptcore"),
+        CheckpointManager(tmp_path, on_event=watch) as ckpt,
+    ):
         assert ckpt.save_async(1, state(1)).result(30).step == 1
         assert ckpt.save(2, state(2)).step == 2
-    assert [r.args[1:] for r in caplog.records] == [("queued", 1), ("staged", 1), ("committed", 1), ("committed", 2)]
+    assert [r.args[1:] for r in caplog.records] == [
+        ("queued", 1),
+        ("staged", 1),
+        ("committed", 1),
+        ("committed", 2),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["committed", "staged", "failed"])
 def test_a_watcher_that_leaves_the_program_keeps_nobody_waiting(tmp_path, kind):
-    """sys.exit() in a thread ends that thread alone; whoever waits for the save is told how it ended."""
+    """sys.exit() in a thread ends that thread alone; whoever waits for the save is told how it
+    ended."""
     faults = FaultStorage(open_storage(tmp_path))
 
     def watch(event):
@@ -207,8 +241,14 @@ def test_events_of_several_ranks(tmp_path):
 
     def program(comm):
         events = seen[comm.rank] = []
-        own = [StateComponent("own", {"x": torch.full((8,), float(comm.rank))}, SharingPattern.PER_RANK)]
-        with CheckpointManager(tmp_path, comm=comm, keep=KeepLast(1), on_event=events.append) as ckpt:
+        own = [
+            StateComponent(
+                "own", {"x": torch.full((8,), float(comm.rank))}, SharingPattern.PER_RANK
+            )
+        ]
+        with CheckpointManager(
+            tmp_path, comm=comm, keep=KeepLast(1), on_event=events.append
+        ) as ckpt:
             return [ckpt.save_async(step, own).result(30).size_bytes for step in (1, 2)]
 
     sizes = run_ranks(3, program)

@@ -1,4 +1,5 @@
-"""At every storage operation of a save in the background: what others see there, and what is left when it fails there."""
+"""At every storage operation of a save in the background: what others see there, and what is left
+when it fails there."""
 
 import errno
 import uuid
@@ -7,14 +8,25 @@ import warnings
 import pytest
 import torch
 
-from ckptcore import AsyncSaveError, CheckpointManager, CheckpointWarning, KeepLast, NoSpace, StorageError, open_storage
+from ckptcore import (
+    AsyncSaveError,
+    CheckpointManager,
+    CheckpointWarning,
+    KeepLast,
+    NoSpace,
+    StorageError,
+    open_storage,
+)
 from ckptcore.format.manifest import MANIFEST_NAME
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.rules import WRITE_OPERATIONS
 
 
 def state(mark):
-    return {"m": {f"w{n}": torch.full((300,), float(mark + n)) for n in range(3)}, "p": {"mark": mark}}
+    return {
+        "m": {f"w{n}": torch.full((300,), float(mark + n)) for n in range(3)},
+        "p": {"mark": mark},
+    }
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -32,7 +44,9 @@ def mark_of(storage):
     """Step and mark of what `latest` loads, every tensor looked at."""
     report = CheckpointManager(storage, run_id="run").load(live := state(-1))
     mark = report.values["p"]["mark"]
-    assert [set(live["m"][f"w{n}"].tolist()) for n in range(3)] == [{float(mark + n)} for n in range(3)]
+    assert [set(live["m"][f"w{n}"].tolist()) for n in range(3)] == [
+        {float(mark + n)} for n in range(3)
+    ]
     return report.step, mark
 
 
@@ -41,7 +55,9 @@ def check_whole(storage, steps):
     manager = CheckpointManager(storage, run_id="run")
     expected = {info.name: {*info.manifest.files, MANIFEST_NAME} for info in manager.list()}
     assert [*expected] == [f"checkpoint-{step}" for step in steps]
-    assert {entry.name: {file.name for file in storage.list(entry.name)} for entry in storage.list()} == expected
+    assert {
+        entry.name: {file.name for file in storage.list(entry.name)} for entry in storage.list()
+    } == expected
     assert all(manager.verify(step) == [] for step in steps)
 
 
@@ -56,8 +72,13 @@ def test_latest_never_shows_what_is_not_committed(new_storage, overwrite):
         faults, events = FaultStorage(storage), Kinds()
         step = 10 if overwrite else 20
         with CheckpointManager(
-            faults, run_id="run", keep=KeepLast(1), io_threads=1, drain_timeout=20, on_event=events.append
-        ) as ckpt:  # fmt: skip
+            faults,
+            run_id="run",
+            keep=KeepLast(1),
+            io_threads=1,
+            drain_timeout=20,
+            on_event=events.append,
+        ) as ckpt:
             gate = faults.block(at, kind=WRITE_OPERATIONS)
             handle = ckpt.save_async(step, state(20), overwrite=overwrite)
             more = reached(gate, handle)
@@ -66,7 +87,8 @@ def test_latest_never_shows_what_is_not_committed(new_storage, overwrite):
             if more:
                 assert not handle.done()
             if overwrite and not infos:
-                # An object store has nothing between the withdrawal of the old manifest and the new one's put.
+                # An object store has nothing between the withdrawal of the old manifest and the new
+                # one's put.
                 assert not storage.atomic_rename
                 seen.add("none")
             else:
@@ -85,7 +107,9 @@ def test_latest_never_shows_what_is_not_committed(new_storage, overwrite):
         assert (20, True, 1) in seen
     else:
         assert (20, True, 2) in seen  # ... and committed while the old one is being deleted
-    print(f"\n{storage.url[:8]}: held at {at - 1} operations in turn; seen {sorted(map(str, seen))}")
+    print(
+        f"\n{storage.url[:8]}: held at {at - 1} operations in turn; seen {sorted(map(str, seen))}"
+    )
     assert at > 8
 
 
@@ -107,7 +131,8 @@ def reached(gate, handle):
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 @pytest.mark.parametrize("keep", [None, KeepLast(1)], ids=["all", "last"])
 def test_b48_a_failure_at_every_operation(new_storage, error, keep):
-    """The older one loads, nothing of the attempt stays, the next save works. After the commit: a warning at most."""
+    """The older one loads, nothing of the attempt stays, the next save works. After the commit: a
+    warning at most."""
     at, more, outcomes = 0, True, []
     while more:
         at += 1
@@ -131,7 +156,9 @@ def test_b48_a_failure_at_every_operation(new_storage, error, keep):
                 assert failed.errno == error and events == []
                 outcomes.append("raised")
             except AsyncSaveError as failed:
-                assert type(failed.__cause__) is (NoSpace if error == errno.ENOSPC else StorageError)
+                assert type(failed.__cause__) is (
+                    NoSpace if error == errno.ENOSPC else StorageError
+                )
                 assert (failed.step, failed.__cause__.errno) == (20, error)
                 assert error != errno.ENOSPC or failed.__cause__.needed >= 3 * 300 * 4
                 outcomes.append("failed")
@@ -141,7 +168,9 @@ def test_b48_a_failure_at_every_operation(new_storage, error, keep):
             assert ckpt.failed_steps == () and mark_of(storage) == (20, 20)
             assert len(told) <= 1
         else:
-            assert "committed" not in events and events[-1:] == (["failed"] if outcomes[-1] == "failed" else [])
+            assert "committed" not in events and events[-1:] == (
+                ["failed"] if outcomes[-1] == "failed" else []
+            )
             assert ckpt.failed_steps == ((20,) if outcomes[-1] == "failed" else ())
             assert mark_of(storage) == (10, 10) and told == []
             check_whole(storage, [10])

@@ -1,4 +1,5 @@
-"""B16: a save that fails in the background is told of once, wherever the program looks next; nothing of it stays."""
+"""B16: a save that fails in the background is told of once, wherever the program looks next;
+nothing of it stays."""
 
 import errno
 import threading
@@ -50,10 +51,16 @@ def check_told(error, step=20):
 
 def test_b16_the_next_save_raises_and_nothing_was_purged_meanwhile(tmp_path):
     faults, events = FaultStorage(open_storage(tmp_path)), []
-    with CheckpointManager(faults, keep=KeepLast(1), on_event=lambda e: events.append((e.kind, e.step))) as ckpt:
+    with CheckpointManager(
+        faults, keep=KeepLast(1), on_event=lambda e: events.append((e.kind, e.step))
+    ) as ckpt:
         assert ckpt.save_async(10, state(10)).result(30).step == 10
         failing(ckpt, faults)
-        assert ("queued", 20) in events and ("failed", 20) in events and ("committed", 20) not in events
+        assert (
+            ("queued", 20) in events
+            and ("failed", 20) in events
+            and ("committed", 20) not in events
+        )
         with pytest.raises(AsyncSaveError) as caught:
             ckpt.save_async(30, state(30))
         check_told(caught.value)
@@ -65,16 +72,27 @@ def test_b16_the_next_save_raises_and_nothing_was_purged_meanwhile(tmp_path):
         assert ckpt.failed_steps == (20,)
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-30"]
     assert events == [
-        ("queued", 10), ("staged", 10), ("committed", 10), ("queued", 20), ("staged", 20), ("failed", 20),
-        ("queued", 30), ("staged", 30), ("committed", 30), ("deleted", 10),
-    ]  # fmt: skip
+        ("queued", 10),
+        ("staged", 10),
+        ("committed", 10),
+        ("queued", 20),
+        ("staged", 20),
+        ("failed", 20),
+        ("queued", 30),
+        ("staged", 30),
+        ("committed", 30),
+        ("deleted", 10),
+    ]
 
 
 def test_b16_with_warnings_training_ends_and_the_result_says_what_failed(tmp_path):
     faults, committed = FaultStorage(open_storage(tmp_path)), []
     with CheckpointManager(
-        faults, keep=KeepLast(1), on_error="warn", on_event=lambda e: committed.append(e.step) if e.kind == "committed" else None
-    ) as ckpt:  # fmt: skip
+        faults,
+        keep=KeepLast(1),
+        on_error="warn",
+        on_event=lambda e: committed.append(e.step) if e.kind == "committed" else None,
+    ) as ckpt:
         ckpt.save_async(10, state(10))
         assert ckpt.wait(30)
         failing(ckpt, faults)
@@ -130,14 +148,17 @@ def test_b16_told_once(tmp_path, place, when_busy):
         assert mark_of(ckpt, 30) == (30, 30.0)
     ckpt.close()
     ckpt.close()
-    with pytest.raises(AsyncSaveError) as again:  # whoever asks for this very save is told every time
+    with pytest.raises(
+        AsyncSaveError
+    ) as again:  # whoever asks for this very save is told every time
         handle.result(30)
     check_told(again.value)
     assert ckpt.failed_steps == (20,)
 
 
 def test_loading_is_no_place_to_be_told_of_a_save(tmp_path):
-    """Restoring after a failure is the sensible thing to do; the failure is told at the next save all the same."""
+    """Restoring after a failure is the sensible thing to do; the failure is told at the next save
+    all the same."""
     faults = FaultStorage(open_storage(tmp_path))
     with CheckpointManager(faults) as ckpt:
         ckpt.save(10, state(10))
@@ -165,7 +186,8 @@ def test_what_can_be_told_at_once_is_raised_by_save_async(tmp_path):
 
 
 def test_a_warning_of_the_background_is_told_by_whoever_looks(tmp_path):
-    """A deletion that fails is a warning of the caller's thread, once, and the save has succeeded."""
+    """A deletion that fails is a warning of the caller's thread, once, and the save has
+    succeeded."""
     faults = FaultStorage(open_storage(tmp_path))
     with CheckpointManager(faults, keep=KeepLast(1)) as ckpt:
         ckpt.save(10, state(10))
@@ -185,14 +207,19 @@ SIZE = 3
 
 
 def parts(comm, mark):
-    return [StateComponent("own", {"x": torch.full((4,), float(mark + comm.rank))}, SharingPattern.PER_RANK)]
+    return [
+        StateComponent(
+            "own", {"x": torch.full((4,), float(mark + comm.rank))}, SharingPattern.PER_RANK
+        )
+    ]
 
 
 @pytest.mark.parametrize("asks", [None, 0, 1, 2], ids=["none", "0", "1", "2"])
 @pytest.mark.parametrize("place", ["save", "save_async", "prewarm"])
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])
 def test_b16_all_ranks_are_told_even_if_one_asked_before(tmp_path, asks, place, when_busy):
-    """Rank 1's disk failed; rank `asks` has looked at its handle; the next save raises on all, and the one after works."""
+    """Rank 1's disk failed; rank `asks` has looked at its handle; the next save raises on all, and
+    the one after works."""
     meet = threading.Barrier(SIZE, timeout=30)
 
     def program(comm):
@@ -211,21 +238,26 @@ def test_b16_all_ranks_are_told_even_if_one_asked_before(tmp_path, asks, place, 
         meet.wait()
         faults.clear()
         call = {
-            "save": lambda: ckpt.save(30, parts(comm, 30)), "save_async": lambda: ckpt.save_async(30, parts(comm, 30)),
+            "save": lambda: ckpt.save(30, parts(comm, 30)),
+            "save_async": lambda: ckpt.save_async(30, parts(comm, 30)),
             "prewarm": lambda: ckpt.prewarm(parts(comm, 30)),
-        }[place]  # fmt: skip
+        }[place]
         try:
             call()
         except AsyncSaveError as error:
             told.append(error)
         assert len(told) == 1 + (asks == comm.rank)
         for error in told:
-            assert error.step == 20 and "rank 1: " in str(error) and "Input/output error" in str(error)
+            assert (
+                error.step == 20 and "rank 1: " in str(error) and "Input/output error" in str(error)
+            )
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-10"]
         meet.wait()
         assert ckpt.save_async(40, parts(comm, 40)).result(30).step == 40
         live = parts(comm, -100)
-        assert ckpt.load(live).step == 40 and live[0].stateful["x"].tolist() == [40.0 + comm.rank] * 4
+        assert (
+            ckpt.load(live).step == 40 and live[0].stateful["x"].tolist() == [40.0 + comm.rank] * 4
+        )
         assert ckpt.failed_steps == (20,)
         ckpt.close()
         return True
@@ -248,7 +280,9 @@ def test_b16_every_rank_is_told_by_itself(tmp_path, place):
 
     errors = run_ranks(SIZE, program)
     assert len({str(error) for error in errors}) == 1
-    assert [error.causes for error in errors] == [errors[0].causes] * SIZE and list(errors[0].causes) == [2]
+    assert [error.causes for error in errors] == [errors[0].causes] * SIZE and list(
+        errors[0].causes
+    ) == [2]
     assert [type(error.__cause__) for error in errors] == [StorageError] * SIZE
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,5 @@
-"""Forked children while a save is in flight: a child has none of the threads, so it must leave the save alone."""
+"""Forked children while a save is in flight: a child has none of the threads, so it must leave the
+save alone."""
 
 import pytest
 
@@ -55,7 +56,9 @@ def check(root, done, says=""):
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
 def test_a_child_may_not_save(tmp_path, run_script, when_busy):
     """It says so at once: there is no thread in the child that would ever finish a save."""
-    code = START + """
+    code = (
+        START
+        + """
 def work():
     print("save", refused(lambda: ckpt.save(20, state(20))))
     print("save_async", refused(lambda: ckpt.save_async(20, state(20))))
@@ -64,9 +67,12 @@ def work():
     print("result", refused(lambda: handle.result(0.1)))
     print("done", handle.done(), "wait", ckpt.wait(0.1), [info.step for info in ckpt.list()])
 print(child(work), flush=True)
-""" + END  # fmt: skip
+"""
+        + END
+    )
     says = (
-        "save InvalidState\nsave_async InvalidState\nprewarm InvalidState\nload InvalidState\nresult AsyncSaveError\n"
+        "save InvalidState\nsave_async InvalidState\nprewarm InvalidState\nload "
+        "InvalidState\nresult AsyncSaveError\n"
     )
     done = run_script(code, tmp_path / "run", when_busy)
     check(tmp_path / "run", done, says + "done False wait True [1]\n0\n")
@@ -74,17 +80,30 @@ print(child(work), flush=True)
 
 @pytest.mark.parametrize("when_busy", ["skip", "raise"])
 def test_a_child_may_not_save_when_nothing_is_in_flight_either(tmp_path, run_script, when_busy):
-    code = START.replace("gate.wait_reached()", "gate.open()\nckpt.wait(30)") + """
+    code = (
+        START.replace("gate.wait_reached()", "gate.open()\nckpt.wait(30)")
+        + """
 print(child(lambda: print("save_async", refused(lambda: ckpt.save_async(20, state(20)).result(5)))), flush=True)
 print(ckpt.save(8, state(8)).step, ckpt.save_async(9, state(9)).result(30).step)
-"""  # fmt: skip
+"""
+    )
     done = run_script(code, tmp_path / "run", when_busy)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "save_async InvalidState\n0\n8 9\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "save_async InvalidState\n0\n8 9\n",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
     "work",
-    ["pass", "ckpt.close()", "ckpt.__exit__(None, None, None)", "os._exit(0)", "globals().pop('ckpt')"],
+    [
+        "pass",
+        "ckpt.close()",
+        "ckpt.__exit__(None, None, None)",
+        "os._exit(0)",
+        "globals().pop('ckpt')",
+    ],
     ids=["end", "close", "with", "_exit", "forget"],
 )
 def test_what_a_child_ends_with_does_nothing_to_the_save(tmp_path, run_script, work):
@@ -94,7 +113,9 @@ def test_what_a_child_ends_with_does_nothing_to_the_save(tmp_path, run_script, w
 
 def test_a_manager_of_its_own_in_the_child(tmp_path, run_script):
     """The child may save, and fail, as any program does; what it ends with is its own."""
-    code = START + """
+    code = (
+        START
+        + """
 def good():
     own = CheckpointManager(root + "-child")
     print(own.save_async(20, state(20)).result(30).step)
@@ -104,15 +125,25 @@ def bad():
     storage.fail(kind="write_at")
     CheckpointManager(storage).save_async(20, state(20))
 print(child(good), child(bad), flush=True)
-""" + END  # fmt: skip
+"""
+        + END
+    )
     done = run_script(code, tmp_path / "run", "wait")
-    assert "the save of step 20 in the background failed" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        "the save of step 20 in the background failed" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
     check(tmp_path / "run", done._replace(stderr=""), "20\n0 1\n")
-    assert sorted(entry.name for entry in (tmp_path / "run-child").iterdir()) == ["checkpoint-20", "checkpoint-21"]
+    assert sorted(entry.name for entry in (tmp_path / "run-child").iterdir()) == [
+        "checkpoint-20",
+        "checkpoint-21",
+    ]
 
 
 def test_workers_of_a_data_loader(tmp_path, run_script):
-    code = START + """
+    code = (
+        START
+        + """
 class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 8
@@ -124,6 +155,8 @@ process = multiprocessing.get_context("fork").Process(target=lambda: ckpt.close(
 process.start()
 process.join(30)
 print(process.exitcode, flush=True)
-""" + END  # fmt: skip
+"""
+        + END
+    )
     says = "[[0, 1], [2, 3], [4, 5], [6, 7]]\n0\n"
     check(tmp_path / "run", run_script(code, tmp_path / "run", "wait"), says)

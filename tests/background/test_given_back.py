@@ -1,5 +1,5 @@
-"""What a copy from an accelerator holds goes back whatever becomes of it. Stand-ins take the place of the accelerator here;
-tests/gpu has the real one."""
+"""What a copy from an accelerator holds goes back whatever becomes of it. Stand-ins take the place
+of the accelerator here; tests/gpu has the real one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ def no_fences() -> Iterator[None]:
 
 
 def nothing_held(copy: DeviceCopy) -> bool:
-    return copy not in devices._fences and not copy.sources and not copy.snapshot and copy.ended.is_set()
+    return (
+        copy not in devices._fences
+        and not copy.sources
+        and not copy.snapshot
+        and copy.ended.is_set()
+    )
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the device has failed"), KeyboardInterrupt()])
@@ -73,7 +78,10 @@ def test_copies_of_the_other_devices_go_back_when_one_cannot_begin(
         return begun[0]
 
     monkeypatch.setattr(devices, "DeviceCopy", begin)
-    items = [(torch.ones(1), lambda: torch.ones(1)), (torch.ones(1, device="meta"), lambda: torch.ones(1))]
+    items = [
+        (torch.ones(1), lambda: torch.ones(1)),
+        (torch.ones(1, device="meta"), lambda: torch.ones(1)),
+    ]
     with pytest.raises(type(error)):
         start_copies(items, "auto")
     assert nothing_held(begun[0])

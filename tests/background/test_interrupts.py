@@ -1,4 +1,5 @@
-"""Ctrl-C, or any other way out, in the middle of `save_async`: nobody waits for a save that never began."""
+"""Ctrl-C, or any other way out, in the middle of `save_async`: nobody waits for a save that never
+began."""
 
 import os
 import signal
@@ -78,12 +79,17 @@ def test_a_watcher_that_is_interrupted(tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_on_one_rank_of_several(tmp_path, monkeypatch, victim):
-    """The others are not left waiting for the part of a rank that will not come: the save fails on all of them."""
+    """The others are not left waiting for the part of a rank that will not come: the save fails on
+    all of them."""
     interrupted_once(monkeypatch, KeyboardInterrupt(), victim)
     meet, on_time = threading.Barrier(3, timeout=40), []
 
     def program(comm):
-        own = [StateComponent("own", {"x": torch.full((8,), float(comm.rank))}, SharingPattern.PER_RANK)]
+        own = [
+            StateComponent(
+                "own", {"x": torch.full((8,), float(comm.rank))}, SharingPattern.PER_RANK
+            )
+        ]
         ckpt = CheckpointManager(tmp_path, comm=comm, drain_timeout=5)
         if comm.rank == victim:
             with pytest.raises(KeyboardInterrupt):

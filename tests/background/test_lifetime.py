@@ -1,4 +1,5 @@
-"""The end of the program, of a `with` block, of the manager: a pending save is never dropped, and never holds up the end."""
+"""The end of the program, of a `with` block, of the manager: a pending save is never dropped, and
+never holds up the end."""
 
 import gc
 import signal
@@ -22,7 +23,8 @@ faults = FaultStorage(open_storage(root))
 def state(mark):
     return {"m": {"w": torch.full((1000,), float(mark))}}
 """
-# The program goes on to its end while the disk is slow: what it saved is there, though it never closed the manager.
+# The program goes on to its end while the disk is slow: what it saved is there, though it never
+# closed the manager.
 SLOW = 'faults.delay(0.03, kind=("create", "write_at", "close"))\n'
 FAILS = 'faults.fail(kind="write_at", path="*.safetensors")\n'
 SAVE = "ckpt = CheckpointManager(faults)\nckpt.save_async(7, state(7))\n"
@@ -39,7 +41,10 @@ ENDS = {
     "sys.exit()": ("sys.exit()", 0),
     "sys.exit(3)": ("sys.exit(3)", 3),
     "the manager is forgotten": ("del ckpt\nimport gc\ngc.collect()", 0),
-    "in a function": ("def main():\n    CheckpointManager(root + '/b').save_async(8, state(8))\nmain()", 0),
+    "in a function": (
+        "def main():\n    CheckpointManager(root + '/b').save_async(8, state(8))\nmain()",
+        0,
+    ),
 }
 
 
@@ -67,19 +72,26 @@ Saves._finish = and_more
 
 
 @pytest.mark.parametrize("end", ["", "ckpt.close()"], ids=["end", "close"])
-def test_no_thread_is_in_the_middle_of_something_when_the_interpreter_goes(tmp_path, run_script, end):
-    """A thread that comes back from C++ code into an interpreter that is gone aborts the process (SIGABRT)."""
+def test_no_thread_is_in_the_middle_of_something_when_the_interpreter_goes(
+    tmp_path, run_script, end
+):
+    """A thread that comes back from C++ code into an interpreter that is gone aborts the process
+    (SIGABRT)."""
     done = run_script(START + BUSY_TO_THE_END + SAVE + end, tmp_path / "run")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     check_committed(tmp_path / "run")
 
 
-@pytest.mark.parametrize("programs", [6, pytest.param(300, marks=[pytest.mark.stress, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "programs", [6, pytest.param(300, marks=[pytest.mark.stress, pytest.mark.timeout(900)])]
+)
 def test_programs_end_in_order(tmp_path, run_script, programs):
     """The same, left to chance: large and small states, with and without a word of farewell."""
     for number in range(programs):
         items = (1000, 3_000_000)[number % 2]
-        code = START.replace("1000", str(items)) + SAVE + ("", "ckpt.close()", "del ckpt")[number % 3]
+        code = (
+            START.replace("1000", str(items)) + SAVE + ("", "ckpt.close()", "del ckpt")[number % 3]
+        )
         done = run_script(code, tmp_path / f"{number}")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), number
         check_committed(tmp_path / f"{number}")
@@ -92,13 +104,19 @@ def test_b16_the_last_save_failed(tmp_path, run_script, end):
     done = run_script(START + SLOW + FAILS + SAVE + "print('trained')\n" + end, tmp_path / "run")
     assert done.returncode == 1
     assert done.stdout == "trained\n"
-    assert "the save of step 7 in the background failed" in done.stderr and "Input/output error" in done.stderr
+    assert (
+        "the save of step 7 in the background failed" in done.stderr
+        and "Input/output error" in done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_b16_the_last_save_failed_and_was_told_of(tmp_path, run_script):
-    told = "try:\n    ckpt.wait()\nexcept Exception as error:\n    print(type(error).__name__, error.step)\n"
+    told = (
+        "try:\n    ckpt.wait()\nexcept Exception as error:\n    print(type(error).__name__, "
+        "error.step)\n"
+    )
     done = run_script(START + FAILS + SAVE + told, tmp_path / "run")
     assert (done.returncode, done.stdout, done.stderr) == (0, "AsyncSaveError 7\n", "")
 
@@ -107,16 +125,28 @@ def test_b16_the_last_save_failed_and_only_warns(tmp_path, run_script):
     save = SAVE.replace("(faults)", "(faults, on_error='warn')")
     done = run_script(START + FAILS + save, tmp_path / "run")
     assert done.returncode == 0
-    assert done.stderr.count("\n") == 1 and "the save of step 7 in the background failed" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and "the save of step 7 in the background failed" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_exception_that_nobody_caught_has_the_last_word(tmp_path, run_script, fails):
-    code = START + SLOW + (FAILS if fails else "") + SAVE + "raise ZeroDivisionError('of the training')\n"
+    code = (
+        START
+        + SLOW
+        + (FAILS if fails else "")
+        + SAVE
+        + "raise ZeroDivisionError('of the training')\n"
+    )
     done = run_script(code, tmp_path / "run")
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback (most recent call last):\n")
-    assert done.stderr.count("Traceback") == 1 and "ZeroDivisionError: of the training\n" in done.stderr
+    assert (
+        done.stderr.count("Traceback") == 1
+        and "ZeroDivisionError: of the training\n" in done.stderr
+    )
     after = done.stderr.partition("ZeroDivisionError: of the training\n")[2]
     assert after.count("\n") == fails and ("in the background failed" in after) == fails
     if not fails:
@@ -158,10 +188,16 @@ def test_the_context_in_this_process(tmp_path):
 
 
 def test_ctrl_c_while_a_save_is_pending(tmp_path, run_script):
-    code = SLOW + SAVE + "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    code = (
+        SLOW
+        + SAVE
+        + "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
     done = run_script(START + code, tmp_path / "run")
     assert done.returncode == -signal.SIGINT
-    assert done.stderr.rstrip().endswith("KeyboardInterrupt") and done.stderr.count("Traceback") == 1
+    assert (
+        done.stderr.rstrip().endswith("KeyboardInterrupt") and done.stderr.count("Traceback") == 1
+    )
     check_committed(tmp_path / "run")
 
 
@@ -172,20 +208,33 @@ STUCK = "gate = faults.block(kind='write_at')\n"
     ("end", "code", "says"),
     [
         ("", 1, "ckptcore: the save of step 7 has not ended after 0.2 s\n"),
-        ("ckpt.close()", 1, "AsyncSaveError: the save of step 7 has not ended after 0.2 s and is given up\n"),
-        ("with ckpt: pass", 1, "AsyncSaveError: the save of step 7 has not ended after 0.2 s and is given up\n"),
+        (
+            "ckpt.close()",
+            1,
+            "AsyncSaveError: the save of step 7 has not ended after 0.2 s and is given up\n",
+        ),
+        (
+            "with ckpt: pass",
+            1,
+            "AsyncSaveError: the save of step 7 has not ended after 0.2 s and is given up\n",
+        ),
         ("raise ZeroDivisionError", 1, "ckptcore: the save of step 7 has not ended after 0.2 s\n"),
     ],
     ids=["end", "close", "with", "exception"],
 )
 def test_a_stuck_disk_holds_up_nobody(tmp_path, run_script, end, code, says):
-    """The disk never answers again; the program ends all the same (within the deadline of the test), and not with 0."""
+    """The disk never answers again; the program ends all the same (within the deadline of the
+    test), and not with 0."""
     save = SAVE.replace("(faults)", "(faults, drain_timeout=0.2)")
-    done = run_script(START + STUCK + save + "gate.wait_reached()\n" + end, tmp_path / "run", timeout=30)
+    done = run_script(
+        START + STUCK + save + "gate.wait_reached()\n" + end, tmp_path / "run", timeout=30
+    )
     assert done.returncode == code
     assert done.stderr.endswith(says)
     assert ("ZeroDivisionError" in done.stderr) == ("Zero" in end)
-    assert [entry.name.partition(".")[0] for entry in (tmp_path / "run").iterdir()] == ["checkpoint-7"]
+    assert [entry.name.partition(".")[0] for entry in (tmp_path / "run").iterdir()] == [
+        "checkpoint-7"
+    ]
 
 
 def test_close_is_bounded_and_what_is_given_up_is_not_told_again(tmp_path):
@@ -219,7 +268,9 @@ def test_a_manager_that_nobody_holds_any_more(tmp_path):
     assert handle.result(30).step == 7
     check_committed(tmp_path)
     deadline = time.monotonic() + 20
-    while (gone() or pool() or {t.name for t in threading.enumerate()} - before) and time.monotonic() < deadline:
+    while (
+        gone() or pool() or {t.name for t in threading.enumerate()} - before
+    ) and time.monotonic() < deadline:
         gc.collect()
     assert gone() is None and pool() is None
     assert not {thread.name for thread in threading.enumerate()} - before
@@ -236,7 +287,10 @@ def test_two_managers_at_once(tmp_path):
     held = first.save_async(7, {"m": {"w": torch.full((1000,), 7.0)}})
     gate.wait_reached(20)
     for step in (1, 2, 3):
-        assert second.save_async(step, {"m": {"w": torch.full((1000,), float(step))}}).result(30).step == step
+        assert (
+            second.save_async(step, {"m": {"w": torch.full((1000,), float(step))}}).result(30).step
+            == step
+        )
     second.close()
     assert not held.done()
     gate.open()

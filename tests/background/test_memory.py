@@ -1,4 +1,5 @@
-"""What saves in the background cost: one copy of the state, taken once, however many saves there are."""
+"""What saves in the background cost: one copy of the state, taken once, however many saves there
+are."""
 
 import json
 import shutil
@@ -21,7 +22,8 @@ def forget_peak():
         file.write("5")
 
 root, mib, saves, warm = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
-model = {f"w{n}": torch.zeros(mib * 1024 * 16) for n in range(15)}  # of 1/16 each, and many small ones
+# of 1/16 each, and many small ones
+model = {f"w{n}": torch.zeros(mib * 1024 * 16) for n in range(15)}
 model |= {f"s{n}": torch.zeros(mib * 16) for n in range(1000)}
 model["rest"] = torch.zeros(mib * 16 * 24)
 step = torch.tensor(0)
@@ -54,7 +56,9 @@ print(json.dumps({"resident": resident, "peaks": peaks, "right": after, "closed"
 @pytest.fixture
 def quick_root():
     """A folder in memory where there is one: what counts here is not the disk."""
-    folder = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None, prefix="ckptcore-test-")
+    folder = tempfile.mkdtemp(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None, prefix="ckptcore-test-"
+    )
     yield Path(folder) / "run"
     shutil.rmtree(folder)
 
@@ -75,8 +79,12 @@ def test_memory_is_one_copy_and_stays_so(quick_root, run_script, mib, saves, war
     assert abs(state - mib * MIB) < MIB and found["right"] == [True, True]
     peak, resident = max(found["peaks"]), found["resident"]
     first, last = max(resident[:10]), max(resident[-10:])
-    print(f"\nstate {state / MIB:.1f} MiB, {saves} saves: peak {peak / MIB:.1f} MiB above the baseline, "
-          f"resident {first / MIB:.1f} (first 10), {last / MIB:.1f} (last 10), {found['closed'] / MIB:.1f} when closed")  # fmt: skip
+    print(
+        f"\nstate {state / MIB:.1f} MiB, {saves} saves: peak {peak / MIB:.1f} MiB above the "
+        "baseline, "
+        f"resident {first / MIB:.1f} (first 10), {last / MIB:.1f} (last 10), "
+        f"{found['closed'] / MIB:.1f} when closed"
+    )
     assert peak <= state * 1.05 + 96 * MIB
     assert abs(last - first) <= 8 * MIB
     assert max(found["peaks"][-10:]) - max(found["peaks"][:10]) <= 8 * MIB

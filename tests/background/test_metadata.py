@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from ckptcore import CheckpointManager, SharingPattern, StateComponent, open_checkpoint, open_storage
+from ckptcore import (
+    CheckpointManager,
+    SharingPattern,
+    StateComponent,
+    open_checkpoint,
+    open_storage,
+)
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.ranks import run_ranks
 
@@ -46,7 +52,8 @@ def test_metadata_and_metrics_are_those_of_the_call(tmp_path):
 
 
 def test_a_list_that_grows_with_every_save(tmp_path):
-    """As a training that keeps its history would do it: each checkpoint has what there was at its step."""
+    """As a training that keeps its history would do it: each checkpoint has what there was at its
+    step."""
     faults, history = FaultStorage(open_storage(tmp_path)), []
     faults.delay(0.01, kind=("create", "close"))
     component = StateComponent("m", {"w": torch.ones(9)}, metadata={"history": history})
@@ -79,7 +86,11 @@ def test_on_several_ranks(tmp_path, rank):
 
     def program(comm):
         faults, metadata, of_component = FaultStorage(open_storage(tmp_path)), told(), told()
-        own = [StateComponent("own", {"x": torch.ones(4)}, SharingPattern.PER_RANK, metadata=of_component)]
+        own = [
+            StateComponent(
+                "own", {"x": torch.ones(4)}, SharingPattern.PER_RANK, metadata=of_component
+            )
+        ]
         with CheckpointManager(faults, comm=comm, drain_timeout=20) as ckpt:
             gate = faults.block(kind="write_at")
             handle = ckpt.save_async(1, own, metadata=metadata)

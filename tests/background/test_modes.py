@@ -14,7 +14,9 @@ def test_b50_files_and_folders_follow_the_umask(tmp_path, mask, folder, file):
     before = os.umask(mask)
     try:
         with CheckpointManager(tmp_path / "run") as ckpt:
-            ckpt.save_async(1, {"model": {"w": torch.ones(1000)}, "progress": {"step": 1}}).result(60)
+            ckpt.save_async(1, {"model": {"w": torch.ones(1000)}, "progress": {"step": 1}}).result(
+                60
+            )
         after = os.umask(mask)
     finally:
         os.umask(before)

@@ -1,5 +1,5 @@
-"""A save starts no process: a data loader's worker that is forked meanwhile would hold its pipes open, and the save would
-wait for them for as long as the worker lives."""
+"""A save starts no process: a data loader's worker that is forked meanwhile would hold its pipes
+open, and the save would wait for them for as long as the worker lives."""
 
 from __future__ import annotations
 

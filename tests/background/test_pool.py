@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from ckptcore import CheckpointManager, SharingPattern, StateComponent, ValidationLevel, open_storage
+from ckptcore import (
+    CheckpointManager,
+    SharingPattern,
+    StateComponent,
+    ValidationLevel,
+    open_storage,
+)
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.ranks import run_ranks
 
@@ -12,7 +18,10 @@ MIB = 1 << 20
 
 
 def state(mark, items=50_000):
-    return {"m": {f"w{n}": torch.full((items + n,), float(mark)) for n in range(3)}, "o": {"step": torch.tensor(mark)}}
+    return {
+        "m": {f"w{n}": torch.full((items + n,), float(mark)) for n in range(3)},
+        "o": {"step": torch.tensor(mark)},
+    }
 
 
 def block(ckpt):
@@ -91,14 +100,17 @@ def test_prewarm_starts_the_threads(tmp_path):
     ],
 )
 def test_prewarm_on_several_ranks(tmp_path, sharded_part, monkeypatch, pattern, level):
-    """What a rank keeps depends on what it writes and on how closely replicas are compared: the pool is for all of it."""
+    """What a rank keeps depends on what it writes and on how closely replicas are compared: the
+    pool is for all of it."""
     monkeypatch.setattr("ckptcore.saving.plan.MIN_SHARE_BYTES", 1)
     group = "dp" if pattern is PATTERNS.PER_GROUP else None
 
     def program(comm):
         live = sharded_part(comm.rank, 4, 1) if pattern is PATTERNS.SHARDED else state(1)["m"]
         declared = [StateComponent("m", live, pattern, group, validation_level=level or "QUICK")]
-        with CheckpointManager(tmp_path, comm=comm, process_groups={"dp": [[0, 2], [1, 3]]}) as ckpt:
+        with CheckpointManager(
+            tmp_path, comm=comm, process_groups={"dp": [[0, 2], [1, 3]]}
+        ) as ckpt:
             ckpt.prewarm(declared)
             warm = block(ckpt)
             found = set()
@@ -110,12 +122,15 @@ def test_prewarm_on_several_ranks(tmp_path, sharded_part, monkeypatch, pattern, 
     results = run_ranks(4, program)
     assert [found for _, found in results] == [{warm} for warm, _ in results]
     whole = sum(t.nbytes for t in state(1)["m"].values())
-    # A block is as long as its bytes, up to the next multiple of 64, with as much before each tensor that is in no file.
+    # A block is as long as its bytes, up to the next multiple of 64, with as much before each
+    # tensor that is in no file.
     sizes = [size for (_, size), _ in results]
     assert all(size % 64 == 0 for size in sizes)
     if pattern is PATTERNS.GLOBAL:
         assert sizes == [-(-whole // 64) * 64, 0, 0, 0]
-    elif pattern is PATTERNS.PER_RANK or (level is ValidationLevel.FULL and pattern is not PATTERNS.SHARDED):
+    elif pattern is PATTERNS.PER_RANK or (
+        level is ValidationLevel.FULL and pattern is not PATTERNS.SHARDED
+    ):
         assert all(whole <= size < whole + 4 * 64 for size in sizes)
     elif pattern is PATTERNS.REPLICATED:
         assert whole <= sum(sizes) < whole + 4 * 64

@@ -1,4 +1,5 @@
-"""A job that takes its process group apart while a save is pending: the store, which ends with the group, is still needed."""
+"""A job that takes its process group apart while a save is pending: the store, which ends with the
+group, is still needed."""
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ import torch
 from ckptcore import CheckpointManager, SharingPattern, StateComponent
 from ckptcore.testing.ranks import run_ranks
 
-# Two ranks over gloo, forked from here; rank 0 hosts the store. What they say to each other past it goes through pipes.
+# Two ranks over gloo, forked from here; rank 0 hosts the store. What they say to each other past it
+# goes through pipes.
 JOB = """
 import os, signal, socket, sys, torch
 import torch.distributed as dist
@@ -71,7 +73,9 @@ ENDS = {
 
 
 def check(folder, *steps):
-    assert sorted(entry.name for entry in folder.iterdir()) == [f"checkpoint-{step}" for step in steps]
+    assert sorted(entry.name for entry in folder.iterdir()) == [
+        f"checkpoint-{step}" for step in steps
+    ]
 
     def program(comm):
         found = []
@@ -86,7 +90,9 @@ def check(folder, *steps):
 
 
 @pytest.mark.parametrize(
-    ("held", "end"), [((0, 1), "nothing"), ((1,), "nothing"), ((1,), "close"), ((0, 1), "save")], ids=str
+    ("held", "end"),
+    [((0, 1), "nothing"), ((1,), "nothing"), ((1,), "close"), ((0, 1), "save")],
+    ids=str,
 )
 def test_a_pending_save_is_committed_all_the_same(tmp_path, run_script, held, end):
     """held: the ranks that have something to write yet when both have taken the group apart."""
@@ -97,9 +103,13 @@ def test_a_pending_save_is_committed_all_the_same(tmp_path, run_script, held, en
 
 
 def test_b16_a_save_that_fails_then_is_the_exit_code_of_both(tmp_path, run_script):
-    fails = "    if rank == 1:\n        faults.fail(kind='close', times=None)\n    gate = faults.block"
+    fails = (
+        "    if rank == 1:\n        faults.fail(kind='close', times=None)\n    gate = faults.block"
+    )
     code = "held = (0, 1)\ndef end(ckpt, handle, rank):\n    pass\n"
-    done = run_script(JOB.replace("    gate = faults.block", fails) + code + RUN, tmp_path / "run", timeout=45)
+    done = run_script(
+        JOB.replace("    gate = faults.block", fails) + code + RUN, tmp_path / "run", timeout=45
+    )
     assert (done.returncode, done.stdout) == (0, "[1, 1]\n")
     assert done.stderr.count("ckptcore: the save of step 2 in the background failed: rank 1: ") == 2
     check(tmp_path / "run", 1)

@@ -1,4 +1,5 @@
-"""Saves in the background of real ranks over gloo: training goes on, ranks die, programs fork and end."""
+"""Saves in the background of real ranks over gloo: training goes on, ranks die, programs fork and
+end."""
 
 import json
 import os
@@ -15,7 +16,9 @@ def processes():
     """processes(program, folder, ...): what every rank's program returned, or {"signal": n}."""
     command = [sys.executable, str(Path(__file__).parent / "ranks.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    started = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
 
     def run(program, folder, *, world_size=2, deadline=50, **arguments):
         order = {
@@ -30,7 +33,9 @@ def processes():
         ready, _, _ = select.select([started.stdout], [], [], deadline + 45)
         assert ready, "the process that forks the ranks does not answer"
         answer = json.loads(started.stdout.readline())
-        assert not answer["late"], f"ranks {answer['late']} have not ended; the others: {answer['results']}"
+        assert not answer["late"], (
+            f"ranks {answer['late']} have not ended; the others: {answer['results']}"
+        )
         return {int(rank): result for rank, result in answer["results"].items()}
 
     yield run
@@ -40,12 +45,17 @@ def processes():
 
 @pytest.mark.parametrize(
     ("steps", "seeds"),
-    [(100, [1]), pytest.param(1000, [1, 2, 3], marks=[pytest.mark.stress, pytest.mark.timeout(600)])],
+    [
+        (100, [1]),
+        pytest.param(1000, [1, 2, 3], marks=[pytest.mark.stress, pytest.mark.timeout(600)]),
+    ],
 )
 def test_b34_training_collectives_while_saves_overlap(tmp_path, processes, steps, seeds):
     for seed in seeds:
         folder = tmp_path / str(seed)
-        results = processes("b34_async", folder, steps=steps, seed=seed, deadline=50 if steps < 500 else 180)
+        results = processes(
+            "b34_async", folder, steps=steps, seed=seed, deadline=50 if steps < 500 else 180
+        )
         saved = list(range(0, steps, 10))
         for result in results.values():
             assert result["wrong"] == 0
@@ -71,7 +81,11 @@ def test_a_rank_is_killed_in_the_background(tmp_path, processes, victim):
     assert (other["cause"]["error"], other["cause"]["ranks"]) == ("RankLost", [victim])
     assert "step 2" in other["message"] and f"rank {victim}" in other["message"]
     assert other["seconds"] < 20
-    assert other["events"][-1] == "failed 2" and "committed 2" not in other["events"] and other["failed"] == [2]
+    assert (
+        other["events"][-1] == "failed 2"
+        and "committed 2" not in other["events"]
+        and other["failed"] == [2]
+    )
     assert other["again"]["error"] in ("RankLost", "JoinTimeout")
     assert other["closing"]["error"] is None
     assert other["latest"] == 1
@@ -85,7 +99,8 @@ def test_programs_that_end_without_closing(tmp_path, processes):
 
 
 def test_forked_children_close_what_is_not_theirs(tmp_path, processes):
-    """At once, without a word to the other ranks, and without a byte on the connections of the parent."""
+    """At once, without a word to the other ranks, and without a byte on the connections of the
+    parent."""
     results = processes("forked", tmp_path / "run")
     for result in results.values():
         assert (result["child"], result["steps"]) == (0, [1, 2])

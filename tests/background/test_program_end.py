@@ -1,4 +1,5 @@
-"""The exit code when the last save has failed, whatever else is broken; and what else a program has open then."""
+"""The exit code when the last save has failed, whatever else is broken; and what else a program has
+open then."""
 
 import os
 import signal
@@ -58,13 +59,18 @@ def test_b16_a_failure_is_the_exit_code_even_if_nobody_can_be_told(tmp_path, run
 
 
 def test_a_save_that_is_committed_is_no_failure_then(tmp_path, run_script):
-    done = run_script(START + SAVE.replace("True", "False") + BROKEN["both are closed"], tmp_path / "run")
+    done = run_script(
+        START + SAVE.replace("True", "False") + BROKEN["both are closed"], tmp_path / "run"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     check_committed(tmp_path / "run")
 
 
 # As in a session in which something was typed that raised, long before.
-STALE = "import code\ncode.InteractiveConsole().runsource('1/0')\nassert type(sys.last_value) is ZeroDivisionError\n"
+STALE = (
+    "import code\ncode.InteractiveConsole().runsource('1/0')\nassert type(sys.last_value) is "
+    "ZeroDivisionError\n"
+)
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -78,16 +84,21 @@ def test_b16_an_exception_of_before_the_save_ended_no_program(tmp_path, run_scri
 ENDS = {
     "exception": ("raise KeyError('of the training')", 1, "\nKeyError: 'of the training'\n"),
     "Ctrl-C": ("raise KeyboardInterrupt", -signal.SIGINT, "\nKeyboardInterrupt\n"),
-    "hook": ("sys.excepthook = lambda *e: print('hook', *e[:1], file=sys.stderr)\n1/0", 1,
-             "hook <class 'ZeroDivisionError'>\n"),
-}  # fmt: skip
+    "hook": (
+        "sys.excepthook = lambda *e: print('hook', *e[:1], file=sys.stderr)\n1/0",
+        1,
+        "hook <class 'ZeroDivisionError'>\n",
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("end", "stale"), [("exception", False), ("Ctrl-C", False), ("hook", False), ("exception", True)]
+    ("end", "stale"),
+    [("exception", False), ("Ctrl-C", False), ("hook", False), ("exception", True)],
 )
 def test_an_exception_that_nobody_caught_comes_first(tmp_path, run_script, end, stale):
-    """It is what ended the program: its traceback and its exit code, and the failure of the save after it."""
+    """It is what ended the program: its traceback and its exit code, and the failure of the save
+    after it."""
     code, expected, last = ENDS[end]
     done = run_script(START + (STALE if stale else "") + SAVE + code, tmp_path / "run")
     assert done.returncode == expected
@@ -101,7 +112,9 @@ def test_and_stays_the_exit_code_when_nobody_can_be_told(tmp_path, run_script, e
     code, expected, _ = ENDS[end]
     done = run_script(START + SAVE + BROKEN["both are closed"] + code, tmp_path / "run")
     assert (done.returncode, done.stdout) == (expected, "")
-    assert "ckptcore" not in done.stderr  # the interpreter has words of its own, past what is closed
+    assert (
+        "ckptcore" not in done.stderr
+    )  # the interpreter has words of its own, past what is closed
 
 
 # What is open, and not yet in its file, when the program ends.
@@ -123,7 +136,13 @@ closed = open(folder + "/closed.txt", "w")
 closed.close()
 print("to be read by whoever started this")
 """
-FILES = {"metrics.txt": "step 7: 0.5\n", "raw.bin": "seven", "both.bin": "8", "train.log": "trained up to step 7\n", "closed.txt": ""}  # fmt: skip
+FILES = {
+    "metrics.txt": "step 7: 0.5\n",
+    "raw.bin": "seven",
+    "both.bin": "8",
+    "train.log": "trained up to step 7\n",
+    "closed.txt": "",
+}
 
 
 def files(root):
@@ -185,7 +204,8 @@ LEAVE = "\nsys.stdout.flush()\nos._exit(0)\n"  # quick: it is not the parent's e
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_b16_a_child_of_multiprocessing(tmp_path, run_script, fails, end, code):
-    """Its pending save is committed; when that fails the child does, unless it ends with an error anyway."""
+    """Its pending save is committed; when that fails the child does, unless it ends with an error
+    anyway."""
     done = run_script(START + CHILD + f"run({fails}, {end!r})" + LEAVE, tmp_path / "run")
     assert (done.returncode, done.stdout) == (0, f"{code or int(fails)}\n")
     raises = end.startswith("raise")
@@ -198,7 +218,8 @@ def test_b16_a_child_of_multiprocessing(tmp_path, run_script, fails, end, code):
 
 
 def test_a_child_of_a_program_that_has_saved_itself(tmp_path, run_script):
-    """The parent's pending save is not the child's to wait for. Each has its own, and a child's child as well."""
+    """The parent's pending save is not the child's to wait for. Each has its own, and a child's
+    child as well."""
     code = """
 faults = FaultStorage(open_storage(sys.argv[1]))
 gate = faults.block(kind="write_at")
@@ -218,7 +239,9 @@ print(handle.result(20).step)
 
 
 def test_what_a_child_has_open_when_its_save_fails(tmp_path, run_script):
-    code = f"OPEN = {OPEN!r}\n" + CHILD.replace("    save(root", "    exec(OPEN, globals())\n    save(root")
+    code = f"OPEN = {OPEN!r}\n" + CHILD.replace(
+        "    save(root", "    exec(OPEN, globals())\n    save(root"
+    )
     done = run_script(START + code + "run(True, '')" + LEAVE, tmp_path / "run")
     assert (done.returncode, done.stdout) == (0, "to be read by whoever started this\n1\n")
     assert done.stderr.startswith(FAILED)

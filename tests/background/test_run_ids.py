@@ -1,4 +1,5 @@
-"""A run id that was made up before anything was committed must not hide the run that is in the root."""
+"""A run id that was made up before anything was committed must not hide the run that is in the
+root."""
 
 import pytest
 import torch
@@ -26,13 +27,21 @@ def fails(ckpt):
 BEFORE = {
     "prewarm": lambda ckpt: ckpt.prewarm(state(0)),
     "run_id": lambda ckpt: ckpt.run_id,
-    "prewarm, refused": lambda ckpt: refused(UnsupportedValue, lambda: ckpt.prewarm({"m": {"x": object()}})),
+    "prewarm, refused": lambda ckpt: refused(
+        UnsupportedValue, lambda: ckpt.prewarm({"m": {"x": object()}})
+    ),
     "save, taken": lambda ckpt: refused(CheckpointExists, lambda: ckpt.save(5, state(5))),
-    "save_async, taken": lambda ckpt: refused(CheckpointExists, lambda: ckpt.save_async(5, state(5))),
-    "save, unsupported": lambda ckpt: refused(UnsupportedValue, lambda: ckpt.save(6, {"m": {"x": object()}})),
-    "save_async, unsupported": lambda ckpt: refused(UnsupportedValue, lambda: ckpt.save_async(6, {"m": {"x": object()}})),
+    "save_async, taken": lambda ckpt: refused(
+        CheckpointExists, lambda: ckpt.save_async(5, state(5))
+    ),
+    "save, unsupported": lambda ckpt: refused(
+        UnsupportedValue, lambda: ckpt.save(6, {"m": {"x": object()}})
+    ),
+    "save_async, unsupported": lambda ckpt: refused(
+        UnsupportedValue, lambda: ckpt.save_async(6, {"m": {"x": object()}})
+    ),
     "save_async, failed": fails,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -81,7 +90,9 @@ def test_in_an_empty_root_the_id_that_was_read_is_the_one_that_comes(tmp_path, s
         if restores:
             assert ckpt.restore(state(0)).fresh
         assert ckpt.run_id == said
-        info = ckpt.save(1, state(1)) if saves == "save" else ckpt.save_async(1, state(1)).result(30)
+        info = (
+            ckpt.save(1, state(1)) if saves == "save" else ckpt.save_async(1, state(1)).result(30)
+        )
         assert info.run_id == info.manifest.run_id == ckpt.run_id == said
         assert ckpt.save_async(2, state(2)).result(30).run_id == said
         assert [info.step for info in ckpt.list()] == [1, 2]
@@ -92,7 +103,9 @@ def test_who_does_not_restore_begins_a_run_of_its_own(tmp_path, first_run):
         said = ckpt.run_id
         assert said != first_run and ckpt.latest().step == 5
         assert ckpt.save_async(1, state(1)).result(30).run_id == said == ckpt.run_id
-        assert [info.step for info in ckpt.list()] == [1]  # from its first commit on it is this run's manager
+        assert [info.step for info in ckpt.list()] == [
+            1
+        ]  # from its first commit on it is this run's manager
         assert ckpt.restore(live := state(-1)).step == 1 and live["m"]["w"].tolist() == [1.0] * 100
 
 
@@ -105,7 +118,8 @@ def test_an_id_that_was_given_is_the_run_whatever_is_there(tmp_path, first_run):
 
 
 def test_ranks_that_each_made_one_up(tmp_path):
-    """What they read may differ before the first commit; from then on it is rank 0's, and a later job finds the run."""
+    """What they read may differ before the first commit; from then on it is rank 0's, and a later
+    job finds the run."""
 
     def program(comm):
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
@@ -118,7 +132,12 @@ def test_ranks_that_each_made_one_up(tmp_path):
     def later(comm):
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.prewarm(state(0))
-            return ckpt.run_id, ckpt.restore(live := state(-1)).step, ckpt.run_id, set(live["m"]["w"].tolist())
+            return (
+                ckpt.run_id,
+                ckpt.restore(live := state(-1)).step,
+                ckpt.run_id,
+                set(live["m"]["w"].tolist()),
+            )
 
     results = run_ranks(2, program)
     first = results[0][0]

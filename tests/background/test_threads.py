@@ -1,4 +1,5 @@
-"""One manager and several callers: threads that save at the same time, and `save_async` in the middle of itself."""
+"""One manager and several callers: threads that save at the same time, and `save_async` in the
+middle of itself."""
 
 import secrets
 import sys
@@ -9,7 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ckptcore import AsyncSaveError, CheckpointManager, InvalidState, SaveHandle, StateComponent, open_storage
+from ckptcore import (
+    AsyncSaveError,
+    CheckpointManager,
+    InvalidState,
+    SaveHandle,
+    StateComponent,
+    open_storage,
+)
 from ckptcore.testing import FaultStorage
 
 ITEMS = 1 << 20  # four MiB: copying them takes a moment
@@ -31,7 +39,8 @@ def marks(ckpt, step):
 
 
 class Both:
-    """State whose owner tries, once, to be asked for it while the other thread is being asked as well."""
+    """State whose owner tries, once, to be asked for it while the other thread is being asked as
+    well."""
 
     def __init__(self, step, meet):
         self.state, self.meet = state(step), meet
@@ -55,7 +64,9 @@ def in_threads(*calls):
         except BaseException as error:
             found[number] = error
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
+    threads = [
+        threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -81,11 +92,18 @@ def test_two_threads_save_their_own_state(tmp_path, prewarmed):
     with CheckpointManager(tmp_path) as ckpt:
         if prewarmed:
             ckpt.prewarm({"m": state(0)})
-        assert in_threads(lambda: saves(ckpt, 0), lambda: saves(ckpt, 1)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert in_threads(lambda: saves(ckpt, 0), lambda: saves(ckpt, 1)) == [
+            [0, 2, 4, 6],
+            [1, 3, 5, 7],
+        ]
         assert [info.step for info in ckpt.list()] == list(range(8))
-        assert {step: marks(ckpt, step) for step in range(8)} == {step: {float(step)} for step in range(8)}
+        assert {step: marks(ckpt, step) for step in range(8)} == {
+            step: {float(step)} for step in range(8)
+        }
         assert ckpt.failed_steps == ()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in range(8)]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        f"checkpoint-{step}" for step in range(8)
+    ]
 
 
 def test_a_thread_that_comes_while_the_other_save_is_written_waits(tmp_path):
@@ -127,7 +145,9 @@ class Provider:
 @pytest.mark.parametrize("saves", ["save_async", "save"])
 def test_a_save_that_another_thread_began_meanwhile_is_waited_for_and_not_skipped(tmp_path, saves):
     faults, events = FaultStorage(open_storage(tmp_path)), []
-    with CheckpointManager(faults, on_event=lambda e: events.append((e.kind, e.step)), drain_timeout=20) as ckpt:
+    with CheckpointManager(
+        faults, on_event=lambda e: events.append((e.kind, e.step)), drain_timeout=20
+    ) as ckpt:
         gate = faults.block(kind="write_at", path="checkpoint-1*")
 
         def other():
@@ -148,8 +168,13 @@ def test_a_save_that_another_thread_began_meanwhile_is_waited_for_and_not_skippe
 
 
 def test_a_failure_is_told_even_if_another_thread_saved_meanwhile(tmp_path):
-    """The second save waits for the first one to end, and does not take its failure out of sight."""
-    faults, meet, inside = FaultStorage(open_storage(tmp_path)), threading.Barrier(2), threading.Event()
+    """The second save waits for the first one to end, and does not take its failure out of
+    sight."""
+    faults, meet, inside = (
+        FaultStorage(open_storage(tmp_path)),
+        threading.Barrier(2),
+        threading.Event(),
+    )
     faults.fail(kind="write_at", path="checkpoint-1*")
     ckpt = CheckpointManager(faults, drain_timeout=20)
 
@@ -183,7 +208,11 @@ def test_a_look_for_a_failure_does_not_lose_sight_of_a_new_save(tmp_path, monkey
 
         def late(handle):
             found = done(handle)
-            if handle is first and not others and sys._getframe(1).f_code.co_name == "raise_failure":
+            if (
+                handle is first
+                and not others
+                and sys._getframe(1).f_code.co_name == "raise_failure"
+            ):
                 others.append(None)
                 others[:] = in_threads(lambda: ckpt.save_async(2, {"m": state(2)}))
                 gate.wait_reached(20)
@@ -197,7 +226,8 @@ def test_a_look_for_a_failure_does_not_lose_sight_of_a_new_save(tmp_path, monkey
 
 
 def test_threads_that_ask_for_the_run_at_once_hear_of_the_same(tmp_path, monkeypatch):
-    """Or the checkpoints of one manager would belong to two runs, and one of them would hide the other."""
+    """Or the checkpoints of one manager would belong to two runs, and one of them would hide the
+    other."""
     meet, token = threading.Barrier(2), secrets.token_hex
 
     def slow(nbytes):
@@ -209,11 +239,14 @@ def test_threads_that_ask_for_the_run_at_once_hear_of_the_same(tmp_path, monkeyp
         with monkeypatch.context() as patched:
             patched.setattr("ckptcore.manager.secrets", SimpleNamespace(token_hex=slow))
             first, second = in_threads(lambda: ckpt.run_id, lambda: ckpt.run_id)
-        assert first == second == ckpt.run_id == ckpt.save_async(1, {"m": state(1)}).result(30).run_id
+        assert (
+            first == second == ckpt.run_id == ckpt.save_async(1, {"m": state(1)}).result(30).run_id
+        )
 
 
 class Reentrant:
-    """State whose `state_dict()` saves, as a signal handler might that comes in the middle of a save."""
+    """State whose `state_dict()` saves, as a signal handler might that comes in the middle of a
+    save."""
 
     def __init__(self, then):
         self.then, self.seen = then, []

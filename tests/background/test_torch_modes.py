@@ -1,5 +1,5 @@
-"""Whatever mode torch is in, and whatever its default device, where a save is called for: the threads that copy are in no
-such mode, and memory for it is always the host's."""
+"""Whatever mode torch is in, and whatever its default device, where a save is called for: the
+threads that copy are in no such mode, and memory for it is always the host's."""
 
 from contextlib import contextmanager
 
@@ -7,12 +7,26 @@ import pytest
 import torch
 from torch import nn
 
-from ckptcore import CheckpointManager, ModelState, OptimizerState, SharingPattern, StateComponent, ValidationLevel
+from ckptcore import (
+    CheckpointManager,
+    ModelState,
+    OptimizerState,
+    SharingPattern,
+    StateComponent,
+    ValidationLevel,
+)
 from ckptcore.ranks.fingerprint import _multipliers, fingerprints
 from ckptcore.testing.ranks import run_ranks
 
 # One that is copied by a thread of its own, and small ones that another thread takes together.
-SIZES = {"large": (300_000,), "matrix": (7, 9), "one": (1,), "scalar": (), "empty": (0, 3), "wide": (600, 500)}
+SIZES = {
+    "large": (300_000,),
+    "matrix": (7, 9),
+    "one": (1,),
+    "scalar": (),
+    "empty": (0, 3),
+    "wide": (600, 500),
+}
 
 
 @contextmanager
@@ -67,8 +81,10 @@ def check(same, ckpt, step):
     there, new = {"m": state(0)}, {"m": Given()}
     assert (ckpt.load(there, step).step, ckpt.load(new, step, strict=False).step) == (step, step)
     same(there["m"], state(step))
-    same({name: tensor.contiguous() for name, tensor in new["m"].state.items()},
-         {name: tensor.contiguous() for name, tensor in state(step).items()})  # fmt: skip
+    same(
+        {name: tensor.contiguous() for name, tensor in new["m"].state.items()},
+        {name: tensor.contiguous() for name, tensor in state(step).items()},
+    )
 
 
 @all_modes
@@ -112,7 +128,8 @@ def test_save_and_load_and_restore(tmp_path, same, mode):
 
 @all_modes
 def test_state_that_was_made_in_the_mode(tmp_path, same, mode):
-    """Tensors that are changed in inference mode alone are saved from there, and from outside, and loaded into."""
+    """Tensors that are changed in inference mode alone are saved from there, and from outside, and
+    loaded into."""
     with mode():
         live = state(1)
     with CheckpointManager(tmp_path) as ckpt:
@@ -135,7 +152,11 @@ def trained(draw):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(4, 300)).square().mean().backward()
     optimizer.step()
-    return model, optimizer, {"model": ModelState(model), "optimizer": OptimizerState(optimizer, model)}
+    return (
+        model,
+        optimizer,
+        {"model": ModelState(model), "optimizer": OptimizerState(optimizer, model)},
+    )
 
 
 @all_modes
@@ -168,7 +189,12 @@ def test_ranks_that_compare_and_pass_on(tmp_path, same, mode, nodes):
 
         def components(mark):
             return [
-                StateComponent("all", state(mark), SharingPattern.REPLICATED, validation_level=ValidationLevel.TENSOR),
+                StateComponent(
+                    "all",
+                    state(mark),
+                    SharingPattern.REPLICATED,
+                    validation_level=ValidationLevel.TENSOR,
+                ),
                 StateComponent("first", state(mark + comm.rank), SharingPattern.GLOBAL),
             ]
 

@@ -1,4 +1,5 @@
-"""B02: whatever happens to the live state after `save_async` returned, the checkpoint is of one step, bit for bit."""
+"""B02: whatever happens to the live state after `save_async` returned, the checkpoint is of one
+step, bit for bit."""
 
 import pytest
 import torch
@@ -29,9 +30,12 @@ def test_b02_no_byte_of_a_later_step_gets_into_a_checkpoint(tmp_path, holder):
     assert live.state["hist"] == [1]
 
 
-@pytest.mark.parametrize("rounds", [25, pytest.param(200, marks=[pytest.mark.stress, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "rounds", [25, pytest.param(200, marks=[pytest.mark.stress, pytest.mark.timeout(900)])]
+)
 def test_b02_every_kind_of_leaf(tmp_path, everything, check_step, small_pieces, rounds):
-    """The live state is another one at once, and again when the write has begun, wherever that is held up."""
+    """The live state is another one at once, and again when the write has begun, wherever that is
+    held up."""
     inner = open_storage(tmp_path)
     faults = FaultStorage(inner)
     live, blocks = everything(0), set()
@@ -39,7 +43,12 @@ def test_b02_every_kind_of_leaf(tmp_path, everything, check_step, small_pieces, 
         for step in range(1, rounds + 1):
             faults.clear()
             # Before anything is written, in the middle of the files, right before the commit.
-            kind, at = [("make_folder", 1), ("create", 2), ("write_at", 1 + step % 5), ("rename", 1)][step % 4]
+            kind, at = [
+                ("make_folder", 1),
+                ("create", 2),
+                ("write_at", 1 + step % 5),
+                ("rename", 1),
+            ][step % 4]
             gate = faults.block(at, kind=kind)
             state = live.at(step).components()
             handle = ckpt.save_async(step, state)
@@ -93,11 +102,14 @@ def test_a_save_at_once_after_one_in_the_background(tmp_path, everything, check_
 
 
 def test_tensors_that_are_freed_and_reused_at_once(tmp_path):
-    """The state itself goes away with its memory; what comes into that memory next is another thing."""
+    """The state itself goes away with its memory; what comes into that memory next is another
+    thing."""
     faults = FaultStorage(open_storage(tmp_path))
     with CheckpointManager(faults) as ckpt:
         gate = faults.block(kind="write_at")
-        handle = ckpt.save_async(1, {"m": {f"t{n}": torch.full((50_000,), float(n)) for n in range(20)}})
+        handle = ckpt.save_async(
+            1, {"m": {f"t{n}": torch.full((50_000,), float(n)) for n in range(20)}}
+        )
         later = [torch.full((50_000,), -1.0) for _ in range(20)]
         gate.open()
         handle.result(60)

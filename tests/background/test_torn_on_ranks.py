@@ -1,4 +1,5 @@
-"""B02 on several ranks: replicas are compared, and bytes written, as they were when `save_async` was called."""
+"""B02 on several ranks: replicas are compared, and bytes written, as they were when `save_async`
+was called."""
 
 import threading
 
@@ -35,17 +36,26 @@ def declare(pattern, level):
 
     def declared(state):
         return [
-            StateComponent(key, value, pattern, group, validate_replication=level is not None, validation_level=level or "QUICK")
+            StateComponent(
+                key,
+                value,
+                pattern,
+                group,
+                validate_replication=level is not None,
+                validation_level=level or "QUICK",
+            )
             for key, value in state.items()
             if key != "rng"  # virtual ranks share one process's streams
-        ]  # fmt: skip
+        ]
 
     return declared
 
 
 def salt_of(pattern, rank):
     """What makes a rank's state its own: where the pattern says that it is."""
-    return {PATTERNS.PER_RANK: 7 * rank, PATTERNS.PER_GROUP: rank % 2, PATTERNS.GLOBAL: rank}.get(pattern, 0)
+    return {PATTERNS.PER_RANK: 7 * rank, PATTERNS.PER_GROUP: rank % 2, PATTERNS.GLOBAL: rank}.get(
+        pattern, 0
+    )
 
 
 CASES = [
@@ -57,10 +67,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "rounds", [3, pytest.param(50, marks=[pytest.mark.stress, pytest.mark.timeout(900)])], ids=["few", "many"]
+    "rounds",
+    [3, pytest.param(50, marks=[pytest.mark.stress, pytest.mark.timeout(900)])],
+    ids=["few", "many"],
 )
-@pytest.mark.parametrize(("pattern", "level"), CASES, ids=[f"{p.name}-{v.name if v else ''}" for p, v in CASES])
-def test_b02_every_kind_of_leaf_on_four_ranks(tmp_path, everything, check_step, small_pieces, pattern, level, rounds):
+@pytest.mark.parametrize(
+    ("pattern", "level"), CASES, ids=[f"{p.name}-{v.name if v else ''}" for p, v in CASES]
+)
+def test_b02_every_kind_of_leaf_on_four_ranks(
+    tmp_path, everything, check_step, small_pieces, pattern, level, rounds
+):
     meet = threading.Barrier(SIZE, timeout=30)
     declared = declare(pattern, level)
 
@@ -68,12 +84,15 @@ def test_b02_every_kind_of_leaf_on_four_ranks(tmp_path, everything, check_step, 
         faults = FaultStorage(open_storage(tmp_path))
         salt = salt_of(pattern, comm.rank)
         live = everything(0, items=600, salt=salt)
-        with CheckpointManager(faults, comm=comm, process_groups=GROUPS, run_id="run", drain_timeout=20) as ckpt:
+        with CheckpointManager(
+            faults, comm=comm, process_groups=GROUPS, run_id="run", drain_timeout=20
+        ) as ckpt:
             for step in range(1, rounds + 1):
                 faults.clear()
                 gate = faults.block(1 + step % 2, kind="write_at")
                 handle = ckpt.save_async(step, declared(live.at(step).components()))
-                # At once, and differently on every rank: a replica that is compared later would not be equal.
+                # At once, and differently on every rank: a replica that is compared later would not
+                # be equal.
                 live.at(step + 10_000 * (1 + comm.rank))
                 if faults.count("create") or pattern is not PATTERNS.GLOBAL:
                     gate.wait_reached(20)
@@ -83,7 +102,9 @@ def test_b02_every_kind_of_leaf_on_four_ranks(tmp_path, everything, check_step, 
                 gate.open()
                 assert handle.result(60).step == step
                 written, total = handle.progress
-                assert written == total and (total > 0) == (pattern is not PATTERNS.GLOBAL or comm.rank == 0)
+                assert written == total and (total > 0) == (
+                    pattern is not PATTERNS.GLOBAL or comm.rank == 0
+                )
                 truth = 0 if pattern is PATTERNS.GLOBAL else salt
                 check_step(ckpt, step, declared=declared, items=600, salt=truth)
         return True
@@ -125,7 +146,8 @@ def test_b02_slices_and_their_replicas(tmp_path, sharded_part, level):
 @pytest.mark.parametrize("level", [level for level in LEVELS if level is not ValidationLevel.NONE])
 @pytest.mark.parametrize("name", ["big", "small", "value"])
 def test_a_difference_is_found_though_it_is_gone_by_then(tmp_path, level, name):
-    """The other way round: replicas differ when `save_async` is called, and are equal ever after."""
+    """The other way round: replicas differ when `save_async` is called, and are equal ever
+    after."""
 
     def program(comm):
         faults = FaultStorage(open_storage(tmp_path))
@@ -140,8 +162,9 @@ def test_a_difference_is_found_though_it_is_gone_by_then(tmp_path, level, name):
             handle.result(60)
         assert ckpt.save_async(2, state).result(60).step == 2
         ckpt.close()
-        assert [(event.kind, event.step) for event in events if event.kind in ("committed", "failed")] == [
-            ("failed", 1), ("committed", 2)]  # fmt: skip
+        assert [
+            (event.kind, event.step) for event in events if event.kind in ("committed", "failed")
+        ] == [("failed", 1), ("committed", 2)]
         return caught.value
 
     for error in run_ranks(SIZE, program):

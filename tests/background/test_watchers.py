@@ -1,4 +1,5 @@
-"""What `on_event` may call from the thread that writes: nothing that waits for the save which it is told of."""
+"""What `on_event` may call from the thread that writes: nothing that waits for the save which it is
+told of."""
 
 import os
 import queue
@@ -7,7 +8,15 @@ import pytest
 import torch
 
 import ckptcore.saving.flow
-from ckptcore import CheckpointManager, InvalidState, KeepLast, SharingPattern, StateComponent, Tier, open_storage
+from ckptcore import (
+    CheckpointManager,
+    InvalidState,
+    KeepLast,
+    SharingPattern,
+    StateComponent,
+    Tier,
+    open_storage,
+)
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.ranks import run_ranks
 
@@ -39,7 +48,8 @@ WAITING = {
 @pytest.mark.parametrize("kind", ["staged", "committed"])
 @pytest.mark.parametrize("call", WAITING)
 def test_a_watcher_that_waits_for_what_calls_it_is_told(tmp_path, call, kind):
-    """It would wait for itself without end, and so would everybody else. The save is none the worse."""
+    """It would wait for itself without end, and so would everybody else. The save is none the
+    worse."""
     handles, seen = queue.SimpleQueue(), []
 
     def watch(event):
@@ -55,7 +65,10 @@ def test_a_watcher_that_waits_for_what_calls_it_is_told(tmp_path, call, kind):
     handles.put(handle)
     assert handle.wait(10)
     assert [type(error) for error in seen] == [InvalidState]
-    assert str(seen[0]) == "the save of step 10 cannot be waited for by what it calls itself (on_event)"
+    assert (
+        str(seen[0])
+        == "the save of step 10 cannot be waited for by what it calls itself (on_event)"
+    )
     assert handle.result().step == 10 and ckpt.wait(10)
     assert ckpt.save_async(30, state(30)).result(10).step == 30
     assert ckpt.failed_steps == ()
@@ -85,7 +98,8 @@ def test_closing_is_no_business_of_a_watcher_either(tmp_path):
 
 
 def test_what_a_watcher_may_call(tmp_path):
-    """Looking at the root, and at the handle, waits for nobody; nor does a save of one thread concern another manager."""
+    """Looking at the root, and at the handle, waits for nobody; nor does a save of one thread
+    concern another manager."""
     seen = []
     with CheckpointManager(tmp_path / "other") as other:
         before = other.save_async(1, state(1))
@@ -93,7 +107,9 @@ def test_what_a_watcher_may_call(tmp_path):
         def watch(event):
             if (event.kind, event.step) == ("committed", 10):
                 ckpt.pin(10)
-                seen.append(([info.step for info in ckpt.list()], ckpt.latest().pinned, ckpt.verify(10)))
+                seen.append(
+                    ([info.step for info in ckpt.list()], ckpt.latest().pinned, ckpt.verify(10))
+                )
                 seen.append((before.result(10).step, other.wait(10), other.save(2, state(2)).step))
 
         with CheckpointManager(tmp_path / "run", keep=KeepLast(1), on_event=watch) as ckpt:
@@ -138,7 +154,9 @@ def test_of_an_upload(tmp_path):
             except Exception as error:
                 seen.append(type(error))
 
-    with CheckpointManager(tmp_path / "fast", tiers=[Tier(tmp_path / "safe")], on_event=watch, drain_timeout=5) as ckpt:
+    with CheckpointManager(
+        tmp_path / "fast", tiers=[Tier(tmp_path / "safe")], on_event=watch, drain_timeout=5
+    ) as ckpt:
         ckpt.save_async(10, state(10))
         assert ckpt.wait(20)
     assert seen == [InvalidState]
@@ -146,7 +164,8 @@ def test_of_an_upload(tmp_path):
 
 
 def test_on_several_ranks(tmp_path):
-    """The watcher of one rank makes a call that the others do not; it is refused there, and none of them waits for it."""
+    """The watcher of one rank makes a call that the others do not; it is refused there, and none of
+    them waits for it."""
 
     def program(comm):
         seen = []
@@ -158,14 +177,21 @@ def test_on_several_ranks(tmp_path):
                 except Exception as error:
                     seen.append(type(error))
 
-        own = [StateComponent("own", {"x": torch.full((8,), float(comm.rank))}, SharingPattern.PER_RANK)]
+        own = [
+            StateComponent(
+                "own", {"x": torch.full((8,), float(comm.rank))}, SharingPattern.PER_RANK
+            )
+        ]
         with CheckpointManager(tmp_path, comm=comm, on_event=watch, drain_timeout=5) as ckpt:
             steps = [ckpt.save_async(step, own).result(20).step for step in (10, 30)]
             live = [StateComponent("own", {"x": torch.zeros(8)}, SharingPattern.PER_RANK)]
             ckpt.load(live, 10)
             return steps, seen, live[0].stateful["x"].tolist()
 
-    assert run_ranks(2, program) == [([10, 30], [], [0.0] * 8), ([10, 30], [InvalidState] * 2, [1.0] * 8)]
+    assert run_ranks(2, program) == [
+        ([10, 30], [], [0.0] * 8),
+        ([10, 30], [InvalidState] * 2, [1.0] * 8),
+    ]
 
 
 # What is told of a save that failed.
@@ -219,7 +245,11 @@ def test_replicas_that_differ(tmp_path):
 
     def program(comm):
         events = []
-        own = [StateComponent("m", {"w": torch.full((8,), float(comm.rank))}, SharingPattern.REPLICATED)]
+        own = [
+            StateComponent(
+                "m", {"w": torch.full((8,), float(comm.rank))}, SharingPattern.REPLICATED
+            )
+        ]
         ckpt = CheckpointManager(tmp_path, comm=comm, on_event=events.append)
         with pytest.raises(RuntimeError):
             ckpt.save_async(10, own).result(20)

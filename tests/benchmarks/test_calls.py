@@ -1,4 +1,5 @@
-"""The benchmark of work per tensor: structure of its report and arithmetic of its verdicts. Asserts no timing."""
+"""The benchmark of work per tensor: structure of its report and arithmetic of its verdicts. Asserts
+no timing."""
 
 from __future__ import annotations
 
@@ -16,11 +17,16 @@ def test_each_layout_has_a_row_for_every_task(tmp_path: Path) -> None:
     report = calls.run(tmp_path, counts=(6,), rounds=1)
     ours = [row for row in report.rows if row.kind == "ours"]
     tasks = ("ckptcore save_async, first", "ckptcore save_async, later", "ckptcore load")
-    assert [row.name for row in ours] == [f"{task}: 6 {layout}" for layout in ("plain", "DTensor") for task in tasks]
-    assert all(row.median and row.extra["us a tensor"] == f"{1e6 * row.median / 6:.1f}" for row in ours)
+    assert [row.name for row in ours] == [
+        f"{task}: 6 {layout}" for layout in ("plain", "DTensor") for task in tasks
+    ]
+    assert all(
+        row.median and row.extra["us a tensor"] == f"{1e6 * row.median / 6:.1f}" for row in ours
+    )
     assert {row.name.partition(":")[0] for row in report.rows if row.kind == "peer"} >= {
-        "dcp async save, later", "dcp load"
-    }  # fmt: skip
+        "dcp async save, later",
+        "dcp load",
+    }
 
 
 def test_targets_are_for_the_largest_count_only() -> None:

@@ -1,4 +1,5 @@
-"""The frame of the benchmarks: arithmetic, verdicts, tables, and one tiny run from end to end. Asserts no timing."""
+"""The frame of the benchmarks: arithmetic, verdicts, tables, and one tiny run from end to end.
+Asserts no timing."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, they are not installed
 
 from benchmarks.child import _sum_reads, cost_of  # noqa: E402
-from benchmarks.frame import Check, Contender, Report, Row, best_limit, measure, rows_of, times_faster  # noqa: E402
+from benchmarks.frame import (  # noqa: E402
+    Check,
+    Contender,
+    Report,
+    Row,
+    best_limit,
+    measure,
+    rows_of,
+    times_faster,
+)
 from benchmarks.ground import GIB, MIB, make_state, parse_size, size_text  # noqa: E402
 from benchmarks.report import as_json, as_markdown, as_text, machine, show  # noqa: E402
 
@@ -69,7 +79,12 @@ def test_preparation_is_not_timed_and_finishing_always_happens() -> None:
         raise OSError("disk on fire\nand more")
 
     contenders = [
-        Contender("good", clock.taking(1), prepare=clock.taking(50), finish=lambda: finished.append("good")),
+        Contender(
+            "good",
+            clock.taking(1),
+            prepare=clock.taking(50),
+            finish=lambda: finished.append("good"),
+        ),
         Contender("bad", fail, finish=lambda: finished.append("bad")),
         Contender("absent", fail, missing="not installed"),
     ]
@@ -106,13 +121,26 @@ def test_verdicts(check: Check, met: bool, verdict: str) -> None:
 def test_tables() -> None:
     rows = [
         Row("limit", 0.5, 0.4, 0.6, 1.0, kind="limit"),
-        Row("ours", 1.0, 0.9, 1.1, 0.5, kind="ours", extra={"GB/s": "2.00"},
-            checks=[Check("of the limit", 0.95, 0.5), Check("memory", 96, 1, at_least=False)]),
+        Row(
+            "ours",
+            1.0,
+            0.9,
+            1.1,
+            0.5,
+            kind="ours",
+            extra={"GB/s": "2.00"},
+            checks=[Check("of the limit", 0.95, 0.5), Check("memory", 96, 1, at_least=False)],
+        ),
         Row("peer", None, problem="not installed"),
-    ]  # fmt: skip
+    ]
     report = Report("x", "A title", rows, {"rounds": 3}, ["a note"])
     text = as_text(report)
-    assert ">= 0.95 of the limit" in text and "MISSED (0.50)" in text and "not installed" in text and "a note" in text
+    assert (
+        ">= 0.95 of the limit" in text
+        and "MISSED (0.50)" in text
+        and "not installed" in text
+        and "a note" in text
+    )
     out = StringIO()  # not a terminal: plain characters
     show(report, out)
     assert out.getvalue() == text
@@ -148,8 +176,13 @@ def test_what_a_child_costs() -> None:
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only")
 def test_peak_memory_counts_what_is_freed_again() -> None:
     # In a process of its own: other tests' threads may give memory back meanwhile.
-    program = "from benchmarks.memory import peak_added; print(peak_added(lambda: bytearray(b'x' * (48 << 20))))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "from benchmarks.memory import peak_added; print(peak_added(lambda: bytearray(b'x' * (48 "
+        "<< 20))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert 95 * MIB < int(done.stdout) < 104 * MIB  # the text and its copy
 
 
@@ -172,18 +205,33 @@ def test_all_from_end_to_end(tmp_path: Path) -> None:
     tiny = ["--quick", "--size", "1MiB", "--only", "ours-copy", "--device", "cpu"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "all", *tiny, *files],
-        cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=380, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "r.json").read_text())["benchmarks"]
     assert [report["name"] for report in found] == [
-        "save", "load", "stall", "background", "memory", "reshard", "calls", "plan", "validate",
+        "save",
+        "load",
+        "stall",
+        "background",
+        "memory",
+        "reshard",
+        "calls",
+        "plan",
+        "validate",
         "inspect",
-    ]  # fmt: skip
+    ]
     for report in found:
         ours = [row for row in report["rows"] if row["kind"] == "ours"]
         assert ours
-        if report["name"] != "background":  # may be over before a step is, and a step may be shorter by chance
+        if (
+            report["name"] != "background"
+        ):  # may be over before a step is, and a step may be shorter by chance
             assert all(row["median"] > 0 and row["problem"] is None for row in ours)
     assert "ckptcore save" in done.stdout
     assert "| ckptcore load, verified |" in (tmp_path / "r.md").read_text()

@@ -73,7 +73,9 @@ def save_run(root: str | Path, steps: tuple[int, ...] = (10, 20, 30), **options:
     with CheckpointManager(root, **options) as manager:
         for step in steps:
             metrics = {"loss": 1 / step, "accuracy": float("nan")}
-            manager.save(step, state_of_step(step), metrics=metrics, metadata={"note": f"step {step} é"})
+            manager.save(
+                step, state_of_step(step), metrics=metrics, metadata={"note": f"step {step} é"}
+            )
 
 
 @pytest.fixture(scope="session")

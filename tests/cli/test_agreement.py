@@ -1,4 +1,5 @@
-"""`ckpt` and the engine mean the same checkpoint by the newest one, and the same ones by damaged."""
+"""`ckpt` and the engine mean the same checkpoint by the newest one, and the same ones by
+damaged."""
 
 from __future__ import annotations
 
@@ -65,8 +66,13 @@ def restored(root: Path) -> tuple[str | None, set[str]]:
     return Path(report.path or "").name, set(report.skipped)
 
 
-@given(st.lists(st.sampled_from(sorted(DAMAGES)), min_size=len(COMMITS), max_size=len(COMMITS)), st.data())
-def test_the_command_says_what_a_restore_does(pool: Path, damages: list[str], data: st.DataObject) -> None:
+@given(
+    st.lists(st.sampled_from(sorted(DAMAGES)), min_size=len(COMMITS), max_size=len(COMMITS)),
+    st.data(),
+)
+def test_the_command_says_what_a_restore_does(
+    pool: Path, damages: list[str], data: st.DataObject
+) -> None:
     kept = data.draw(st.sets(st.sampled_from(range(len(COMMITS))), min_size=1))
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary) / "root"
@@ -83,7 +89,9 @@ def check(root: Path) -> None:
     document = report.document
     assert document["restores"] == taken
     assert {c["checkpoint"]["name"] for c in document["checkpoints"] if not c["ok"]} == passed
-    assert [c["checkpoint"]["name"] for c in document["checkpoints"] if c["ok"]] == ([taken] if taken else [])
+    assert [c["checkpoint"]["name"] for c in document["checkpoints"] if c["ok"]] == (
+        [taken] if taken else []
+    )
     assert (report.exit_code == 0) == document["ok"] == (taken is not None and not passed)
     # These two go by a listing: a flipped byte is found only where all are read.
     with CheckpointManager(root) as manager:
@@ -114,11 +122,17 @@ def test_a_damaged_checkpoint_of_the_last_run_is_no_success(ckpt: Ckpt, tmp_path
         manager.restore(state_of_step(0))
     done = ckpt("verify", root)
     assert (done.code, done.err) == (1, "ckpt: checkpoint-15 is damaged\n")
-    assert "nearest older usable step: 10 of run old" in done.out  # of another run: `restore` does not take it
+    assert (
+        "nearest older usable step: 10 of run old" in done.out
+    )  # of another run: `restore` does not take it
     assert ckpt("ls", root, "--json").document["latest"] is None
     assert ckpt("inspect", root).err == "ckpt: checkpoint-15 is damaged\n"
     done = ckpt("cp", root, tmp_path / "copy")
-    assert done.code == 1 and "of the run that saved last" in done.err and "checkpoint-15 is damaged" in done.err
+    assert (
+        done.code == 1
+        and "of the run that saved last" in done.err
+        and "checkpoint-15 is damaged" in done.err
+    )
 
 
 def test_a_copy_of_an_older_one_says_so_on_stderr(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
@@ -127,7 +141,9 @@ def test_a_copy_of_an_older_one_says_so_on_stderr(ckpt: Ckpt, root: Path, tmp_pa
     assert done.code == 0 and done.err.count("\n") == 1
     assert done.err.startswith("ckpt: warning: took checkpoint-20: checkpoint-30 is damaged (")
     document: dict[str, Any] = ckpt("cp", root, tmp_path / "copy", "--json").document
-    assert [(entry["name"], entry["status"]) for entry in document["newer"]] == [("checkpoint-30", "damaged")]
+    assert [(entry["name"], entry["status"]) for entry in document["newer"]] == [
+        ("checkpoint-30", "damaged")
+    ]
     assert document["checkpoint"]["name"] == "checkpoint-20"
     named = ckpt("cp", root / "checkpoint-20", tmp_path / "copy")
     assert (named.code, named.err) == (0, "")

@@ -35,7 +35,9 @@ def test_a_root_means_its_newest_and_gives_the_name(ckpt: Ckpt, root: Path, tmp_
 
 
 @pytest.mark.parametrize("tail", ["", "/"])
-def test_a_checkpoint_to_a_root_or_to_a_folder(ckpt: Ckpt, root: Path, tmp_path: Path, tail: str) -> None:
+def test_a_checkpoint_to_a_root_or_to_a_folder(
+    ckpt: Ckpt, root: Path, tmp_path: Path, tail: str
+) -> None:
     one = root / "checkpoint-20"
     assert ckpt("cp", f"{one}{tail}", f"{tmp_path / 'r'}{tail}").code == 0
     assert contents(tmp_path / "r/checkpoint-20") == contents(one)
@@ -71,9 +73,16 @@ def test_the_document(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
     assert document["target"] == document["checkpoint"]["url"] == str(tmp_path / "r/checkpoint-30")
     assert (document["already"], document["kept_bytes"], document["warnings"]) == (False, 0, [])
     assert document["copied_bytes"] == view.manifest.size_bytes
-    assert (document["checkpoint"]["step"], document["checkpoint"]["digest"]) == (30, view.manifest.digest)
+    assert (document["checkpoint"]["step"], document["checkpoint"]["digest"]) == (
+        30,
+        view.manifest.digest,
+    )
     again = ckpt("cp", root, tmp_path / "r", "--json").document
-    assert (again["already"], again["copied_bytes"], again["kept_bytes"]) == (True, 0, view.manifest.size_bytes)
+    assert (again["already"], again["copied_bytes"], again["kept_bytes"]) == (
+        True,
+        0,
+        view.manifest.size_bytes,
+    )
     assert again["checkpoint"] == document["checkpoint"]
     assert "is there already" in ckpt("cp", root, tmp_path / "r").out
 
@@ -86,7 +95,11 @@ def test_what_is_in_the_way(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
     assert "is a committed checkpoint; pass --overwrite to replace it" in refused.err
     assert contents(target) == contents(root / "checkpoint-10")
     error = ckpt("cp", root, tmp_path / "r", "--json").document["error"]
-    assert (error["type"], error["exit_code"], error["path"]) == ("CheckpointExists", 1, str(target))
+    assert (error["type"], error["exit_code"], error["path"]) == (
+        "CheckpointExists",
+        1,
+        str(target),
+    )
     assert ckpt("cp", root, tmp_path / "r", "--overwrite").code == 0
     assert contents(target) == contents(root / "checkpoint-30")
 
@@ -127,7 +140,9 @@ def test_damage_is_told_and_nothing_is_published(ckpt: Ckpt, root: Path, tmp_pat
         (["{root}", "{tmp}/r", "--threads", "1", "--pins"], 0),
     ],
 )
-def test_exit_codes(ckpt: Ckpt, root: Path, tmp_path: Path, arguments: list[str], code: int) -> None:
+def test_exit_codes(
+    ckpt: Ckpt, root: Path, tmp_path: Path, arguments: list[str], code: int
+) -> None:
     done = ckpt("cp", *(part.format(root=root, tmp=tmp_path) for part in arguments))
     assert done.code == code
     assert (done.out == "") == (code != 0)
@@ -170,33 +185,62 @@ def test_options_reach_both_sides_or_one_and_are_not_printed(
             return super()._strip_protocol(path.replace("seen://", "memory://"))
 
     fsspec.register_implementation("seen", Seen, clobber=True)
-    first = ckpt("cp", root, f"seen://{root.parent.name}/one", "--storage-option", "token=hush-hush", "--json")
+    first = ckpt(
+        "cp",
+        root,
+        f"seen://{root.parent.name}/one",
+        "--storage-option",
+        "token=hush-hush",
+        "--json",
+    )
     assert first.code == 0
     assert {"token": "hush-hush"} in [options for _, options in seen]
     seen.clear()
     second = ckpt(
-        "cp", f"seen://{root.parent.name}/one", f"seen://{root.parent.name}/two", "--storage-option", "token=hush-hush",
-        "--target-option", "token=other-one", "--target-option", "n=3")  # fmt: skip
+        "cp",
+        f"seen://{root.parent.name}/one",
+        f"seen://{root.parent.name}/two",
+        "--storage-option",
+        "token=hush-hush",
+        "--target-option",
+        "token=other-one",
+        "--target-option",
+        "n=3",
+    )
     assert second.code == 0
     assert {"token": "other-one", "n": 3} in [options for _, options in seen]
-    failed = ckpt("cp", root, "seen://", "--storage-option", "token=hush-hush", "--storage-option", "oops")
+    failed = ckpt(
+        "cp", root, "seen://", "--storage-option", "token=hush-hush", "--storage-option", "oops"
+    )
     assert failed.code == 2
     for done in (first, second):
         assert "hush-hush" not in done.out + done.err and "other-one" not in done.out + done.err
 
 
-def test_every_command_reads_what_lies_on_a_server(ckpt: Ckpt, s3: Any, root: Path, tmp_path: Path) -> None:
+def test_every_command_reads_what_lies_on_a_server(
+    ckpt: Ckpt, s3: Any, root: Path, tmp_path: Path
+) -> None:
     url = s3.new_root()
     options: list[str] = []
     for key, value in s3.options.items():
-        options += ["--storage-option", f"{key}={json.dumps(value) if isinstance(value, dict) else value}"]
+        options += [
+            "--storage-option",
+            f"{key}={json.dumps(value) if isinstance(value, dict) else value}",
+        ]
     assert ckpt("cp", root, url, *options).code == 0
     assert ckpt("cp", root / "checkpoint-10", url, *options).code == 0
     listed = ckpt("ls", url, "--json", *options)
-    assert [(e["step"], e["status"]) for e in listed.document["checkpoints"]] == [(10, "committed"), (30, "committed")]
+    assert [(e["step"], e["status"]) for e in listed.document["checkpoints"]] == [
+        (10, "committed"),
+        (30, "committed"),
+    ]
     assert ckpt("inspect", url, "--json", *options).document["checkpoint"]["step"] == 30
     verified = ckpt("verify", url, "--all", "--json", *options)
-    assert (verified.code, verified.document["ok"], len(verified.document["checkpoints"])) == (0, True, 2)
+    assert (verified.code, verified.document["ok"], len(verified.document["checkpoints"])) == (
+        0,
+        True,
+        2,
+    )
     assert ckpt("cp", url, tmp_path / "back", *options).code == 0
     assert contents(tmp_path / "back/checkpoint-30") == contents(root / "checkpoint-30")
     assert "some-secret" not in "".join(done.out + done.err for done in (listed, verified))
@@ -204,7 +248,10 @@ def test_every_command_reads_what_lies_on_a_server(ckpt: Ckpt, s3: Any, root: Pa
 
 def test_the_rule_is_in_the_help(ckpt: Ckpt) -> None:
     said = " ".join(ckpt("cp", "--help").out.split())
-    assert "When the last name of DST is checkpoint-<number>, that is the folder that the copy becomes" in said
+    assert (
+        "When the last name of DST is checkpoint-<number>, that is the folder that the copy "
+        "becomes" in said
+    )
     assert "4 storage error" in said
     assert " cp " in ckpt("--help").out
 
@@ -212,14 +259,19 @@ def test_the_rule_is_in_the_help(ckpt: Ckpt) -> None:
 def test_a_bar_on_a_terminal_and_none_elsewhere(root: Path, tmp_path: Path) -> None:
     """Standard error is a terminal, standard output is not."""
     code = (
-        "import sys; from ckpt_tools.main import main; code = main(); assert 'torch' not in sys.modules; sys.exit(code)"
+        "import sys; from ckpt_tools.main import main; code = main(); assert 'torch' not in "
+        "sys.modules; sys.exit(code)"
     )
     said = {}
     for name, extra in (("bar", []), ("json", ["--json"])):
         ours, theirs = pty.openpty()
         done = subprocess.run(
             [sys.executable, "-c", code, "cp", str(root), str(tmp_path / name), *extra],
-            stdout=subprocess.PIPE, stderr=theirs, timeout=60, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"})  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            timeout=60,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        )
         os.close(theirs)
         said[name] = b""
         try:

@@ -23,18 +23,32 @@ def cut(name: str, keep: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, tuple[str, str, str, Callable[[Path], object]]] = {
-    "missing manifest": (MANIFEST, "uncommitted", "missing", lambda folder: (folder / MANIFEST).unlink()),
+    "missing manifest": (
+        MANIFEST,
+        "uncommitted",
+        "missing",
+        lambda folder: (folder / MANIFEST).unlink(),
+    ),
     "shard one byte short": (SHARD, "damaged", "size", cut(SHARD, lambda data: data[:-1])),
     "shard one byte long": (SHARD, "damaged", "size", cut(SHARD, lambda data: data + b"\0")),
     "shard of no bytes": (SHARD, "damaged", "size", cut(SHARD, lambda data: b"")),
-    "half a manifest": (MANIFEST, "damaged", "format", cut(MANIFEST, lambda data: data[: len(data) // 2])),
+    "half a manifest": (
+        MANIFEST,
+        "damaged",
+        "format",
+        cut(MANIFEST, lambda data: data[: len(data) // 2]),
+    ),
     "missing index": (INDEX, "damaged", "missing", lambda folder: (folder / INDEX).unlink()),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--verify"], ["verify"]], ids=" ".join)
-def test_b18_damage_is_named_with_the_way_back(ckpt: Ckpt, root: Path, name: str, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["inspect"], ["inspect", "--verify"], ["verify"]], ids=" ".join
+)
+def test_b18_damage_is_named_with_the_way_back(
+    ckpt: Ckpt, root: Path, name: str, command: list[str]
+) -> None:
     file, status, kind, damage = DAMAGES[name]
     folder = root / "checkpoint-30"
     size = (folder / file).stat().st_size
@@ -43,7 +57,10 @@ def test_b18_damage_is_named_with_the_way_back(ckpt: Ckpt, root: Path, name: str
     done = ckpt(*command, folder)
     assert done.code == 1
     assert status in done.out and file in done.out
-    assert "nearest older usable step: 20 of run run-a" in done.out and str(root / "checkpoint-20") in done.out
+    assert (
+        "nearest older usable step: 20 of run run-a" in done.out
+        and str(root / "checkpoint-20") in done.out
+    )
     assert done.err == f"ckpt: checkpoint-30 is {status}\n"
 
     told = ckpt(*command, folder, "--json")
@@ -60,7 +77,11 @@ def test_b18_damage_is_named_with_the_way_back(ckpt: Ckpt, root: Path, name: str
         assert f"size: expected {size} bytes, actual {problem['actual_size']} bytes" in done.out
         assert f"digest: expected {problem['expected_digest']}" in done.out
     fallback = document["fallback"]
-    assert (fallback["step"], fallback["name"], fallback["run_id"]) == (20, "checkpoint-20", "run-a")
+    assert (fallback["step"], fallback["name"], fallback["run_id"]) == (
+        20,
+        "checkpoint-20",
+        "run-a",
+    )
     assert fallback["verified"] is (command != ["inspect"])
 
 
@@ -80,7 +101,9 @@ def test_a_changed_byte_names_file_tensor_and_digests(ckpt: Ckpt, root: Path) ->
     assert problem["actual_size"] == problem["expected_size"] == (folder / SHARD).stat().st_size
     text = ckpt("verify", folder).out
     assert f"file {SHARD}, tensor {problem['tensor']}" in text
-    assert f"digest of the chunk: expected {problem['expected']}, actual {problem['actual']}" in text
+    assert (
+        f"digest of the chunk: expected {problem['expected']}, actual {problem['actual']}" in text
+    )
 
 
 def damage_last_byte(path: Path) -> None:

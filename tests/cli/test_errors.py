@@ -32,12 +32,16 @@ def test_alone_it_shows_the_help(ckpt: Ckpt) -> None:
 
 
 def test_it_runs_as_a_module(ckpt: Ckpt, root: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "ckpt_tools", "ls", str(root)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", "ls", str(root)], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, ckpt("ls", root).out)
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
-def test_not_found_is_3_and_says_what_is_there(ckpt: Ckpt, root: Path, tmp_path: Path, command: str) -> None:
+def test_not_found_is_3_and_says_what_is_there(
+    ckpt: Ckpt, root: Path, tmp_path: Path, command: str
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").touch()
@@ -98,7 +102,11 @@ def test_a_newer_format_version_is_1_and_says_so(ckpt: Ckpt, root: Path) -> None
         message = one_line(done.err)
         assert "2.0" in message and "newer" in message and str(folder) in message
         error = ckpt(*command, folder, "--json").document["error"]
-        assert (error["kind"], error["found"], error["exit_code"]) == ("unsupported_version", "2.0", 1)
+        assert (error["kind"], error["found"], error["exit_code"]) == (
+            "unsupported_version",
+            "2.0",
+            1,
+        )
     assert "newer" in ckpt("ls", root).out
     everything = ckpt("verify", root, "--all", "--json")
     assert everything.code == 1
@@ -152,7 +160,9 @@ def test_a_storage_that_refuses_is_4(ckpt: Ckpt, locked: None, command: str) -> 
     assert told.document["error"]["kind"] == "storage" and told.document["error"]["exit_code"] == 4
 
 
-def test_errors_of_storage_clients_are_4(ckpt: Ckpt, locked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_storage_clients_are_4(
+    ckpt: Ckpt, locked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class BotoCoreError(Exception):
         """botocore's errors are no OSErrors."""
 
@@ -179,7 +189,9 @@ class Unreachable(MemoryFileSystem):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
-def test_clients_that_cannot_connect_are_4(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_clients_that_cannot_connect_are_4(
+    ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     fsspec.register_implementation("unreachable", Unreachable, clobber=True)
     arguments = command, "unreachable://host/run", "--storage-option", "retry_deadline=0.1"
     done = ckpt(*arguments)
@@ -213,18 +225,31 @@ def test_files_that_may_not_be_read_are_4(
         assert refused.code == 4 and "Permission denied" in one_line(refused.err)
     everything = ckpt("verify", "locked://runs", "--all", "--json")
     assert everything.code == 4
-    assert [c["checkpoint"]["status"] for c in everything.document["checkpoints"]] == ["committed", "unreadable"]
+    assert [c["checkpoint"]["status"] for c in everything.document["checkpoints"]] == [
+        "committed",
+        "unreadable",
+    ]
 
 
 def test_storage_options_arrive_decoded(ckpt: Ckpt, locked: None) -> None:
     options = ["token=a=b", "retries=3", 'client={"url": "http://x"}', "flag=true", "empty="]
-    done = ckpt("ls", "locked://bucket/none", *(part for o in options for part in ("--storage-option", o)))
+    done = ckpt(
+        "ls", "locked://bucket/none", *(part for o in options for part in ("--storage-option", o))
+    )
     assert done.code == 3
-    assert Locked.seen == {"token": "a=b", "retries": 3, "client": {"url": "http://x"}, "flag": True, "empty": ""}
+    assert Locked.seen == {
+        "token": "a=b",
+        "retries": 3,
+        "client": {"url": "http://x"},
+        "flag": True,
+        "empty": "",
+    }
 
 
 @pytest.mark.parametrize("tail", ["", "/", "//"])
-def test_urls_stay_urls(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: str) -> None:
+def test_urls_stay_urls(
+    ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"memory://bucket-{len(tail)}/run"
     save_run(url, (10, 20), run_id="far")
@@ -236,7 +261,9 @@ def test_urls_stay_urls(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert one.code == 0 and one.document["checkpoint"]["step"] == 10
     assert one.document["checkpoint"]["name"] == "checkpoint-10"
     assert ckpt("verify", url + tail, "--all").code == 0
-    fsspec.filesystem("memory").rm_file(f"/bucket-{len(tail)}/run/checkpoint-20/checkpoint_manifest.json")
+    fsspec.filesystem("memory").rm_file(
+        f"/bucket-{len(tail)}/run/checkpoint-20/checkpoint_manifest.json"
+    )
     gone = ckpt("inspect", f"{url}/checkpoint-20{tail}", "--json")
     assert gone.code == 1 and gone.document["fallback"]["step"] == 10
     assert list(tmp_path.iterdir()) == []
@@ -268,7 +295,9 @@ def test_an_interrupt_is_130(ckpt: Ckpt, root: Path, monkeypatch: pytest.MonkeyP
     assert done.code == 130 and done.err.strip() == "ckpt: interrupted"
 
 
-def run_python(code: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def run_python(
+    code: str, *arguments: str | Path, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
@@ -293,7 +322,9 @@ def test_output_that_cannot_be_written_is_4(root: Path) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "ckpt_tools.main", "ls", str(root)]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60)
-    assert done.returncode == 4 and b"No space left" in done.stderr and b"Traceback" not in done.stderr
+    assert (
+        done.returncode == 4 and b"No space left" in done.stderr and b"Traceback" not in done.stderr
+    )
 
 
 def test_commands_import_neither_torch_nor_what_they_do_not_need(root: Path) -> None:
@@ -309,9 +340,13 @@ def test_commands_import_neither_torch_nor_what_they_do_not_need(root: Path) -> 
 
 def test_names_outside_the_encoding_are_escaped(root: Path) -> None:
     code = "import sys; from ckpt_tools.main import main; sys.exit(main(sys.argv[1:]))"
-    done = run_python(code, "ls", root / "checkpoint-10" / "nö", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    done = run_python(
+        code, "ls", root / "checkpoint-10" / "nö", PYTHONIOENCODING="ascii", PYTHONUTF8="0"
+    )
     assert done.returncode == 3 and b"my r\\xfcns" in done.stderr
     told = run_python(code, "inspect", root, "--json", PYTHONIOENCODING="ascii")
     assert told.returncode == 0
     assert json.loads(told.stdout)["checkpoint"]["metadata"] == {"note": "step 30 é"}
-    assert run_python(code, "inspect", root, PYTHONIOENCODING="ascii", FORCE_COLOR="1").returncode == 0
+    assert (
+        run_python(code, "inspect", root, PYTHONIOENCODING="ascii", FORCE_COLOR="1").returncode == 0
+    )

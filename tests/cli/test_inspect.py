@@ -26,34 +26,55 @@ def test_header_components_and_files(ckpt: Ckpt, root: Path) -> None:
     assert header["name"] == "checkpoint-20" and header["url"] == str(folder)
     assert header["status"] == "committed" and header["reason"] is None
     assert header["step"] == 20 and header["run_id"] == "run-a" and header["world_size"] == 1
-    for name in ("sequence", "created", "checkpoint_id", "attempt_id", "versions", "digest", "format_version"):
+    for name in (
+        "sequence",
+        "created",
+        "checkpoint_id",
+        "attempt_id",
+        "versions",
+        "digest",
+        "format_version",
+    ):
         assert header[name] == manifest[name], name
     assert header["metrics"] == {"loss": 1 / 20, "accuracy": "NaN"} and header["metrics_step"] == 20
     assert header["metadata"] == {"note": "step 20 é"}
 
-    model, train = (next(c for c in document["components"] if c["key"] == key) for key in ("model", "train"))
+    model, train = (
+        next(c for c in document["components"] if c["key"] == key) for key in ("model", "train")
+    )
     assert model["pattern"] == "GLOBAL" and model["writers"] == [0] and model["required"] is True
     assert model["tensors"] == 3 and model["size_bytes"] == 6 * 4 + 3 * 2
     assert model["files"] == ["model.safetensors"]
     assert train["tensors"] == 0
 
-    sizes = {f.name: f.stat().st_size for f in folder.iterdir() if f.name != "checkpoint_manifest.json"}
+    sizes = {
+        f.name: f.stat().st_size for f in folder.iterdir() if f.name != "checkpoint_manifest.json"
+    }
     assert {f["name"]: f["size_bytes"] for f in document["files"]} == sizes
     assert header["size_bytes"] == sum(sizes.values()) and header["files"] == len(sizes)
     assert all(len(f["digest"]) == 32 and f["writer"] == 0 for f in document["files"])
 
-    assert document["foreign_files"] == [] and document["problems"] == [] and document["newer"] == []
+    assert (
+        document["foreign_files"] == [] and document["problems"] == [] and document["newer"] == []
+    )
     assert document["tensors"] is None and document["values"] is None
     assert document["fallback"] is None and document["verified"] is False
 
 
 def test_tensors_and_their_patterns(ckpt: Ckpt, root: Path) -> None:
     folder = root / "checkpoint-20"
-    tensors = {t["full_name"]: t for t in ckpt("inspect", folder, "--tensors", "--json").document["tensors"]}
+    tensors = {
+        t["full_name"]: t
+        for t in ckpt("inspect", folder, "--tensors", "--json").document["tensors"]
+    }
     assert set(tensors) == {"model/layer.weight", "model/layer.bias", "model/tied.weight"}
     bias = tensors["model/layer.bias"]
     assert (bias["dtype"], bias["shape"], bias["size_bytes"]) == ("BF16", [3], 6)
-    assert (bias["component"], bias["name"], bias["file"]) == ("model", "layer.bias", "model.safetensors")
+    assert (bias["component"], bias["name"], bias["file"]) == (
+        "model",
+        "layer.bias",
+        "model.safetensors",
+    )
     aliases = {name: t["alias_of"] for name, t in tensors.items() if t["alias_of"]}
     assert len(aliases) == 1 and {*aliases, *(f"model/{a}" for a in aliases.values())} == {
         "model/layer.weight",
@@ -61,7 +82,9 @@ def test_tensors_and_their_patterns(ckpt: Ckpt, root: Path) -> None:
     }
 
     def names(*arguments: str | Path) -> list[str]:
-        return sorted(t["full_name"] for t in ckpt("inspect", *arguments, "--json").document["tensors"])
+        return sorted(
+            t["full_name"] for t in ckpt("inspect", *arguments, "--json").document["tensors"]
+        )
 
     assert names(folder, "--tensors", "*.bias") == ["model/layer.bias"]
     assert names(folder, "--tensors=model/layer.*") == ["model/layer.bias", "model/layer.weight"]
@@ -73,7 +96,9 @@ def test_tensors_and_their_patterns(ckpt: Ckpt, root: Path) -> None:
 
 
 def test_values_keep_their_types(ckpt: Ckpt, root: Path) -> None:
-    done = ckpt("inspect", root / "checkpoint-20", "--values", "train", "--values", "model", "--json")
+    done = ckpt(
+        "inspect", root / "checkpoint-20", "--values", "train", "--values", "model", "--json"
+    )
     values = done.document["values"]
     train = values["train"]
     assert train["step"] == 20 and train["big"] == 2**70 and train["nan"] == "NaN"
@@ -104,11 +129,17 @@ def test_a_root_shows_its_newest_committed_and_what_is_newer(ckpt: Ckpt, root: P
     done = ckpt("inspect", root, "--json")
     assert done.code == 0
     assert done.document["checkpoint"]["step"] == 20
-    assert [(e["name"], e["status"]) for e in done.document["newer"]] == [("checkpoint-30", "uncommitted")]
+    assert [(e["name"], e["status"]) for e in done.document["newer"]] == [
+        ("checkpoint-30", "uncommitted")
+    ]
     lines = ckpt("inspect", root).out.splitlines()
     assert lines[1].split() == ["status", "committed"]
     assert lines[2].split(None, 3)[:3] == ["newer,", "not", "usable"]
-    assert lines[2].split(None, 3)[3].startswith("checkpoint-30 is uncommitted: no checkpoint_manifest.json")
+    assert (
+        lines[2]
+        .split(None, 3)[3]
+        .startswith("checkpoint-30 is uncommitted: no checkpoint_manifest.json")
+    )
 
 
 def test_reads_no_tensor_bytes_until_told_to_verify(ckpt: Ckpt, root: Path) -> None:
@@ -118,19 +149,27 @@ def test_reads_no_tensor_bytes_until_told_to_verify(ckpt: Ckpt, root: Path) -> N
     assert ckpt("inspect", root / "checkpoint-30", "--verify").code == 1
     good = ckpt("inspect", root / "checkpoint-20", "--verify")
     assert good.code == 0 and "committed, every byte verified" in good.out
-    assert ckpt("inspect", root / "checkpoint-20", "--verify", "--json").document["verified"] is True
+    assert (
+        ckpt("inspect", root / "checkpoint-20", "--verify", "--json").document["verified"] is True
+    )
 
 
 def test_b30_foreign_files_are_reported_and_no_members(ckpt: Ckpt, root: Path) -> None:
     folder = root / "checkpoint-30"
     before = ckpt("inspect", folder, "--json").document
     shutil.copy(folder / "model.safetensors", folder / "model-00002-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "elsewhere.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "elsewhere.safetensors"}}'
+    )
     (folder / "index.rank00007.msgpack").write_bytes(b"stale")
     done = ckpt("inspect", folder, "--verify", "--tensors", "--json")
     assert done.code == 0
     after = done.document
-    foreign = ["index.rank00007.msgpack", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    foreign = [
+        "index.rank00007.msgpack",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
     assert after["foreign_files"] == foreign
     assert after["files"] == before["files"] and after["components"] == before["components"]
     assert {t["file"] for t in after["tensors"]} == {"model.safetensors"}
@@ -149,7 +188,9 @@ def test_deep_metadata_is_printed(ckpt: Ckpt, tmp_path: Path) -> None:
     # A save refuses it by now; earlier ones did not.
     with open_checkpoint(tmp_path / "deep" / "checkpoint-1") as view:
         view.manifest.metadata = metadata
-        (tmp_path / "deep" / "checkpoint-1" / "checkpoint_manifest.json").write_bytes(view.manifest.encode())
+        (tmp_path / "deep" / "checkpoint-1" / "checkpoint_manifest.json").write_bytes(
+            view.manifest.encode()
+        )
     assert ckpt("inspect", tmp_path / "deep").code == 0
     done = ckpt("inspect", tmp_path / "deep", "--json")
     assert done.code == 0 and done.document["checkpoint"]["metadata"] == metadata

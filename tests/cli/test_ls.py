@@ -93,6 +93,12 @@ def test_a_checkpoint_is_listed_alone(ckpt: Ckpt, root: Path) -> None:
 def test_a_pinned_checkpoint_is_marked(ckpt: Ckpt, root: Path) -> None:
     CheckpointManager(root).pin(10)
     entries = ckpt("ls", root, "--json").document["checkpoints"]
-    assert [(entry["step"], entry["pinned"]) for entry in entries] == [(10, True), (20, False), (30, False)]
-    assert "(pinned)" in next(line for line in ckpt("ls", root).out.splitlines() if "checkpoint-10" in line)
+    assert [(entry["step"], entry["pinned"]) for entry in entries] == [
+        (10, True),
+        (20, False),
+        (30, False),
+    ]
+    assert "(pinned)" in next(
+        line for line in ckpt("ls", root).out.splitlines() if "checkpoint-10" in line
+    )
     assert ckpt("inspect", root / "checkpoint-10", "--json").document["foreign_files"] == []

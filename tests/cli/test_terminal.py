@@ -21,7 +21,9 @@ from ckptcore import open_checkpoint
 
 def drawn(blocks: list[render.Block], width: int) -> list[str]:
     stream = io.StringIO()
-    console = Console(file=stream, width=width, force_terminal=True, color_system=None, highlight=False)
+    console = Console(
+        file=stream, width=width, force_terminal=True, color_system=None, highlight=False
+    )
     render.draw(blocks, console)
     return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
 
@@ -50,14 +52,18 @@ def test_inspect_shows_every_table(root: Path) -> None:
     cells = {tuple(re.split(r"\s{2,}", line.strip())) for line in lines}
     assert ("status", "committed, every byte verified") in cells
     assert ("step", "20") in cells and ("world size", "1") in cells
-    plain = open_checkpoint(root / "checkpoint-20").values_bytes("model")  # names, and what ties the tensors
+    plain = open_checkpoint(root / "checkpoint-20").values_bytes(
+        "model"
+    )  # names, and what ties the tensors
     assert ("model", "GLOBAL", "3", f"{30 + plain} B", "model.safetensors", "0") in cells
     assert ("model/layer.bias", "BF16", "3", "6 B", "model.safetensors") in cells
     assert ("nested/none", "None") in cells
 
 
 def test_a_very_long_table_is_drawn_plainly(root: Path) -> None:
-    rows: list[list[render.Cell | str]] = [[f"tensor-{n}", "[bold]no markup[/bold]"] for n in range(1000)]
+    rows: list[list[render.Cell | str]] = [
+        [f"tensor-{n}", "[bold]no markup[/bold]"] for n in range(1000)
+    ]
     table = render.Table("tensors", [render.Column("tensor"), render.Column("note")], rows)
     lines = drawn([table], 80)
     assert len(lines) == 1002 and lines[-1] == "  tensor-999  [bold]no markup[/bold]"
@@ -77,7 +83,9 @@ def on_a_terminal(root: Path, **environment: str) -> str:
     """What `ckpt ls` writes to a real pseudo-terminal."""
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "ckpt_tools.main", "ls", str(root)]
-    base = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    base = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")
+    }
     environment = {**base, "TERM": "xterm-256color", "COLUMNS": "100", **environment}
     process = subprocess.Popen(command, stdout=slave, stderr=slave, env=environment)
     os.close(slave)
@@ -100,7 +108,14 @@ def test_colours_and_no_color(root: Path) -> None:
 
 
 def test_units() -> None:
-    sizes = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 20: "5.0 MiB", 3 << 30: "3.0 GiB", 2 << 40: "2.00 TiB"}
+    sizes = {
+        0: "0 B",
+        1023: "1023 B",
+        1536: "1.5 KiB",
+        5 << 20: "5.0 MiB",
+        3 << 30: "3.0 GiB",
+        2 << 40: "2.00 TiB",
+    }
     assert {nbytes: render.size(nbytes) for nbytes in sizes} == sizes
     assert render.size(None) == "-"
     assert render.ranks([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and render.ranks([]) == "-"

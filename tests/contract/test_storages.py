@@ -1,4 +1,5 @@
-"""Every storage that comes with the engine keeps the contract; so does a FaultStorage without rules."""
+"""Every storage that comes with the engine keeps the contract; so does a FaultStorage without
+rules."""
 
 import errno
 import uuid
@@ -60,7 +61,8 @@ class TestMemory(StorageContract):
 
 
 class TestFsspecOverAFolder(StorageContract):
-    """Object-store rules over a real folder: no rename of folders, parts in order, files that appear when complete."""
+    """Object-store rules over a real folder: no rename of folders, parts in order, files that
+    appear when complete."""
 
     @pytest.fixture
     def storage(self, tmp_path):

@@ -1,4 +1,5 @@
-"""Checkpoints of several ranks to be copied, storages of every kind, and what must be true of a copy."""
+"""Checkpoints of several ranks to be copied, storages of every kind, and what must be true of a
+copy."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ KINDS = ["local", "memory", "folder"]
 
 def parts(rank: int, mark: int, items: int) -> list[StateComponent]:
     """State that is split over files, and state of each rank's own."""
-    model = {f"w{n}": torch.arange(items) * 0.5 + mark + n for n in range(3)} | {"empty": torch.zeros(0)}
+    model = {f"w{n}": torch.arange(items) * 0.5 + mark + n for n in range(3)} | {
+        "empty": torch.zeros(0)
+    }
     own = {"x": torch.full((items,), mark * 100.0 + rank), "when": {mark, rank}}
     stage = {"s": torch.full((3,), float(mark + (rank == 2)), dtype=torch.bfloat16)}
     return [
@@ -47,9 +50,9 @@ def parts(rank: int, mark: int, items: int) -> list[StateComponent]:
 def save_on_ranks(path: str, mark: int, items: int = 100) -> None:
     def program(comm: Any) -> None:
         groups = {"dp": [[0, 1], [2]]}
-        CheckpointCoordinator(parts(comm.rank, mark, items), groups, comm=comm, io_threads=1).save_checkpoint(
-            path, step=500
-        )
+        CheckpointCoordinator(
+            parts(comm.rank, mark, items), groups, comm=comm, io_threads=1
+        ).save_checkpoint(path, step=500)
 
     run_ranks(3, program)
 
@@ -59,17 +62,24 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """a/checkpoint-500 and b/checkpoint-500, which is another commit of the same step."""
     root = tmp_path_factory.mktemp("sources")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptcore.saving.plan.MIN_SHARE_BYTES", 1)  # even small state is split over the ranks
+        patch.setattr(
+            "ckptcore.saving.plan.MIN_SHARE_BYTES", 1
+        )  # even small state is split over the ranks
         for name, mark in (("a", 1), ("b", 2)):
             save_on_ranks(str(root / name / "checkpoint-500"), mark)
     names = {p.name for p in (root / "a" / "checkpoint-500").iterdir()}
-    assert {"model.safetensors.index.json", "index.rank00002.msgpack", "own.rank00001.safetensors"} <= names
+    assert {
+        "model.safetensors.index.json",
+        "index.rank00002.msgpack",
+        "own.rank00001.safetensors",
+    } <= names
     return root
 
 
 @pytest.fixture
 def quick_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: what is tested here is the order of operations, not the disk."""
+    """A folder in memory where there is one: what is tested here is the order of operations, not
+    the disk."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
         yield tmp_path
@@ -80,7 +90,8 @@ def quick_folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def make_root(quick_folder: Path) -> Iterator[Callable[[str], Storage]]:
-    """make_root(kind): a new empty root. "memory" and "folder" are used by the rules of object stores."""
+    """make_root(kind): a new empty root. "memory" and "folder" are used by the rules of object
+    stores."""
     base = f"memory://copying-{uuid.uuid4().hex}"
 
     def make(kind: str) -> Storage:

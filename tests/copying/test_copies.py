@@ -37,14 +37,21 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("target_kind", KINDS)
 @pytest.mark.parametrize("source_kind", KINDS)
-def test_from_any_storage_to_any_other(make_root: Any, copies: Any, source_kind: str, target_kind: str) -> None:
+def test_from_any_storage_to_any_other(
+    make_root: Any, copies: Any, source_kind: str, target_kind: str
+) -> None:
     between, target = make_root(source_kind), make_root(target_kind)
     copies.make(between)
     copies.check(between)
     seen: list[tuple[int, int, int]] = []
     info = copies.make(target, between, progress=lambda *counts: seen.append(counts))
     copies.check(target)
-    assert (info.name, info.url, info.status, info.step) == (copies.name, target.at(copies.name), "committed", 500)
+    assert (info.name, info.url, info.status, info.step) == (
+        copies.name,
+        target.at(copies.name),
+        "committed",
+        500,
+    )
     assert info.manifest == CheckpointView(target, copies.name).manifest
     total = copies.total()
     assert seen[-1] == (total, 0, total)
@@ -63,7 +70,9 @@ def test_a_copy_that_is_there_is_left_alone(make_root: Any, copies: Any, kind: s
     assert target.count(WRITE_OPERATIONS) == target.count("read_into", "*.safetensors") == 0
     assert copies.make(target, overwrite=True) == first
     assert target.count(WRITE_OPERATIONS) == 0
-    assert target.count("read_into", "*.safetensors") > 0  # asked for by hand, it is checked to the last byte
+    assert (
+        target.count("read_into", "*.safetensors") > 0
+    )  # asked for by hand, it is checked to the last byte
     copies.check(target)
 
 
@@ -123,7 +132,9 @@ def test_pins_come_along_when_asked_for(make_root: Any, copies: Any, kind: str) 
     assert [info.pinned for info in scan(target)] == [True]
 
 
-def test_the_public_function(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_public_function(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"memory://public-{tmp_path.name}/deep/er/best"
     info = copy_checkpoint(sources / "a" / "checkpoint-500", url, storage_options={"ignored": 1})
@@ -171,7 +182,14 @@ def test_a_copy_can_be_trained_from(make_root: Any, kind: str) -> None:
 def large(root: Path, items: int) -> None:
     with CheckpointManager(root, io_threads=2) as ckpt:
         ckpt.save(
-            500, {"m": {"w": torch.arange(items, dtype=torch.int32), "b": torch.arange(1000), "s": torch.ones(3)}}
+            500,
+            {
+                "m": {
+                    "w": torch.arange(items, dtype=torch.int32),
+                    "b": torch.arange(1000),
+                    "s": torch.ones(3),
+                }
+            },
         )
 
 
@@ -187,7 +205,9 @@ def test_large_files_in_pieces(
     source = open_storage(quick_folder / "large")
     copy_between(source, "checkpoint-500", target, "checkpoint-500", threads=threads)
     for entry in source.list("checkpoint-500"):
-        assert target.read(f"checkpoint-500/{entry.name}") == source.read(f"checkpoint-500/{entry.name}")
+        assert target.read(f"checkpoint-500/{entry.name}") == source.read(
+            f"checkpoint-500/{entry.name}"
+        )
 
 
 def test_memory_is_bounded(quick_folder: Path) -> None:
@@ -207,7 +227,9 @@ def test_a_file_with_bytes_that_no_digest_covers(
 ) -> None:
     shutil.copytree(sources / "a" / "checkpoint-500", tmp_path / "one")
     reads = CheckpointView.reads_of
-    monkeypatch.setattr(CheckpointView, "reads_of", lambda self, index: list(reads(self, index))[:-1])
+    monkeypatch.setattr(
+        CheckpointView, "reads_of", lambda self, index: list(reads(self, index))[:-1]
+    )
     with pytest.raises(CheckpointCorrupt, match="no digest covers"):
         copy_checkpoint(tmp_path / "one", tmp_path / "two")
     assert [p.name for p in tmp_path.iterdir()] == ["one"]
@@ -222,7 +244,9 @@ def test_the_part_of_a_node(make_root: Any, quick_folder: Path, kind: str) -> No
         with CheckpointManager(root, comm=comm, storage_mode="node", io_threads=1) as ckpt:
             parts = [
                 StateComponent("model", {"w": torch.arange(100.0)}, SharingPattern.REPLICATED),
-                StateComponent("own", {"x": torch.full((5,), float(comm.rank))}, SharingPattern.PER_RANK),
+                StateComponent(
+                    "own", {"x": torch.full((5,), float(comm.rank))}, SharingPattern.PER_RANK
+                ),
                 StateComponent(
                     "rows",
                     {"r": Shard(torch.ones(2, 3) * comm.rank, (8, 3), (2 * comm.rank, 0))},
@@ -237,4 +261,6 @@ def test_the_part_of_a_node(make_root: Any, quick_folder: Path, kind: str) -> No
         copy_between(source, "checkpoint-5", target, "checkpoint-5", threads=2)
         assert CheckpointView(target, "checkpoint-5").verify() == []
         for entry in source.list("checkpoint-5"):
-            assert target.read(f"checkpoint-5/{entry.name}") == source.read(f"checkpoint-5/{entry.name}")
+            assert target.read(f"checkpoint-5/{entry.name}") == source.read(
+                f"checkpoint-5/{entry.name}"
+            )

@@ -37,11 +37,15 @@ def test_any_damage_anywhere(
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(copies.sources / "a", source)
     folder = source / copies.name
-    path = folder / data.draw(st.sampled_from(sorted(p.name for p in folder.iterdir())), label="file")
+    path = folder / data.draw(
+        st.sampled_from(sorted(p.name for p in folder.iterdir())), label="file"
+    )
     content = bytearray(path.read_bytes())
     how = data.draw(st.sampled_from(["flip", "cut", "grow", "lose"]), label="how")
     if how == "flip":
-        content[data.draw(st.integers(0, len(content) - 1), label="at")] ^= 1 << data.draw(st.integers(0, 7))
+        content[data.draw(st.integers(0, len(content) - 1), label="at")] ^= 1 << data.draw(
+            st.integers(0, 7)
+        )
     elif how == "cut":
         del content[data.draw(st.integers(0, len(content) - 1), label="to") :]
     elif how == "grow":
@@ -49,17 +53,22 @@ def test_any_damage_anywhere(
     path.unlink() if how == "lose" else path.write_bytes(content)
     target = make_root(kind)
     manifest = path.name == "checkpoint_manifest.json"
-    with pytest.raises(CheckpointNotFound if manifest and how == "lose" else CheckpointCorrupt) as caught:
+    with pytest.raises(
+        CheckpointNotFound if manifest and how == "lose" else CheckpointCorrupt
+    ) as caught:
         copies.make(target, open_storage(source), threads=2)
     if not (manifest and how == "lose"):
         assert (caught.value.file, caught.value.path) == (path.name, str(folder))
         assert path.name in str(caught.value)
         if how == "flip" and caught.value.kind == "digest":
             assert caught.value.expected != caught.value.actual
-            assert str(caught.value.expected) in str(caught.value) and str(caught.value.actual) in str(caught.value)
-        assert caught.value.kind in {"flip": ("digest", "header", "format"), "lose": ("missing",)}.get(
-            how, ("size", "format")
-        )
+            assert str(caught.value.expected) in str(caught.value) and str(
+                caught.value.actual
+            ) in str(caught.value)
+        assert caught.value.kind in {
+            "flip": ("digest", "header", "format"),
+            "lose": ("missing",),
+        }.get(how, ("size", "format"))
     assert left_in(target) == []
     copies.make(target)
     copies.check(target)
@@ -89,8 +98,11 @@ def test_a_damaged_source_replaces_nothing(
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_bytes_that_change_on_their_way_in(make_root: Callable[[str], Storage], copies: Any, kind: str) -> None:
-    """A write that claims to be whole and is not: `overwrite` finds it afterwards, as `verify` does."""
+def test_bytes_that_change_on_their_way_in(
+    make_root: Callable[[str], Storage], copies: Any, kind: str
+) -> None:
+    """A write that claims to be whole and is not: `overwrite` finds it afterwards, as `verify`
+    does."""
     target = make_root(kind)
     faults = FaultStorage(target)
     faults.short(2, keep=0.5, error=None, path="*.safetensors")
@@ -107,7 +119,11 @@ def test_bytes_that_change_on_their_way_in(make_root: Callable[[str], Storage], 
 @pytest.mark.parametrize("harm", ["flip", "lose"])
 @pytest.mark.parametrize("kind", ["local", "memory", "folder", "s3"])
 def test_a_pinned_copy_is_repaired_and_stays_pinned(
-    make_root: Callable[[str], Storage], copies: Any, request: pytest.FixtureRequest, kind: str, harm: str
+    make_root: Callable[[str], Storage],
+    copies: Any,
+    request: pytest.FixtureRequest,
+    kind: str,
+    harm: str,
 ) -> None:
     s3 = request.getfixturevalue("s3") if kind == "s3" else None
     target = make_root(kind) if s3 is None else open_storage(s3.new_root(), s3.options)
@@ -132,7 +148,9 @@ def test_a_pinned_copy_is_repaired_and_stays_pinned(
     copies.check(target, "a")
 
 
-def test_a_repair_that_is_killed_does_not_lose_the_pin(make_root: Callable[[str], Storage], copies: Any) -> None:
+def test_a_repair_that_is_killed_does_not_lose_the_pin(
+    make_root: Callable[[str], Storage], copies: Any
+) -> None:
     """Where the new copy takes the place of the old one at once, the pin comes with it."""
     for k in itertools.count(1):
         target = make_root("local")
@@ -146,13 +164,20 @@ def test_a_repair_that_is_killed_does_not_lose_the_pin(make_root: Callable[[str]
             break
         except Killed:
             copies.make(target, overwrite=True)
-        assert ("committed", True) in [(info.status, info.pinned) for info in scan(target)], faults.log[-1]
+        assert ("committed", True) in [(info.status, info.pinned) for info in scan(target)], (
+            faults.log[-1]
+        )
     assert k > 20
 
 
 @given(
     values=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text()
+        | st.binary(),
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
         max_leaves=10,
     ),

@@ -1,4 +1,5 @@
-"""Copies that are killed, fail or meet each other: what counts is whole, and the next copy finishes the work."""
+"""Copies that are killed, fail or meet each other: what counts is whole, and the next copy finishes
+the work."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def killed_at(copies: Any, target: Storage, k: int, **how: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_every_operation(make_root: Callable[[str], Storage], copies: Any, kind: str) -> None:
+def test_killed_at_every_operation(
+    make_root: Callable[[str], Storage], copies: Any, kind: str
+) -> None:
     """Then run again: absent or whole before, whole after, and nothing else is left."""
     seen = []
     for k in itertools.count(1):
@@ -48,7 +51,9 @@ def test_killed_at_every_operation(make_root: Callable[[str], Storage], copies: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_again_and_again(make_root: Callable[[str], Storage], copies: Any, kind: str) -> None:
+def test_killed_again_and_again(
+    make_root: Callable[[str], Storage], copies: Any, kind: str
+) -> None:
     """Each run comes a little further, because it keeps what the one before had finished."""
     target = make_root(kind)
     kept: list[int] = [0]
@@ -65,7 +70,9 @@ def test_killed_again_and_again(make_root: Callable[[str], Storage], copies: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_while_it_replaces_another(make_root: Callable[[str], Storage], copies: Any, kind: str) -> None:
+def test_killed_while_it_replaces_another(
+    make_root: Callable[[str], Storage], copies: Any, kind: str
+) -> None:
     """Where folders can be renamed, the old one or the new one is there at every moment."""
     for k in itertools.count(1):
         target = make_root(kind)
@@ -86,8 +93,11 @@ def test_killed_while_it_replaces_another(make_root: Callable[[str], Storage], c
 
 
 @pytest.mark.parametrize("first", ["power", "process"])
-def test_power_lost_at_every_operation(make_root: Callable[[str], Storage], copies: Any, first: str) -> None:
-    """Every byte and name that nobody made durable is lost, also after a second copy that kept what the first one had."""
+def test_power_lost_at_every_operation(
+    make_root: Callable[[str], Storage], copies: Any, first: str
+) -> None:
+    """Every byte and name that nobody made durable is lost, also after a second copy that kept what
+    the first one had."""
     for k in itertools.count(1):
         target = make_root("local")
         if not killed_at(copies, target if first == "process" else VolatileStorage(target), k):
@@ -102,8 +112,11 @@ def test_power_lost_at_every_operation(make_root: Callable[[str], Storage], copi
 @given(data=st.data())
 @settings(max_examples=40)
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_any_series_of_misfortunes(make_root: Callable[[str], Storage], copies: Any, kind: str, data: Any) -> None:
-    """Kills, errors, lost answers and short writes, of several threads, in any order; then one copy in peace."""
+def test_any_series_of_misfortunes(
+    make_root: Callable[[str], Storage], copies: Any, kind: str, data: Any
+) -> None:
+    """Kills, errors, lost answers and short writes, of several threads, in any order; then one copy
+    in peace."""
     target = make_root(kind)
     for _ in range(data.draw(st.integers(1, 4), label="runs")):
         faults = FaultStorage(target)
@@ -114,7 +127,9 @@ def test_any_series_of_misfortunes(make_root: Callable[[str], Storage], copies: 
         elif how == "short":
             faults.short(at % 12 + 1, keep=0.5)
         else:
-            faults.fail(at, error=errno.ENOSPC if how == "full" else errno.EIO, after=how == "after")
+            faults.fail(
+                at, error=errno.ENOSPC if how == "full" else errno.EIO, after=how == "after"
+            )
         try:
             copies.make(faults)
         except (Killed, StorageError):
@@ -126,7 +141,9 @@ def test_any_series_of_misfortunes(make_root: Callable[[str], Storage], copies: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_complete_is_kept(make_root: Callable[[str], Storage], copies: Any, kind: str) -> None:
+def test_what_was_complete_is_kept(
+    make_root: Callable[[str], Storage], copies: Any, kind: str
+) -> None:
     target = FaultStorage(make_root(kind))
     target.fail(kind="create", path="*checkpoint_manifest.json")
     with pytest.raises(StorageError):
@@ -153,7 +170,11 @@ def test_what_was_complete_and_is_damaged_is_not_kept(
         copies.make(faults)
     (left,) = [entry.name for entry in target.list()]
     changed = 0
-    for name in ("own.rank00001.safetensors", "index.rank00000.msgpack", "model.safetensors.index.json"):
+    for name in (
+        "own.rank00001.safetensors",
+        "index.rank00000.msgpack",
+        "model.safetensors.index.json",
+    ):
         data = bytearray(target.read(path := f"{left}/{name}"))
         data[len(data) // 2] ^= 8
         target.remove(path)
@@ -166,7 +187,9 @@ def test_what_was_complete_and_is_damaged_is_not_kept(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_gets_its_space_back(make_root: Callable[[str], Storage], copies: Any, kind: str) -> None:
+def test_a_full_disk_gets_its_space_back(
+    make_root: Callable[[str], Storage], copies: Any, kind: str
+) -> None:
     target = make_root(kind)
     tight = FaultStorage(target, quota=copies.total() // 2)
     with pytest.raises(NoSpace) as caught:
@@ -206,7 +229,9 @@ def test_progress_may_end_it(make_root: Callable[[str], Storage], copies: Any, k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_copies_at_the_same_time(make_root: Callable[[str], Storage], copies: Any, kind: str) -> None:
+def test_two_copies_at_the_same_time(
+    make_root: Callable[[str], Storage], copies: Any, kind: str
+) -> None:
     """The second one neither disturbs the first nor takes its files for leftovers."""
     target = make_root(kind)
     slow = FaultStorage(target)
@@ -237,9 +262,11 @@ def test_two_copies_at_the_same_time(make_root: Callable[[str], Storage], copies
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_whose_leftovers_are_swept(make_root: Callable[[str], Storage], copies: Any, kind: str,
-                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """Those of a machine that is gone: by the run that uploads, and by no other; the next copy takes them up."""
+def test_whose_leftovers_are_swept(
+    make_root: Callable[[str], Storage], copies: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a machine that is gone: by the run that uploads, and by no other; the next copy
+    takes them up."""
     target = make_root(kind)
     for run, removed in (("mine", True), (None, False)):
         with monkeypatch.context() as patch:
@@ -259,14 +286,26 @@ def test_an_attempt_of_a_copy_is_told_from_those_of_its_run() -> None:
 
 
 def test_operations_of_a_copy(make_root: Callable[[str], Storage], copies: Any) -> None:
-    """On a disk: files are synced before they get their names, then the folder, the manifest, and one rename."""
+    """On a disk: files are synced before they get their names, then the folder, the manifest, and
+    one rename."""
     target = FaultStorage(make_root("local"))
     copies.make(target, threads=1)
-    changes = [(op.kind, op.path.rpartition("/")[2]) for op in target.log if op.kind in WRITE_OPERATIONS]
+    changes = [
+        (op.kind, op.path.rpartition("/")[2]) for op in target.log if op.kind in WRITE_OPERATIONS
+    ]
     names = [name for kind, name in changes if kind == "rename"]
     assert names[-1] == copies.name
-    assert {*names[:-1]} == {e.name for e in copies.source().list(copies.name)} - {"checkpoint_manifest.json"}
-    assert [kind for kind, _ in changes[-6:]] == ["create", "write_at", "close", "sync_folder", "rename", "sync_folder"]
+    assert {*names[:-1]} == {e.name for e in copies.source().list(copies.name)} - {
+        "checkpoint_manifest.json"
+    }
+    assert [kind for kind, _ in changes[-6:]] == [
+        "create",
+        "write_at",
+        "close",
+        "sync_folder",
+        "rename",
+        "sync_folder",
+    ]
     assert changes[-7][0] == "sync_folder"
     for number, (kind, _) in enumerate(changes[:-3]):
         if kind == "rename":

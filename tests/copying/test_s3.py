@@ -22,7 +22,10 @@ def test_there_within_and_back(s3: Any, copies: Any, sources: Path, tmp_path: Pa
     copy_checkpoint(info.url, f"{other}/{copies.name}", storage_options=s3.options)
     copies.check(open_storage(other, s3.options))
     back = copy_checkpoint(
-        f"{other}/{copies.name}", tmp_path / copies.name, storage_options=s3.options, target_options={}
+        f"{other}/{copies.name}",
+        tmp_path / copies.name,
+        storage_options=s3.options,
+        target_options={},
     )
     assert open_checkpoint(back.url).verify() == []
     copies.check(open_storage(tmp_path))
@@ -55,7 +58,9 @@ def uploads(s3: Any, root: str) -> list[str]:
 def begin(s3: Any, root: str, *names: str) -> None:
     client = s3.client()
     for name in names:
-        client.create_multipart_upload(Bucket=s3.bucket, Key=f"{root}/{name}".removeprefix(f"s3://{s3.bucket}/"))
+        client.create_multipart_upload(
+            Bucket=s3.bucket, Key=f"{root}/{name}".removeprefix(f"s3://{s3.bucket}/")
+        )
 
 
 def test_what_a_killed_copy_has_begun_to_upload_is_given_up(
@@ -68,7 +73,8 @@ def test_what_a_killed_copy_has_begun_to_upload_is_given_up(
     with pytest.raises(Killed):
         copies.make(faults, threads=1)
     lost = [
-        f"{name}/{file}" for file in ("model.safetensors", "own.rank00000.safetensors", "own.rank00002.safetensors")
+        f"{name}/{file}"
+        for file in ("model.safetensors", "own.rank00000.safetensors", "own.rank00002.safetensors")
     ]
     others = [f"{name}0/model.safetensors", "checkpoint-5/model.safetensors"]
     begin(s3, root, lost[0], *lost, *others)
@@ -82,7 +88,9 @@ def test_what_a_killed_copy_has_begun_to_upload_is_given_up(
         found = whole(self, method, **how)
         if method == "list_multipart_uploads":
             pages.append(after)
-            rest = sorted((upload["Key"], upload["UploadId"]) for upload in found.get("Uploads", []))
+            rest = sorted(
+                (upload["Key"], upload["UploadId"]) for upload in found.get("Uploads", [])
+            )
             rest = [upload for upload in rest if upload > after]
             found["Uploads"] = [{"Key": key, "UploadId": number} for key, number in rest[:3]]
             found["IsTruncated"] = len(rest) > 3

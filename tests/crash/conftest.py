@@ -1,4 +1,5 @@
-"""Fixtures of the crash tests: a rich training state, two checkpoints of it, and files that damage can be done to."""
+"""Fixtures of the crash tests: a rich training state, two checkpoints of it, and files that damage
+can be done to."""
 
 import json
 import random
@@ -19,7 +20,8 @@ from ckptcore.saving.plan import plan_component
 
 @pytest.fixture
 def quick_folder(tmp_path):
-    """A folder in memory where there is one: what is tested here is the order of operations, not the disk."""
+    """A folder in memory where there is one: what is tested here is the order of operations, not
+    the disk."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
         yield tmp_path
@@ -29,7 +31,8 @@ def quick_folder(tmp_path):
 
 
 class Training:
-    """A small training run with everything in its state: a model, an optimizer, random streams, plain values."""
+    """A small training run with everything in its state: a model, an optimizer, random streams,
+    plain values."""
 
     def __init__(self):
         torch.manual_seed(7)
@@ -53,9 +56,15 @@ class Training:
 
     def state(self):
         progress = {
-            "done": self.done, "ids": list(range(self.done)), "seen": {self.done, 1}, "big": 2**70, "none": None,
-            "array": np.arange(300.0) * self.done, "small": np.float32(0.1), ("a", 1): b"bytes",
-        }  # fmt: skip
+            "done": self.done,
+            "ids": list(range(self.done)),
+            "seen": {self.done, 1},
+            "big": 2**70,
+            "none": None,
+            "array": np.arange(300.0) * self.done,
+            "small": np.float32(0.1),
+            ("a", 1): b"bytes",
+        }
         return {
             "model": ModelState(self.model),
             "optimizer": OptimizerState(self.optimizer, self.model),
@@ -67,7 +76,9 @@ class Training:
         """Every bit of the tensors of model and optimizer."""
         tensors = dict(self.model.state_dict())
         for number, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
-            tensors |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
+            tensors |= {
+                f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()
+            }
         return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
@@ -117,13 +128,16 @@ def ground(quick_folder, monkeypatch):
         ground.at[step] = training.snapshot()
     training.train()
     assert ground.at[1] != ground.at[2] != training.snapshot()
-    assert {"model.safetensors.index.json", "optimizer.safetensors", MANIFEST_NAME} <= {*ground.files}
+    assert {"model.safetensors.index.json", "optimizer.safetensors", MANIFEST_NAME} <= {
+        *ground.files
+    }
     assert sum(name.startswith("model-") for name in ground.files) == 3
     return ground
 
 
 def tensor_in(data, file, offset):
-    """The full name of the tensor that a byte of a tensor file belongs to, read as a stranger would; else None."""
+    """The full name of the tensor that a byte of a tensor file belongs to, read as a stranger
+    would; else None."""
     if not file.endswith(".safetensors"):
         return None
     length = int.from_bytes(data[:8], "little")

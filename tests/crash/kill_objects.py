@@ -5,7 +5,8 @@ import os
 
 
 class Objects:
-    """A place on the server, through a client without threads: the process that uses it will fork."""
+    """A place on the server, through a client without threads: the process that uses it will
+    fork."""
 
     def __init__(self, name: str) -> None:
         import boto3
@@ -14,9 +15,12 @@ class Objects:
         self.url = f"{url}/{name}"
         self.bucket, _, self.prefix = self.url.removeprefix("s3://").partition("/")
         self.client = boto3.client(
-            "s3", endpoint_url=self.options["endpoint_url"], region_name="us-east-1",
-            aws_access_key_id=self.options["key"], aws_secret_access_key=self.options["secret"],
-        )  # fmt: skip
+            "s3",
+            endpoint_url=self.options["endpoint_url"],
+            region_name="us-east-1",
+            aws_access_key_id=self.options["key"],
+            aws_secret_access_key=self.options["secret"],
+        )
 
     def keys(self, below: str) -> list[str]:
         found = self.client.list_objects_v2(Bucket=self.bucket, Prefix=f"{self.prefix}/{below}")
@@ -28,4 +32,6 @@ class Objects:
             self.client.delete_object(Bucket=self.bucket, Key=key)
         for key in self.keys(source):
             to = key.replace(f"{self.prefix}/{source}", f"{self.prefix}/{target}", 1)
-            self.client.copy_object(Bucket=self.bucket, CopySource={"Bucket": self.bucket, "Key": key}, Key=to)
+            self.client.copy_object(
+                Bucket=self.bucket, CopySource={"Bucket": self.bucket, "Key": key}, Key=to
+            )

@@ -2,14 +2,16 @@
 
     python kill_points.py FOLDER [--save NAME] KIND/SCENARIO/EVERY/FIRST ...
 
-Run in a process of its own: it imports torch once and forks a child for each kill point, which saves and dies there;
-then it restores and goes on as a restarted job would. Takes each EVERY-th kill point from the FIRST on, and prints a
-line of JSON for each argument. --save says how to save (see kill_saves.py).
+Run in a process of its own: it imports torch once and forks a child for each kill point, which
+saves and dies there; then it restores and goes on as a restarted job would. Takes each EVERY-th
+kill point from the FIRST on, and prints a line of JSON for each argument. --save says how to save
+(see kill_saves.py).
 
-KIND is "local", the same on a machine that loses power ("local-lost": all that was not made durable; "local-some": a
-random part of it; "local-newest": all but the last change), "folder" (object-store rules over a real folder), "s3" (a server
-over HTTP: KILL_S3 in the environment has [URL, storage options]) or "memory" (whose bytes die with the process: the child's death is `Killed`, raised in it, and the same child goes on as
-the restarted job).
+KIND is "local", the same on a machine that loses power ("local-lost": all that was not made
+durable; "local-some": a random part of it; "local-newest": all but the last change), "folder"
+(object-store rules over a real folder), "s3" (a server over HTTP: KILL_S3 in the environment has
+[URL, storage options]) or "memory" (whose bytes die with the process: the child's death is
+`Killed`, raised in it, and the same child goes on as the restarted job).
 """
 
 import argparse
@@ -44,10 +46,22 @@ def state_of(mark: int) -> dict:
     """A state in which every value tells which save it is from."""
     g = torch.Generator().manual_seed(mark)
     return {
-        "model": {"w0": torch.randn(20, 30, generator=g), "w1": torch.randn(20, 30, generator=g), "b": torch.ones(3) * mark},
-        "optimizer": {"state": {"w0": {"step": torch.tensor(float(mark)), "m": torch.randn(7, generator=g)}}, "lr": 1 / mark},
-        "progress": {"mark": mark, "ids": list(range(mark, mark + 5)), "big": 2**70 + mark, "name": f"mark {mark}"},
-    }  # fmt: skip
+        "model": {
+            "w0": torch.randn(20, 30, generator=g),
+            "w1": torch.randn(20, 30, generator=g),
+            "b": torch.ones(3) * mark,
+        },
+        "optimizer": {
+            "state": {"w0": {"step": torch.tensor(float(mark)), "m": torch.randn(7, generator=g)}},
+            "lr": 1 / mark,
+        },
+        "progress": {
+            "mark": mark,
+            "ids": list(range(mark, mark + 5)),
+            "big": 2**70 + mark,
+            "name": f"mark {mark}",
+        },
+    }
 
 
 def blank() -> dict:
@@ -60,7 +74,9 @@ def blank() -> dict:
 def mark_of(values: dict) -> int:
     """Which save a restored state is from, all of it; AssertionError for a mix."""
     mark = values["progress"]["mark"]
-    assert same(dict(values), state_of(mark)), f"a mix: progress is of {mark}, the rest is not: {values}"
+    assert same(dict(values), state_of(mark)), (
+        f"a mix: progress is of {mark}, the rest is not: {values}"
+    )
     return mark
 
 
@@ -78,10 +94,12 @@ def same(a: object, b: object) -> bool:
 
 @dataclass(frozen=True)
 class Scenario:
-    """prepare: what was saved before. act: what is killed; it calls `arm` when the next operation is number one.
+    """prepare: what was saved before. act: what is killed; it calls `arm` when the next operation
+    is number one.
 
-    old, new: marks that a restore may give before and after the commit (None: a fresh start). after: the steps that
-    the root holds when the restarted job has made its next save, by the mark that was restored.
+    old, new: marks that a restore may give before and after the commit (None: a fresh start).
+    after: the steps that the root holds when the restarted job has made its next save, by the mark
+    that was restored.
     """
 
     prepare: Callable
@@ -93,7 +111,9 @@ class Scenario:
 
 
 def save(root, step: int, mark: int, keep: int | None = None, **how) -> None:
-    manager = CheckpointManager(root, keep=KeepLast(keep) if keep else None, io_threads=1, run_id="run", on_event=held)
+    manager = CheckpointManager(
+        root, keep=KeepLast(keep) if keep else None, io_threads=1, run_id="run", on_event=held
+    )
     saved(manager, step, state_of(mark), **how)
 
 
@@ -115,8 +135,8 @@ def leave_leftovers(root) -> None:
 
 
 def leave_leftovers_in_objects(root) -> None:
-    """The same where an overwrite withdraws first: what it was to replace is gone. The step of the save will be another
-    one, so that nothing but the sweep takes the leftovers away."""
+    """The same where an overwrite withdraws first: what it was to replace is gone. The step of the
+    save will be another one, so that nothing but the sweep takes the leftovers away."""
     for step in (5, 10, 15):
         save(root, step, step)
     die_in(root, "write_at", 4, lambda manager: manager.save(12, state_of(12)))
@@ -162,7 +182,8 @@ def resume_and_save(root, arm) -> None:
 
 
 def save_while_busy(root) -> None:
-    """Save, train, and save again when the first save may not have ended; only in the background."""
+    """Save, train, and save again when the first save may not have ended; only in the
+    background."""
     manager = CheckpointManager(root, keep=KeepLast(1), io_threads=1, run_id="run", on_event=held)
     begin(manager, 20, state_of(20))
     saved(manager, 30, state_of(30))
@@ -178,23 +199,53 @@ def acting(call: Callable) -> Callable:
 
 
 SCENARIOS = {
-    "first": Scenario(nothing, acting(lambda r: save(r, 10, 10)), (None,), 10, {None: [10], 10: [10, 20]}),
-    "second": Scenario(first, acting(lambda r: save(r, 20, 20)), (10,), 20, {10: [10, 20], 20: [10, 20, 30]}),
-    "retention": Scenario(first, acting(lambda r: save(r, 20, 20, keep=1)), (10,), 20, {10: [20], 20: [30]}, keep=1),
-    "overwrite": Scenario(two, acting(lambda r: save(r, 20, 20, overwrite=True)), (19,), 20,
-                          {19: [10, 20, 30], 20: [10, 20, 30], 10: [10, 20]}),
+    "first": Scenario(
+        nothing, acting(lambda r: save(r, 10, 10)), (None,), 10, {None: [10], 10: [10, 20]}
+    ),
+    "second": Scenario(
+        first, acting(lambda r: save(r, 20, 20)), (10,), 20, {10: [10, 20], 20: [10, 20, 30]}
+    ),
+    "retention": Scenario(
+        first, acting(lambda r: save(r, 20, 20, keep=1)), (10,), 20, {10: [20], 20: [30]}, keep=1
+    ),
+    "overwrite": Scenario(
+        two,
+        acting(lambda r: save(r, 20, 20, overwrite=True)),
+        (19,),
+        20,
+        {19: [10, 20, 30], 20: [10, 20, 30], 10: [10, 20]},
+    ),
     "repair": Scenario(torn, resume_and_save, (10,), 20, {10: [10, 20], 20: [10, 20, 30]}),
-    "delete": Scenario(two, acting(lambda r: CheckpointManager(r, io_threads=1, run_id="run").delete(20)), (19,), 10,
-                       {19: [10, 20, 30], 10: [10, 20]}),
-    "sweep": Scenario(leave_leftovers, acting(lambda r: save(r, 20, 20)), (10,), 20, {10: [10, 20], 20: [10, 20, 30]}),
-    "sweep-objects": Scenario(leave_leftovers_in_objects, acting(lambda r: save(r, 20, 20)), (10,), 20,
-                              {10: [10, 20], 20: [10, 20, 30]}),
-    "busy": Scenario(first, acting(save_while_busy), (10, 20), 30, {10: [20], 20: [30], 30: [40]}, keep=1),
-}  # fmt: skip
+    "delete": Scenario(
+        two,
+        acting(lambda r: CheckpointManager(r, io_threads=1, run_id="run").delete(20)),
+        (19,),
+        10,
+        {19: [10, 20, 30], 10: [10, 20]},
+    ),
+    "sweep": Scenario(
+        leave_leftovers,
+        acting(lambda r: save(r, 20, 20)),
+        (10,),
+        20,
+        {10: [10, 20], 20: [10, 20, 30]},
+    ),
+    "sweep-objects": Scenario(
+        leave_leftovers_in_objects,
+        acting(lambda r: save(r, 20, 20)),
+        (10,),
+        20,
+        {10: [10, 20], 20: [10, 20, 30]},
+    ),
+    "busy": Scenario(
+        first, acting(save_while_busy), (10, 20), 30, {10: [20], 20: [30], 30: [40]}, keep=1
+    ),
+}
 
 
 def volatile(storage, kind: str, seed: str) -> VolatileStorage:
-    """The storage on a machine that loses power; `kind` says what outlives it although nobody made it durable."""
+    """The storage on a machine that loses power; `kind` says what outlives it although nobody made
+    it durable."""
 
     def survives(change: Unsynced) -> bool:
         if kind.endswith("-some"):
@@ -206,7 +257,8 @@ def volatile(storage, kind: str, seed: str) -> VolatileStorage:
 
 
 class Ground:
-    """Where a scenario happens: fresh storages over the same bytes, and the bytes of a prepared root."""
+    """Where a scenario happens: fresh storages over the same bytes, and the bytes of a prepared
+    root."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
@@ -228,9 +280,12 @@ class Ground:
         return open_storage(self.root)
 
     def mortal(self, seed: str):
-        """The storage for those who will die: on a machine that loses power, where the kind says so."""
+        """The storage for those who will die: on a machine that loses power, where the kind says
+        so."""
         storage = self.storage()
-        return volatile(storage, self.kind, seed) if self.local and self.kind != "local" else storage
+        return (
+            volatile(storage, self.kind, seed) if self.local and self.kind != "local" else storage
+        )
 
     def reset(self) -> None:
         if self.objects:
@@ -295,7 +350,8 @@ def check_root(storage, manager: CheckpointManager, expected: list[int]) -> None
 
 
 def restart(ground: Ground, scenario: Scenario) -> int | None:
-    """What a restarted job does: restore, save on, clean up. Returns the mark restored (None: fresh)."""
+    """What a restarted job does: restore, save on, clean up. Returns the mark restored (None:
+    fresh)."""
     storage = ground.storage()
     keep = KeepLast(scenario.keep) if scenario.keep else None
     # Closed before the next child is forked, which would lack its threads.
@@ -322,7 +378,8 @@ def next_step(report) -> int:
 
 
 def die_and_restart(ground: Ground, scenario: Scenario, k: int) -> dict:
-    """Kill the k-th operation (0: none). operations: how many there were; mark, problem: of the restarted job."""
+    """Kill the k-th operation (0: none). operations: how many there were; mark, problem: of the
+    restarted job."""
 
     def die() -> dict:
         faults = FaultStorage(ground.mortal(str(k)))
@@ -340,7 +397,11 @@ def die_and_restart(ground: Ground, scenario: Scenario, k: int) -> dict:
             pass
         ranges = [[number - started[0] for number in ends] for ends in in_training[0]]
         found = {"operations": faults.count() - started[0], "training": ranges}
-        return {**found, **attempted(lambda: restart(ground, scenario))} if ground.kind == "memory" else found
+        return (
+            {**found, **attempted(lambda: restart(ground, scenario))}
+            if ground.kind == "memory"
+            else found
+        )
 
     ground.reset()
     code, text = forked(die)
@@ -355,8 +416,8 @@ def die_and_restart(ground: Ground, scenario: Scenario, k: int) -> dict:
 
 
 def run(scenario: Scenario, ground: Ground, every: int, first_point: int) -> dict:
-    """points: the operations killed; training: how many of them after `save_async` had returned; marks: what was
-    restored then, and at last after the work that nobody killed."""
+    """points: the operations killed; training: how many of them after `save_async` had returned;
+    marks: what was restored then, and at last after the work that nobody killed."""
     if ground.kind == "memory":
         scenario.prepare(ground.storage())
     else:
@@ -366,16 +427,26 @@ def run(scenario: Scenario, ground: Ground, every: int, first_point: int) -> dic
     points = list(range(first_point, whole["operations"] + 1, every))
     found = [die_and_restart(ground, scenario, k) for k in points]
     problems = {
-        k: result["problem"] for k, result in zip([*points, 0], [*found, whole], strict=True) if result["problem"]
+        k: result["problem"]
+        for k, result in zip([*points, 0], [*found, whole], strict=True)
+        if result["problem"]
     }
     marks = [result["mark"] for result in (*found, whole)]
     training = sum(first < k <= last for k in points for first, last in whole["training"])
-    return {"operations": whole["operations"], "points": points, "training": training, "marks": marks,
-            "problems": problems, "old": scenario.old, "new": scenario.new}  # fmt: skip
+    return {
+        "operations": whole["operations"],
+        "points": points,
+        "training": training,
+        "marks": marks,
+        "problems": problems,
+        "old": scenario.old,
+        "new": scenario.new,
+    }
 
 
 def main(run_scenario: Callable[[str, str, Path, int, int], dict]) -> None:
-    """Do what the command line says, each scenario in a process of its own: the bytes of "memory" die with it."""
+    """Do what the command line says, each scenario in a process of its own: the bytes of "memory"
+    die with it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("items", nargs="+")
@@ -394,4 +465,8 @@ def main(run_scenario: Callable[[str, str, Path, int, int], dict]) -> None:
 
 
 if __name__ == "__main__":
-    main(lambda name, kind, at, every, first_point: run(SCENARIOS[name], Ground(kind, at), every, first_point))
+    main(
+        lambda name, kind, at, every, first_point: run(
+            SCENARIOS[name], Ground(kind, at), every, first_point
+        )
+    )

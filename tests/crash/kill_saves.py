@@ -1,6 +1,8 @@
-"""How the scenarios of kill_points.py and rank_kill_points.py save: at once, or in the background of a training.
+"""How the scenarios of kill_points.py and rank_kill_points.py save: at once, or in the background
+of a training.
 
-In the background the state changes from the return of `save_async` on, until the save is over or the process dies.
+In the background the state changes from the return of `save_async` on, until the save is over or
+the process dies.
 """
 
 import threading
@@ -13,12 +15,14 @@ from ckptcore.testing import FaultStorage
 
 # By rank and step: whether the state was changed after `save_async` returned.
 trained: dict[tuple[int, int], threading.Event] = {}
-# By rank, of each save: how many operations its storage had seen when `save_async` returned, and at the end of the save.
+# By rank, of each save: how many operations its storage had seen when `save_async` returned, and at
+# the end of the save.
 in_training: list[list[list[int]]] = [[] for _ in range(4)]
 
 
 def held(event: SaveEvent) -> None:
-    """For `on_event`: the background goes no further than its copy of the state until training has gone on."""
+    """For `on_event`: the background goes no further than its copy of the state until training has
+    gone on."""
     if event.kind == "staged":
         trained[event.rank, event.step].wait(60)
 
@@ -67,8 +71,9 @@ def save_and_train(manager: CheckpointManager, step: int, state, **how) -> None:
     in_training[manager.comm.rank][-1][1] = asked(manager)
 
 
-# How a scenario saves. "async" is for the kinds that end a process: where only a thread dies instead ("memory", and
-# "rank-..." of rank_kill_points.py) other threads of what should be dead would live on.
+# How a scenario saves. "async" is for the kinds that end a process: where only a thread dies
+# instead ("memory", and "rank-..." of rank_kill_points.py) other threads of what should be dead
+# would live on.
 SAVES = {"sync": CheckpointManager.save, "async": save_and_train}
 chosen = {"save": "sync"}
 

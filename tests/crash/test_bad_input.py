@@ -1,4 +1,5 @@
-"""Input that is not what it should be: typed errors, nothing followed, nothing executed, nothing lost."""
+"""Input that is not what it should be: typed errors, nothing followed, nothing executed, nothing
+lost."""
 
 import errno
 import json
@@ -34,7 +35,10 @@ from ckptcore.testing import FaultStorage, Killed
 
 
 def state_of(mark):
-    return {"model": {"w": torch.arange(40.0) + mark, "b": torch.ones(3) * mark}, "progress": {"mark": mark}}
+    return {
+        "model": {"w": torch.arange(40.0) + mark, "b": torch.ones(3) * mark},
+        "progress": {"mark": mark},
+    }
 
 
 def restored(root):
@@ -48,7 +52,10 @@ def tree(root):
     found = {}
     for path in sorted(Path(root).rglob("*")):
         kind = "link" if path.is_symlink() else "folder" if path.is_dir() else "file"
-        found[str(path.relative_to(root))] = (kind, path.read_bytes() if kind == "file" and path.is_file() else None)
+        found[str(path.relative_to(root))] = (
+            kind,
+            path.read_bytes() if kind == "file" and path.is_file() else None,
+        )
     return found
 
 
@@ -104,14 +111,24 @@ def rewrite(manifest, change):
     document = json.loads(manifest.read_bytes())
     document.pop("digest")
     change(document)
-    body = json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False).removesuffix("\n}").encode()
+    body = (
+        json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False)
+        .removesuffix("\n}")
+        .encode()
+    )
     manifest.write_bytes(body + b',\n "digest": "%s"\n}\n' % content_digest(body).encode())
 
 
 def test_a_newer_format_is_refused_by_name(root):
-    rewrite(root / "checkpoint-2" / MANIFEST_NAME, lambda d: d.update(format_version="2.0", unheard={"of": 1}))
+    rewrite(
+        root / "checkpoint-2" / MANIFEST_NAME,
+        lambda d: d.update(format_version="2.0", unheard={"of": 1}),
+    )
     before = tree(root)
-    for call in (lambda m: m.load(state_of(0), 2), lambda m: m.load(state_of(0), str(root / "checkpoint-2"))):
+    for call in (
+        lambda m: m.load(state_of(0), 2),
+        lambda m: m.load(state_of(0), str(root / "checkpoint-2")),
+    ):
         with pytest.raises(UnsupportedVersion) as caught:
             call(CheckpointManager(root))
         assert (caught.value.found, caught.value.supported.split(".")[0]) == ("2.0", "1")
@@ -125,7 +142,10 @@ def test_a_newer_format_is_refused_by_name(root):
 
 
 def test_fields_of_a_newer_minor_version_are_kept(root):
-    rewrite(root / "checkpoint-2" / MANIFEST_NAME, lambda d: d.update(format_version="1.7", unheard={"of": 1}))
+    rewrite(
+        root / "checkpoint-2" / MANIFEST_NAME,
+        lambda d: d.update(format_version="1.7", unheard={"of": 1}),
+    )
     assert open_checkpoint(root / "checkpoint-2").manifest.extra == {"unheard": {"of": 1}}
     assert restored(root) == (2, 2)
 
@@ -169,7 +189,16 @@ def replacements():
         finally:
             os.chdir(here)
 
-    return [fifo, folder, link_outside, link_inside, broken_link, link_to_itself, endless, unix_socket]
+    return [
+        fifo,
+        folder,
+        link_outside,
+        link_inside,
+        broken_link,
+        link_to_itself,
+        endless,
+        unix_socket,
+    ]
 
 
 @pytest.mark.parametrize("replace", replacements(), ids=lambda f: f.__name__)
@@ -207,7 +236,8 @@ def test_not_a_regular_file(root, which, replace):
 
 
 def test_a_folder_that_is_a_link_is_not_deleted_through(root, tmp_path):
-    """A checkpoint that was linked into the root belongs to somebody else: retention does not touch its files."""
+    """A checkpoint that was linked into the root belongs to somebody else: retention does not touch
+    its files."""
     elsewhere = tmp_path / "elsewhere"
     (root / "checkpoint-1").rename(elsewhere)
     (root / "checkpoint-1").symlink_to(elsewhere)
@@ -222,9 +252,22 @@ def test_a_folder_that_is_a_link_is_not_deleted_through(root, tmp_path):
 
 
 HOSTILE = [
-    "../outside.safetensors", "/etc/passwd", "..", ".", "", "a/b.safetensors", "a\\b", "file:///etc/passwd", "s3://b/k",
-    "C:\\x", "x\0y", "x\ny", "../checkpoint-1/model.safetensors", MANIFEST_NAME, "n" * 256,
-]  # fmt: skip
+    "../outside.safetensors",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "a/b.safetensors",
+    "a\\b",
+    "file:///etc/passwd",
+    "s3://b/k",
+    "C:\\x",
+    "x\0y",
+    "x\ny",
+    "../checkpoint-1/model.safetensors",
+    MANIFEST_NAME,
+    "n" * 256,
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda n: repr(n)[:30])
@@ -280,8 +323,11 @@ def test_b20_no_pickle_is_ever_loaded(root, tmp_path):
     assert restored(root) == (2, 2)
     assert CheckpointManager(root).verify(2) == []
     assert set(open_checkpoint(folder).foreign_files()) == {
-        "rng.pt", "optimizer.bin", "training_state.pkl", "model.safetensors.bak",
-    }  # fmt: skip
+        "rng.pt",
+        "optimizer.bin",
+        "training_state.pkl",
+        "model.safetensors.bak",
+    }
     for name in ("model.safetensors", "index.rank00000.msgpack", MANIFEST_NAME):
         data = (folder / name).read_bytes()
         for new in (evil, evil.ljust(len(data), b"\0")[: max(len(data), len(evil))]):
@@ -303,7 +349,9 @@ def test_b20_a_pickle_with_right_digests_is_not_loaded_either(root, tmp_path):
     folder = root / "checkpoint-2"
     (folder / "index.rank00000.msgpack").write_bytes(evil)
     record = [len(evil), content_digest(evil), 0]
-    rewrite(folder / MANIFEST_NAME, lambda d: d["files"].update({"index.rank00000.msgpack": record}))
+    rewrite(
+        folder / MANIFEST_NAME, lambda d: d["files"].update({"index.rank00000.msgpack": record})
+    )
     with pytest.raises(CheckpointCorrupt) as caught:
         CheckpointManager(root).load(state_of(0), 2)
     assert caught.value.file == "index.rank00000.msgpack"
@@ -320,13 +368,18 @@ def test_b20_a_pickle_with_right_digests_is_not_loaded_either(root, tmp_path):
 def test_b30_surplus_files_are_ignored_and_reported(root):
     save_file({"w": torch.zeros(40)}, root / "checkpoint-2" / "model-00001-of-00002.safetensors")
     save_file({"extra": torch.zeros(2)}, root / "checkpoint-2" / "zzz.safetensors")
-    (root / "checkpoint-2" / "model.safetensors.index.json").write_text('{"weight_map": {"w": "zzz.safetensors"}}')
+    (root / "checkpoint-2" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"w": "zzz.safetensors"}}'
+    )
     (root / "checkpoint-2" / "folder").mkdir()
     assert restored(root) == (2, 2)
     assert CheckpointManager(root).verify(2) == []
     assert open_checkpoint(root / "checkpoint-2").foreign_files() == [
-        "folder/", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "zzz.safetensors",
-    ]  # fmt: skip
+        "folder/",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "zzz.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["local", "object store"])
@@ -338,7 +391,9 @@ def test_b30_a_step_saved_again_never_mixes_generations(tmp_path, kind):
         faults = FaultStorage(storage)
         faults.kill(at=k, kind=("create", "write_at", "close"), how="raise")
         with pytest.raises(Killed):
-            CheckpointManager(faults, run_id="run").save(20, {**state_of(19), "z": {"t": torch.ones(4)}, "a": {"x": 1}})
+            CheckpointManager(faults, run_id="run").save(
+                20, {**state_of(19), "z": {"t": torch.ones(4)}, "a": {"x": 1}}
+            )
     manager = CheckpointManager(storage, run_id="run")
     manager.save(20, state_of(20))
     assert restored(storage) == (20, 20)
@@ -386,7 +441,11 @@ def test_a_file_in_the_place_of_a_checkpoint(root):
     assert getattr(caught.value, "errno", None) in (None, errno.ENOTDIR, errno.EEXIST)
     assert (root / "checkpoint-3").read_text() == "mine"
     assert restored(root) == (2, 2)
-    assert sorted(path.name for path in root.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert sorted(path.name for path in root.iterdir()) == [
+        "checkpoint-1",
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
 
 
 def test_a_copied_root_stays_valid(root, tmp_path):

@@ -1,4 +1,5 @@
-"""Damage to any byte of any file is found and named, and a restore falls back to the checkpoint before."""
+"""Damage to any byte of any file is found and named, and a restore falls back to the checkpoint
+before."""
 
 import json
 import os
@@ -19,7 +20,8 @@ from ckptcore.format.manifest import MANIFEST_NAME
 
 
 def places(data, file, count, rng):
-    """Byte offsets spread over a file: its ends, its header where it has one, and everything between."""
+    """Byte offsets spread over a file: its ends, its header where it has one, and everything
+    between."""
     size = len(data)
     if size <= count:
         return list(range(size))
@@ -59,7 +61,8 @@ def repaired(path):
 
 
 def problems(ground):
-    """(file, tensor) of everything that verify finds in step 2, also where it is the manifest itself."""
+    """(file, tensor) of everything that verify finds in step 2, also where it is the manifest
+    itself."""
     try:
         return {(p.file, p.tensor) for p in ground.manager().verify(2)}
     except CheckpointCorrupt as error:
@@ -83,7 +86,8 @@ def check_named(ground, file, tensor=None, kinds=None):
 
 
 def check_damage(ground, file, kinds=None):
-    """verify and load name the file, restore falls back with one warning that names step and file."""
+    """verify and load name the file, restore falls back with one warning that names step and
+    file."""
     check_named(ground, file, None, kinds)
     check_falls_back(ground, file)
 
@@ -99,10 +103,12 @@ def check_falls_back(ground, file):
 
 
 @pytest.mark.parametrize(
-    ("count", "every"), [(200, 8), pytest.param(2000, 1, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])]
+    ("count", "every"),
+    [(200, 8), pytest.param(2000, 1, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])],
 )
 def test_b05_every_flipped_bit_is_found(ground, rng, tensor_in, count, every):
-    """verify and load at each flip, and a restore at each `every`-th: a restore reads a whole checkpoint more."""
+    """verify and load at each flip, and a restore at each `every`-th: a restore reads a whole
+    checkpoint more."""
     flips, restores, failed = 0, 0, {}
     for name in ground.files:
         path = ground.folder / name
@@ -116,7 +122,9 @@ def test_b05_every_flipped_bit_is_found(ground, rng, tensor_in, count, every):
                         restores += 1
                         check_falls_back(ground, name)
                 except (Exception, pytest.fail.Exception) as error:
-                    failed.setdefault(f"{name}: {type(error).__name__}: {error}"[:300], []).append(offset)
+                    failed.setdefault(f"{name}: {type(error).__name__}: {error}"[:300], []).append(
+                        offset
+                    )
     print(f"\nflipped bits: {flips} in {len(ground.files)} files, {restores} restores past one")
     assert failed == {}
     assert flips >= min(count * len(ground.files), 1500)
@@ -126,7 +134,14 @@ def test_b05_every_flipped_bit_is_found(ground, rng, tensor_in, count, every):
 def test_b05_truncated_and_extended_files(ground):
     for name in ground.files:
         with repaired(ground.folder / name) as data:
-            for new in (data[:-1], data + b"\0", data + data[-1:], data[: len(data) // 2], b"", b"\0" + data):
+            for new in (
+                data[:-1],
+                data + b"\0",
+                data + data[-1:],
+                data[: len(data) // 2],
+                b"",
+                b"\0" + data,
+            ):
                 (ground.folder / name).write_bytes(new)
                 check_damage(ground, name, kinds=("size", "format", "digest"))
     ground.check_good()
@@ -138,7 +153,9 @@ def test_b05_zeroed_blocks(ground, tensor_in):
             size = len(data)
             for start, stop in ((0, 512), (size - 16, size), (size // 2, size // 2 + 100)):
                 new = data[:start] + bytes(min(stop, size) - start) + data[stop:]
-                hit = {tensor_in(data, name, at) for at in range(start, min(stop, size)) if data[at]}
+                hit = {
+                    tensor_in(data, name, at) for at in range(start, min(stop, size)) if data[at]
+                }
                 if not hit:
                     continue
                 (ground.folder / name).write_bytes(new)
@@ -162,7 +179,10 @@ def test_b05_deleted_files(ground):
 def test_b05_a_deleted_manifest(ground):
     with repaired(ground.folder / MANIFEST_NAME):
         (ground.folder / MANIFEST_NAME).unlink()
-        for call in (lambda: ground.manager().verify(2), lambda: ground.manager().load(ground.training.state(), 2)):
+        for call in (
+            lambda: ground.manager().verify(2),
+            lambda: ground.manager().load(ground.training.state(), 2),
+        ):
             with pytest.raises(CheckpointNotFound) as caught:
                 call()
             assert MANIFEST_NAME in str(caught.value)
@@ -172,7 +192,11 @@ def test_b05_a_deleted_manifest(ground):
 
 
 def test_b05_swapped_files_of_equal_size(ground):
-    names = [n for n in ground.files if n.startswith("model-") and (ground.folder / n).stat().st_size < 100_000]
+    names = [
+        n
+        for n in ground.files
+        if n.startswith("model-") and (ground.folder / n).stat().st_size < 100_000
+    ]
     first, second = (ground.folder / name for name in names)
     assert first.stat().st_size == second.stat().st_size
     with repaired(first) as one, repaired(second) as two:
@@ -222,13 +246,19 @@ def test_b05_a_manifest_without_its_digests(ground):
         check_damage(ground, MANIFEST_NAME)
         for name in document["files"]:
             document["files"][name][1] = ""
-        path.write_text(json.dumps({**document, "digest": "0" * 32}, indent=1, sort_keys=True) + "\n")
+        path.write_text(
+            json.dumps({**document, "digest": "0" * 32}, indent=1, sort_keys=True) + "\n"
+        )
         check_damage(ground, MANIFEST_NAME)
     ground.check_good()
 
 
 def tree(root):
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_b06_only_unusable_checkpoints_are_an_error(ground):
@@ -279,7 +309,8 @@ def test_b06_an_empty_root_starts_fresh(tmp_path, ground):
 
 
 def test_b01_torn_folders_are_skipped_with_one_warning_and_replaced(ground):
-    """What other tools and interrupted copies leave: the highest steps with missing or empty files."""
+    """What other tools and interrupted copies leave: the highest steps with missing or empty
+    files."""
     for step in (3, 4):
         shutil.copytree(ground.folder, ground.root / f"checkpoint-{step}")
     (ground.root / "checkpoint-3" / MANIFEST_NAME).unlink()
@@ -292,7 +323,9 @@ def test_b01_torn_folders_are_skipped_with_one_warning_and_replaced(ground):
     assert "checkpoint-4" in str(caught[0].message)
     assert sorted(report.skipped) == ["checkpoint-3", "checkpoint-4"]
     # Nothing is deleted on the quiet.
-    assert {path.name for path in ground.root.iterdir()} == {f"checkpoint-{step}" for step in (1, 2, 3, 4)}
+    assert {path.name for path in ground.root.iterdir()} == {
+        f"checkpoint-{step}" for step in (1, 2, 3, 4)
+    }
     ground.training.train()
     manager.save(3, ground.training.state())
     assert [info.step for info in manager.list()] == [1, 2, 3]

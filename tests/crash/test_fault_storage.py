@@ -41,19 +41,40 @@ def refused(call, number=errno.EIO):
 
 
 def test_there_is_one_killed():
-    assert ckptcore.testing.faults.Killed is ckptcore.testing.ranks.Killed is ckptcore.testing.power.Killed is Killed
+    assert (
+        ckptcore.testing.faults.Killed
+        is ckptcore.testing.ranks.Killed
+        is ckptcore.testing.power.Killed
+        is Killed
+    )
     assert not issubclass(Killed, Exception)
 
 
-@pytest.mark.parametrize("module", [ckptcore.testing.faults, ckptcore.testing.power], ids=["faults", "power"])
+@pytest.mark.parametrize(
+    "module", [ckptcore.testing.faults, ckptcore.testing.power], ids=["faults", "power"]
+)
 def test_the_examples_in_the_docstrings_run(module, tmp_path):
     state = {"model": {"w": torch.arange(6.0)}, "progress": {"done": 3}}
     blocks = module.__doc__.split("\n\n")
-    code = [textwrap.dedent(block) for block in blocks if block.startswith("    ") and "faults = " in block]
+    code = [
+        textwrap.dedent(block)
+        for block in blocks
+        if block.startswith("    ") and "faults = " in block
+    ]
     assert len(code) >= 1
-    known = {"errno": errno, "os": os, "pytest": pytest, "state": state, "CheckpointManager": CheckpointManager,
-             "StorageError": StorageError, "open_storage": open_storage, "FaultStorage": FaultStorage, "Killed": Killed,
-             "VolatileStorage": VolatileStorage, "KILLED_EXIT_CODE": KILLED_EXIT_CODE}  # fmt: skip
+    known = {
+        "errno": errno,
+        "os": os,
+        "pytest": pytest,
+        "state": state,
+        "CheckpointManager": CheckpointManager,
+        "StorageError": StorageError,
+        "open_storage": open_storage,
+        "FaultStorage": FaultStorage,
+        "Killed": Killed,
+        "VolatileStorage": VolatileStorage,
+        "KILLED_EXIT_CODE": KILLED_EXIT_CODE,
+    }
     for number, block in enumerate(code):
         root = tmp_path / str(number)
         if "restore" in block and "killed-" not in block:
@@ -78,10 +99,25 @@ def test_every_operation_is_counted(faults):
     assert faults.log == [
         Operation(number, kind, path)
         for number, (kind, path) in enumerate(
-            [("make_folder", "a"), ("create", "a/x"), ("write_at", "a/x"), ("write_at", "a/x"), ("close", "a/x"),
-             ("sync_folder", "a"), ("rename", "a/y"), ("open", "a/y"), ("read_into", "a/y"), ("create", "a/z"),
-             ("abort", "a/z"), ("list", "a"), ("remove", "a/y"), ("remove_folder", "a")], 1)
-    ]  # fmt: skip
+            [
+                ("make_folder", "a"),
+                ("create", "a/x"),
+                ("write_at", "a/x"),
+                ("write_at", "a/x"),
+                ("close", "a/x"),
+                ("sync_folder", "a"),
+                ("rename", "a/y"),
+                ("open", "a/y"),
+                ("read_into", "a/y"),
+                ("create", "a/z"),
+                ("abort", "a/z"),
+                ("list", "a"),
+                ("remove", "a/y"),
+                ("remove_folder", "a"),
+            ],
+            1,
+        )
+    ]
     assert faults.count() == 14
     assert faults.count("write_at") == 2
     assert faults.count(("create", "abort"), "*/z") == 2
@@ -231,8 +267,14 @@ def test_stale_listings(faults):
     assert [(entry.name, entry.size) for entry in faults.list("a")] == [("new", 1)]
 
 
-@pytest.mark.parametrize(("hide_new", "show_removed", "seen"), [
-    (True, True, ["early", "stays"]), (True, False, ["stays"]), (False, True, ["early", "new", "stays"])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("hide_new", "show_removed", "seen"),
+    [
+        (True, True, ["early", "stays"]),
+        (True, False, ["stays"]),
+        (False, True, ["early", "new", "stays"]),
+    ],
+)
 def test_what_a_stale_listing_hides_and_shows(faults, hide_new, show_removed, seen):
     faults.make_folder("a")
     faults.write("a/early", b"1")
@@ -259,6 +301,9 @@ def test_a_stale_listing_of_a_folder_that_is_new(faults):
 
 def test_it_is_the_storage_that_it_wraps(faults, inner):
     assert (faults.url, faults.atomic_rename, faults.positional_writes) == (
-        inner.url, inner.atomic_rename, inner.positional_writes)  # fmt: skip
+        inner.url,
+        inner.atomic_rename,
+        inner.positional_writes,
+    )
     assert faults.at("a/x") == inner.at("a/x")
     assert Path(faults.url.removeprefix("file://")).name == "root"

@@ -1,4 +1,5 @@
-"""What faults of the storage show of the engine, beside the kill matrix: durability, short writes, jobs side by side."""
+"""What faults of the storage show of the engine, beside the kill matrix: durability, short writes,
+jobs side by side."""
 
 import os
 import threading
@@ -45,11 +46,14 @@ def test_b01_a_saved_checkpoint_needs_no_more_syncing(tmp_path):
 
 
 def test_b01_a_deletion_that_loses_power_is_finished_later(tmp_path):
-    """The file that says what is to be deleted may not go before what it names: nobody would know what that is."""
+    """The file that says what is to be deleted may not go before what it names: nobody would know
+    what that is."""
     disk = open_storage(tmp_path)
     save(disk, 1)
     save(disk, 2)
-    faults = FaultStorage(VolatileStorage(disk, lambda change: change.path.endswith("withdrawn.json")))
+    faults = FaultStorage(
+        VolatileStorage(disk, lambda change: change.path.endswith("withdrawn.json"))
+    )
     faults.kill(kind="remove_folder", how="raise")
     with pytest.raises(Killed):
         CheckpointManager(faults, run_id="run").delete(1)
@@ -80,7 +84,9 @@ def test_a_file_that_was_cut_unnoticed_is_never_restored(tmp_path, keep):
     save(faults, 1)
     faults.short(keep=keep, error=None, path="*.safetensors")
     save(faults, 2)
-    with pytest.warns(CheckpointWarning, match=r"skipped checkpoint-2: .*m\.safetensors has \d+ bytes"):
+    with pytest.warns(
+        CheckpointWarning, match=r"skipped checkpoint-2: .*m\.safetensors has \d+ bytes"
+    ):
         assert restored(tmp_path) == 1
 
 
@@ -99,10 +105,15 @@ def test_a_write_that_fails_half_way_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("kind", ["local", "folder"])
 def test_two_jobs_that_save_the_same_step_leave_one_whole_checkpoint(tmp_path, kind):
-    """One comes between another's look at the place and its first file: whoever fails removes nothing of the winner."""
+    """One comes between another's look at the place and its first file: whoever fails removes
+    nothing of the winner."""
 
     def storage():
-        return open_storage(tmp_path / "run") if kind == "local" else FsspecStorage(f"file://{tmp_path}/run", {})
+        return (
+            open_storage(tmp_path / "run")
+            if kind == "local"
+            else FsspecStorage(f"file://{tmp_path}/run", {})
+        )
 
     faults = FaultStorage(storage())
     gate = faults.block(kind="create", path="*.safetensors")
@@ -132,14 +143,21 @@ def test_two_jobs_that_save_the_same_step_leave_one_whole_checkpoint(tmp_path, k
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_a_rank_that_still_writes_when_another_is_lost_leaves_nothing_for_good(tmp_path, kind):
-    """Rank 0 hears that rank 1 is lost and cleans up while rank 2 writes: what that leaves is swept, and told by nobody."""
+    """Rank 0 hears that rank 1 is lost and cleans up while rank 2 writes: what that leaves is
+    swept, and told by nobody."""
 
     def storage():
         # Objects need no folder that is there, so the file of rank 2 comes to be.
-        return open_storage(tmp_path / "run" if kind == "local" else f"memory://late-{tmp_path.name}/run")
+        return open_storage(
+            tmp_path / "run" if kind == "local" else f"memory://late-{tmp_path.name}/run"
+        )
 
     def state(comm, mark=0.0):
-        return [StateComponent("own", {"w": torch.full((9,), mark + comm.rank)}, SharingPattern.PER_RANK)]
+        return [
+            StateComponent(
+                "own", {"w": torch.full((9,), mark + comm.rank)}, SharingPattern.PER_RANK
+            )
+        ]
 
     faults = [FaultStorage(storage()) for _ in range(3)]
     gate = faults[2].block(kind="create", path="*.safetensors")

@@ -37,7 +37,9 @@ def tree(storage, folder=""):
     found = {}
     for entry in storage.list(folder):
         path = f"{folder}/{entry.name}" if folder else entry.name
-        found |= {path: None, **tree(storage, path)} if entry.is_folder else {path: storage.read(path)}
+        found |= (
+            {path: None, **tree(storage, path)} if entry.is_folder else {path: storage.read(path)}
+        )
     return found
 
 
@@ -64,9 +66,12 @@ CHANGES = {
     "create": (lambda s: create(s, "a/new", b"n"), {**BEFORE, "a/new": b"n"}),
     "folder": (lambda s: s.make_folder("a/b"), {**BEFORE, "a/b": None}),
     "remove": (lambda s: s.remove("a/one"), {"a": None, "a/two": b"22"}),
-    "rename": (lambda s: s.rename("a/one", "a/three"), {"a": None, "a/three": b"1", "a/two": b"22"}),
+    "rename": (
+        lambda s: s.rename("a/one", "a/three"),
+        {"a": None, "a/three": b"1", "a/two": b"22"},
+    ),
     "replace": (lambda s: s.rename("a/one", "a/two"), {"a": None, "a/two": b"1"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(CHANGES))
@@ -108,11 +113,16 @@ def test_a_folder_that_was_renamed_before_it_was_durable(disk):
     after, left = lost(disk, work)
     assert after == {**BEFORE, "c": None, "c/x": b"x", "c/late": b"l"}
     assert left == BEFORE
-    assert lost(disk, lambda s: (work(s), s.sync_folder("")))[1] == {**BEFORE, "c": None, "c/x": b"x"}
+    assert lost(disk, lambda s: (work(s), s.sync_folder("")))[1] == {
+        **BEFORE,
+        "c": None,
+        "c/x": b"x",
+    }
 
 
 def test_changes_survive_in_any_order(disk):
-    """The second of two removals without the first; what cannot be without an earlier change, is not."""
+    """The second of two removals without the first; what cannot be without an earlier change, is
+    not."""
 
     def work(storage):
         storage.remove("a/one")
@@ -144,7 +154,11 @@ def test_a_file_that_was_removed_and_made_again(disk):
         storage.rename("a/one", "a/other")
 
     assert lost(disk, work)[1] == BEFORE
-    assert lost(disk, lambda s: (work(s), s.sync_folder("a")))[1] == {"a": None, "a/two": b"22", "a/other": b"another"}
+    assert lost(disk, lambda s: (work(s), s.sync_folder("a")))[1] == {
+        "a": None,
+        "a/two": b"22",
+        "a/other": b"another",
+    }
 
 
 def test_a_rename_between_folders_is_one_change(disk):
@@ -170,8 +184,15 @@ def test_what_is_unsynced_is_told(disk):
     machine.remove("a/two")
     machine.remove("a/nothing")
     create(machine, "a/given up", b"", close=False).abort()
-    told = ["create a/new", "make_folder c", "make_folder c/d", "rename c/d/one", "remove a/two", "create a/given up",
-            "remove a/given up"]  # fmt: skip
+    told = [
+        "create a/new",
+        "make_folder c",
+        "make_folder c/d",
+        "rename c/d/one",
+        "remove a/two",
+        "create a/given up",
+        "remove a/given up",
+    ]
     assert [f"{change.kind} {change.path}" for change in machine.unsynced()] == told
     assert machine.unsynced()[0] == Unsynced(1, "create", "a/new")
     machine.sync_folder("c/d")
@@ -187,10 +208,19 @@ def test_nothing_works_without_power(disk):
     writer = create(machine, "a/open", b"half", close=False)
     machine.lose_power()
     machine.lose_power()
-    calls = (machine.list, lambda: machine.open("a/one"), lambda: machine.create("a/x", 1), writer.close, writer.abort,
-             lambda: machine.make_folder("b"), lambda: machine.sync_folder("a"), lambda: machine.remove("a/one"),
-             lambda: machine.rename("a/one", "b"), lambda: machine.remove_folder("a"),
-             lambda: writer.write_at(0, [memoryview(b"x")]))  # fmt: skip
+    calls = (
+        machine.list,
+        lambda: machine.open("a/one"),
+        lambda: machine.create("a/x", 1),
+        writer.close,
+        writer.abort,
+        lambda: machine.make_folder("b"),
+        lambda: machine.sync_folder("a"),
+        lambda: machine.remove("a/one"),
+        lambda: machine.rename("a/one", "b"),
+        lambda: machine.remove_folder("a"),
+        lambda: writer.write_at(0, [memoryview(b"x")]),
+    )
     for call in calls:
         with pytest.raises(Killed):
             call()

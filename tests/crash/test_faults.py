@@ -29,7 +29,10 @@ from ckptcore.testing.faults import WRITE_OPERATIONS
 
 
 def state_of(mark, items=500):
-    return {"model": {f"w{n}": torch.arange(items) * 0.5 + mark + n for n in range(3)}, "progress": {"mark": mark}}
+    return {
+        "model": {f"w{n}": torch.arange(items) * 0.5 + mark + n for n in range(3)},
+        "progress": {"mark": mark},
+    }
 
 
 def mark_of(values):
@@ -48,7 +51,9 @@ def restored(root, items=500):
 
 def names(storage):
     """All that lies in the root: folder -> files."""
-    return {entry.name: {inner.name for inner in storage.list(entry.name)} for entry in storage.list()}
+    return {
+        entry.name: {inner.name for inner in storage.list(entry.name)} for entry in storage.list()
+    }
 
 
 def whole(storage, steps):
@@ -62,7 +67,12 @@ def whole(storage, steps):
 
 
 @pytest.fixture(
-    params=["local", "memory", "folder", pytest.param("s3", marks=[pytest.mark.stress, pytest.mark.timeout(1800)])]
+    params=[
+        "local",
+        "memory",
+        "folder",
+        pytest.param("s3", marks=[pytest.mark.stress, pytest.mark.timeout(1800)]),
+    ]
 )
 def make_storage(request, quick_folder, monkeypatch):
     """A function that gives a new empty storage at each call."""
@@ -87,14 +97,17 @@ def make_storage(request, quick_folder, monkeypatch):
 
 
 def save_with_fault(make_storage, at, error, how, after=False):
-    """A save of step 20 over step 10 whose `at`-th writing operation fails: storage, error raised, warnings."""
+    """A save of step 20 over step 10 whose `at`-th writing operation fails: storage, error raised,
+    warnings."""
     storage = make_storage()
     CheckpointManager(storage, run_id="run").save(10, state_of(10))
     if how.get("overwrite"):
         CheckpointManager(storage, run_id="run").save(20, state_of(19))
     faults = FaultStorage(storage)
     faults.fail(at, error=error, kind=WRITE_OPERATIONS, after=after)
-    manager = CheckpointManager(faults, run_id="run", io_threads=1, keep=KeepLast(1) if how.get("keep") else None)
+    manager = CheckpointManager(
+        faults, run_id="run", io_threads=1, keep=KeepLast(1) if how.get("keep") else None
+    )
     raised = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CheckpointWarning)
@@ -107,9 +120,12 @@ def save_with_fault(make_storage, at, error, how, after=False):
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
-@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"keep": True}], ids=["save", "overwrite", "retention"])
+@pytest.mark.parametrize(
+    "how", [{}, {"overwrite": True}, {"keep": True}], ids=["save", "overwrite", "retention"]
+)
 def test_b48_a_failure_at_every_writing_operation(make_storage, error, how):
-    """Before the commit: a typed error, no partial bytes, and what was there is there. After it: at most a warning."""
+    """Before the commit: a typed error, no partial bytes, and what was there is there. After it: at
+    most a warning."""
     at, done, failed, troubles = 0, False, 0, {}
     while not done:
         at += 1
@@ -127,22 +143,29 @@ def test_b48_a_failure_at_every_writing_operation(make_storage, error, how):
                     assert restored(storage) in ((20, 19), (10, 10))
                 else:
                     assert restored(storage) == ((20, 19) if how.get("overwrite") else (10, 10))
-                    assert names(storage) == whole(storage, [10, 20] if how.get("overwrite") else [10])
+                    assert names(storage) == whole(
+                        storage, [10, 20] if how.get("overwrite") else [10]
+                    )
             else:
                 assert restored(storage) == (20, 20)
                 assert len(told) <= 1
             # The next save of the step works as if nothing had been.
             if raised is not None:
-                CheckpointManager(storage, run_id="run").save(20, state_of(21), overwrite=how.get("overwrite", False))
+                CheckpointManager(storage, run_id="run").save(
+                    20, state_of(21), overwrite=how.get("overwrite", False)
+                )
                 assert restored(storage) == (20, 21)
-            manager = CheckpointManager(storage, run_id="run", keep=KeepLast(1) if how.get("keep") else None)
+            manager = CheckpointManager(
+                storage, run_id="run", keep=KeepLast(1) if how.get("keep") else None
+            )
             manager.save(30, state_of(30))
             assert restored(storage) == (30, 30)
             assert names(storage) == whole(storage, [30] if how.get("keep") else [10, 20, 30])
         except (Exception, pytest.fail.Exception) as trouble:
             troubles.setdefault(f"{type(trouble).__name__}: {trouble}"[:250], []).append(at)
     print(
-        f"\n{storage.url.partition(':')[0][:8]} {how}: {at - 1} writing operations failed in turn, {failed} saves with them"
+        f"\n{storage.url.partition(':')[0][:8]} {how}: {at - 1} writing operations failed in "
+        f"turn, {failed} saves with them"
     )
     assert failed >= 8
     assert troubles == {}
@@ -150,7 +173,8 @@ def test_b48_a_failure_at_every_writing_operation(make_storage, error, how):
 
 @pytest.mark.parametrize("after", [False, True], ids=["refused", "done but reported as failed"])
 def test_b48_the_storage_dies_for_good(make_storage, after):
-    """Every writing operation from the k-th on fails, those that clean up too: the error is the first one's."""
+    """Every writing operation from the k-th on fails, those that clean up too: the error is the
+    first one's."""
     at, more = 0, True
     while more:
         at += 1
@@ -206,7 +230,9 @@ def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
     )
     if made.returncode:
         pytest.skip(f"no small disk can be mounted here: {made.stderr.strip()}")
@@ -276,7 +302,10 @@ def test_b20_a_state_that_cannot_be_stored_leaves_no_trace(make_storage, overwri
     assert caught.value.type_name.endswith("Unstorable")
     assert names(storage) == before == whole(storage, [10, 20])
     assert restored(storage) == (20, 19)
-    assert faults.count(("create", "write_at", "make_folder", "rename", "remove", "remove_folder")) == 0
+    assert (
+        faults.count(("create", "write_at", "make_folder", "rename", "remove", "remove_folder"))
+        == 0
+    )
 
 
 def test_b20_an_unstorable_first_save_makes_nothing(tmp_path):
@@ -294,11 +323,16 @@ def test_b50_files_and_folders_follow_the_umask(tmp_path, mask, monkeypatch):
         manager = CheckpointManager(root, keep=KeepLast(1))
         module = torch.nn.Linear(30, 30)
         for step in (1, 2):
-            manager.save(step, {"model": ModelState(module), "progress": {"big": torch.zeros(5), "small": 1}})
+            manager.save(
+                step, {"model": ModelState(module), "progress": {"big": torch.zeros(5), "small": 1}}
+            )
     finally:
         during = os.umask(before)
     assert during == mask
-    modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o7777 for path in tmp_path.rglob("*")}
+    modes = {
+        str(path.relative_to(tmp_path)): path.stat().st_mode & 0o7777
+        for path in tmp_path.rglob("*")
+    }
     folders = {"new", "new/run", "new/run/checkpoint-2"}
     assert {name for name, mode in modes.items() if (tmp_path / name).is_dir()} == folders
     assert len(modes) > 6
@@ -306,7 +340,8 @@ def test_b50_files_and_folders_follow_the_umask(tmp_path, mask, monkeypatch):
 
 
 def test_reading_needs_no_write(tmp_path):
-    """A root that only others may write (a read-only mount) can be listed, verified, restored; a save says why not."""
+    """A root that only others may write (a read-only mount) can be listed, verified, restored; a
+    save says why not."""
     root = tmp_path / "run"
     CheckpointManager(root).save(10, state_of(10))
     made = subprocess.run(["mount", "--bind", str(root), str(root)], capture_output=True, text=True)

@@ -1,8 +1,10 @@
-"""A job killed at every storage operation: what is restored is the old or the new state, never a mix, never nothing.
+"""A job killed at every storage operation: what is restored is the old or the new state, never a
+mix, never nothing.
 
-`make test` takes every operation of the scenarios that matter most and a part of the others, another part each day
-(of saves in the background, which go through the same operations, a smaller one, while the state is changing);
-KILL_ROTATION=<number> in the environment repeats that of a certain day. `make stress` takes all of them.
+`make test` takes every operation of the scenarios that matter most and a part of the others,
+another part each day (of saves in the background, which go through the same operations, a smaller
+one, while the state is changing); KILL_ROTATION=<number> in the environment repeats that of a
+certain day. `make stress` takes all of them.
 """
 
 import json
@@ -19,34 +21,71 @@ HERE = Path(__file__).parent
 # Kinds in which what was committed may be undone until it is durable.
 UNDECIDED = ("local-some", "local-newest", "job-some", "job-newest")
 # How many operations a scenario has at least (fewer: something is not counted).
-ONE = {"first": 25, "second": 28, "retention": 40, "overwrite": 45, "repair": 45, "delete": 12, "sweep": 45}
+ONE = {
+    "first": 25,
+    "second": 28,
+    "retention": 40,
+    "overwrite": 45,
+    "repair": 45,
+    "delete": 12,
+    "sweep": 45,
+}
 LEAST = {
-    **{f"{kind}/{name}": least for kind in ("local", "local-lost", "local-some", "local-newest") for name, least in ONE.items()},
-    **{f"folder/{name}": least for name, least in {**ONE, "sweep-objects": 45}.items() if name != "sweep"},
-    "memory/first": 20, "memory/second": 25, "memory/delete": 10,
-}  # fmt: skip
+    **{
+        f"{kind}/{name}": least
+        for kind in ("local", "local-lost", "local-some", "local-newest")
+        for name, least in ONE.items()
+    },
+    **{
+        f"folder/{name}": least
+        for name, least in {**ONE, "sweep-objects": 45}.items()
+        if name != "sweep"
+    },
+    "memory/first": 20,
+    "memory/second": 25,
+    "memory/delete": 10,
+}
 FOUR = {"first": 60, "second": 65, "retention": 80, "overwrite": 90, "sweep": 95}
 LEAST_OF_FOUR = {
-    f"{kind}/{name}": least for kind in ("job-lost", "job-folder", "rank-local", "rank-folder") for name, least in FOUR.items()
-}  # fmt: skip
+    f"{kind}/{name}": least
+    for kind in ("job-lost", "job-folder", "rank-local", "rank-folder")
+    for name, least in FOUR.items()
+}
 # In the background, of what really ends a process. Deletion is the caller's own work, also then.
 IN_BACKGROUND = {name: least for name, least in ONE.items() if name != "delete"} | {"busy": 75}
 LEAST_IN_BACKGROUND = {
-    **{f"{kind}/{name}": least for kind in ("local", "local-lost", "local-some", "local-newest") for name, least in IN_BACKGROUND.items()},
-    **{f"folder/{name}": least for name, least in {**IN_BACKGROUND, "sweep-objects": 45}.items() if name != "sweep"},
-}  # fmt: skip
+    **{
+        f"{kind}/{name}": least
+        for kind in ("local", "local-lost", "local-some", "local-newest")
+        for name, least in IN_BACKGROUND.items()
+    },
+    **{
+        f"folder/{name}": least
+        for name, least in {**IN_BACKGROUND, "sweep-objects": 45}.items()
+        if name != "sweep"
+    },
+}
 LEAST_OF_FOUR_IN_BACKGROUND = {
     f"{kind}/{name}": least
     for kind in ("job-local", "job-lost", "job-some", "job-newest", "job-folder")
     for name, least in {**FOUR, "busy": 140}.items()
 }
 # As objects on a server, where a process has connections, and threads for them.
-LEAST_ON_S3 = {f"s3/{name}": least for name, least in {**ONE, "sweep-objects": 45}.items() if name != "sweep"}
+LEAST_ON_S3 = {
+    f"s3/{name}": least for name, least in {**ONE, "sweep-objects": 45}.items() if name != "sweep"
+}
 LEAST_ON_S3_IN_BACKGROUND = {
-    f"s3/{name}": least for name, least in {**IN_BACKGROUND, "sweep-objects": 45}.items() if name != "sweep"
+    f"s3/{name}": least
+    for name, least in {**IN_BACKGROUND, "sweep-objects": 45}.items()
+    if name != "sweep"
 }
 # Each operation of these is killed in every run of the tests.
-ESSENTIAL = ("local-lost/retention", "local-lost/overwrite", "local-newest/retention", "folder/overwrite")
+ESSENTIAL = (
+    "local-lost/retention",
+    "local-lost/overwrite",
+    "local-newest/retention",
+    "folder/overwrite",
+)
 ESSENTIAL_OF_FOUR = ("job-lost/second",)
 
 
@@ -55,8 +94,13 @@ def rotation_of_today():
 
 
 def turn(least, of):
-    """Those whose turn it is, one of so many; `of` and the number of scenarios should have no common divisor."""
-    return {item: least[item] for number, item in enumerate(least) if (rotation_of_today() + number) % of == 0}
+    """Those whose turn it is, one of so many; `of` and the number of scenarios should have no
+    common divisor."""
+    return {
+        item: least[item]
+        for number, item in enumerate(least)
+        if (rotation_of_today() + number) % of == 0
+    }
 
 
 def kill(script, folder, least, essential, every, save="sync", more=None):
@@ -66,10 +110,14 @@ def kill(script, folder, least, essential, every, save="sync", more=None):
         f"{item}/1/1" if item in essential else f"{item}/{every}/{1 + (rotation + number) % every}"
         for number, item in enumerate(least)
     ]
-    # fsspec keeps what is not committed yet in the folder for temporary files: a killed process leaves it there.
+    # fsspec keeps what is not committed yet in the folder for temporary files: a killed process
+    # leaves it there.
     (folder / "tmp").mkdir()
     command = [sys.executable, str(HERE / script), str(folder), "--save", save, *items]
-    where = {"cwd": HERE.parents[1], "env": {**os.environ, "TMPDIR": str(folder / "tmp"), **(more or {})}}
+    where = {
+        "cwd": HERE.parents[1],
+        "env": {**os.environ, "TMPDIR": str(folder / "tmp"), **(more or {})},
+    }
     ran = subprocess.run(command, capture_output=True, text=True, **where)
     assert ran.returncode == 0, ran.stderr[-4000:]
     results = {}
@@ -83,11 +131,15 @@ def kill(script, folder, least, essential, every, save="sync", more=None):
     print(f"\nkill points covered by {script}, {save} saves, rotation {rotation}:")
     for kind, found in kinds.items():
         listed = ", ".join(f"{name} {covered} of {there}" for name, covered, there in found)
-        print(f"  {kind}: {sum(c for _, c, _ in found)} of {sum(n for _, _, n in found)} ({listed})")
+        print(
+            f"  {kind}: {sum(c for _, c, _ in found)} of {sum(n for _, _, n in found)} ({listed})"
+        )
     training = sum(result["training"] for result in results.values())
     print(f"  together: {sum(len(result['points']) for result in results.values())}")
     print(f"  after save_async had returned: {training}")
-    assert {item: r["operations"] for item, r in results.items() if r["operations"] < least[item]} == {}
+    assert {
+        item: r["operations"] for item, r in results.items() if r["operations"] < least[item]
+    } == {}
     return results
 
 
@@ -96,7 +148,9 @@ def check(results):
     troubles = {}
     for item, result in results.items():
         for point, text in result["problems"].items():
-            troubles.setdefault(item, {}).setdefault(text.strip().splitlines()[-1], []).append(point)
+            troubles.setdefault(item, {}).setdefault(text.strip().splitlines()[-1], []).append(
+                point
+            )
     assert troubles == {}
     for item, result in results.items():
         check_marks(item, result)
@@ -104,19 +158,31 @@ def check(results):
 
 def check_marks(item, result):
     order = {mark: number for number, mark in enumerate(result["old"])} | {result["new"]: 2}
-    if item in ("folder/overwrite", "job-folder/overwrite", "rank-folder/overwrite", "s3/overwrite"):
-        order[10] = 1  # the old manifest is withdrawn first, as the docs say: step 10 is what remains meanwhile
+    if item in (
+        "folder/overwrite",
+        "job-folder/overwrite",
+        "rank-folder/overwrite",
+        "s3/overwrite",
+    ):
+        order[10] = (
+            1  # the old manifest is withdrawn first, as the docs say: step 10 is what remains meanwhile
+        )
     *marks, last = result["marks"]
     assert last == result["new"], item
     assert set(marks) <= set(order), (item, marks)
     if item.split("/")[0] not in UNDECIDED:
         for (a, mark), (b, later) in pairwise(zip(result["points"], marks, strict=True)):
             # Ranks other than the first have done all of theirs before the commit.
-            assert order[mark] <= order[later] or (isinstance(a, list) and a[0] != b[0]), (item, a, b)
+            assert order[mark] <= order[later] or (isinstance(a, list) and a[0] != b[0]), (
+                item,
+                a,
+                b,
+            )
 
 
 def check_in_background(results):
-    """In addition: nearly all of it is done while the state is changing; before are only questions to the storage."""
+    """In addition: nearly all of it is done while the state is changing; before are only questions
+    to the storage."""
     check(results)
     early = {item: (r["training"], len(r["points"])) for item, r in results.items()}
     assert {item: both for item, both in early.items() if both[0] < 0.75 * both[1]} == {}
@@ -132,7 +198,11 @@ def test_b01_killed_at_operations_of_four_ranks(quick_folder):
 
 def test_b01_killed_at_operations_of_saves_in_the_background(quick_folder):
     (quick_folder / "four").mkdir()
-    check(kill("kill_points.py", quick_folder, turn(LEAST_IN_BACKGROUND, 6), (), every=11, save="async"))
+    check(
+        kill(
+            "kill_points.py", quick_folder, turn(LEAST_IN_BACKGROUND, 6), (), every=11, save="async"
+        )
+    )
     four = turn(LEAST_OF_FOUR_IN_BACKGROUND, 7)
     check(kill("rank_kill_points.py", quick_folder / "four", four, (), every=41, save="async"))
 
@@ -144,7 +214,9 @@ def on_server(s3):
 @pytest.mark.timeout(300)
 def test_b01_killed_at_operations_on_s3(quick_folder, s3):
     """Each killed process and each restarted one makes a client, which takes longer than a save."""
-    check(kill("kill_points.py", quick_folder, turn(LEAST_ON_S3, 7), (), every=13, more=on_server(s3)))
+    check(
+        kill("kill_points.py", quick_folder, turn(LEAST_ON_S3, 7), (), every=13, more=on_server(s3))
+    )
 
 
 @pytest.mark.stress
@@ -171,12 +243,16 @@ def test_b01_killed_at_every_operation_of_four_ranks(quick_folder):
 @pytest.mark.stress
 @pytest.mark.timeout(900)
 def test_b01_killed_at_every_operation_of_one_rank_in_the_background(quick_folder):
-    check_in_background(kill("kill_points.py", quick_folder, LEAST_IN_BACKGROUND, (), every=1, save="async"))
+    check_in_background(
+        kill("kill_points.py", quick_folder, LEAST_IN_BACKGROUND, (), every=1, save="async")
+    )
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["job-lost", "job-folder", "job-local", "job-newest", "job-some"])
 def test_b01_killed_at_every_operation_of_four_ranks_in_the_background(quick_folder, kind):
-    least = {item: least for item, least in LEAST_OF_FOUR_IN_BACKGROUND.items() if item.startswith(kind)}
+    least = {
+        item: least for item, least in LEAST_OF_FOUR_IN_BACKGROUND.items() if item.startswith(kind)
+    }
     check_in_background(kill("rank_kill_points.py", quick_folder, least, (), every=1, save="async"))

@@ -1,4 +1,5 @@
-"""Calls that real ranks make in odd ways: on one rank alone, with signals, threads and a store that stops (see zygote.py)."""
+"""Calls that real ranks make in odd ways: on one rank alone, with signals, threads and a store that
+stops (see zygote.py)."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def state(rank: int, step: int, act: Callable[[], None] = lambda: None) -> list[
 
 
 def killed_before_joining(job: Job, victim: int, join: float, liveness: float) -> dict[str, Any]:
-    """After a save of all, one is killed instead of making the next; each program ends as soon as it has its error."""
+    """After a save of all, one is killed instead of making the next; each program ends as soon as
+    it has its error."""
     job.join()
     ckpt = CheckpointManager(job.folder, join_timeout=join, liveness_timeout=liveness)
     ckpt.save(1, state(job.rank, 1))
@@ -55,9 +57,12 @@ def killed_before_joining(job: Job, victim: int, join: float, liveness: float) -
 
 
 def table(job: Job) -> dict[str, Any]:
-    """Every public call on one rank alone, for each rank, and on all; what came of it, in plain values."""
+    """Every public call on one rank alone, for each rank, and on all; what came of it, in plain
+    values."""
     job.join()
-    ckpt = CheckpointManager(job.folder, keep=KeepLast(9) | KeepBest("loss"), join_timeout=LONG, liveness_timeout=LONG)
+    ckpt = CheckpointManager(
+        job.folder, keep=KeepLast(9) | KeepBest("loss"), join_timeout=LONG, liveness_timeout=LONG
+    )
     rank, comm, at = job.rank, ckpt.comm, [10]
 
     def save(how: str) -> Any:
@@ -123,16 +128,27 @@ class Hosted:
             if self.pid == 0:
                 parent = os.getppid()
                 server = dist.TCPStore(
-                    "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=made.detach()
+                    "127.0.0.1",
+                    port,
+                    None,
+                    True,
+                    wait_for_workers=False,
+                    master_listen_fd=made.detach(),
                 )
                 while os.getppid() == parent:
                     time.sleep(0.2)
                 del server
                 os._exit(0)
         made.close()
-        self.store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+        self.store = dist.TCPStore(
+            "127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False
+        )
         dist.init_process_group(
-            "gloo", store=self.store, rank=job.rank, world_size=job.world_size, timeout=timedelta(seconds=LONG)
+            "gloo",
+            store=self.store,
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=LONG),
         )
 
     def stop_for(self, seconds: float) -> None:
@@ -149,21 +165,37 @@ class Hosted:
 
 
 KINDS = {
-    "save": 4, "thread": 4, "async": 6, "state_dict fails": 4, "Ctrl-C": 12, "Ctrl-C, async": 6, "signal, idle": 3,
-    "signal, in a save": 3, "signal, any time": 3, "stop, short": 3, "stop, long": 1,
-}  # fmt: skip
+    "save": 4,
+    "thread": 4,
+    "async": 6,
+    "state_dict fails": 4,
+    "Ctrl-C": 12,
+    "Ctrl-C, async": 6,
+    "signal, idle": 3,
+    "signal, in a save": 3,
+    "signal, any time": 3,
+    "stop, short": 3,
+    "stop, long": 1,
+}
 
 
 class Stress:
-    """Random rounds on one rank. All ranks draw the same numbers, so they know who is to do what."""
+    """Random rounds on one rank. All ranks draw the same numbers, so they know who is to do
+    what."""
 
     def __init__(self, job: Job, seed: int) -> None:
         self.job, self.random = job, random.Random(seed)
         self.chance = random.Random(f"{seed} {job.rank}")  # of this rank alone
         self.host = Hosted(job)
         self.comm = StoreCommunicator(
-            self.host.store, job.rank, job.world_size, name="stress", node="n", join_timeout=JOIN,
-            liveness_timeout=LIVENESS)  # fmt: skip
+            self.host.store,
+            job.rank,
+            job.world_size,
+            name="stress",
+            node="n",
+            join_timeout=JOIN,
+            liveness_timeout=LIVENESS,
+        )
         self.ckpt = CheckpointManager(job.folder, comm=self.comm, keep=KeepLast(2))
         self.step, self.armed, self.handled = 0, False, [""]
         signal.signal(signal.SIGINT, self._interrupted)
@@ -175,7 +207,9 @@ class Stress:
             raise KeyboardInterrupt
 
     def _asked(self, *_: Any) -> None:
-        self.handled.append(self._try(lambda: self.ckpt.save(self.step + 1, state(self.job.rank, self.step + 1))))
+        self.handled.append(
+            self._try(lambda: self.ckpt.save(self.step + 1, state(self.job.rank, self.step + 1)))
+        )
 
     def _try(self, call: Callable[[], Any]) -> str:
         try:
@@ -208,7 +242,9 @@ class Stress:
         if kind == "state_dict fails":
             return self._try(lambda: self.save(_fails if mine else time.time))  # type: ignore[arg-type]
         if kind.startswith("Ctrl-C"):
-            timer = threading.Timer(self.chance.random() * 0.06, os.kill, (os.getpid(), signal.SIGINT))
+            timer = threading.Timer(
+                self.chance.random() * 0.06, os.kill, (os.getpid(), signal.SIGINT)
+            )
             if mine:
                 timer.start()
             how = "save_async" if "async" in kind else "save"
@@ -222,13 +258,19 @@ class Stress:
             outer = self._try(lambda: self.save(lambda: signal.raise_signal(signal.SIGUSR1)))
             return f"{outer}, {self.handled[-1]}"
         if kind == "signal, any time":
-            timer = threading.Timer(self.chance.random() * 0.04, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer = threading.Timer(
+                self.chance.random() * 0.04, os.kill, (os.getpid(), signal.SIGUSR1)
+            )
             timer.start()
             found = [self._try(self.save)]
             timer.join()
             return found[0]
         seconds = 0.4 if kind == "stop, short" else 2.5 * LIVENESS
-        stops = (lambda: self.host.stop_for(seconds)) if self.job.rank == 0 and "stop" in kind else (lambda: None)
+        stops = (
+            (lambda: self.host.stop_for(seconds))
+            if self.job.rank == 0 and "stop" in kind
+            else (lambda: None)
+        )
         return self._try(lambda: self.save(stops))
 
     def _busy(self) -> str:
@@ -263,7 +305,9 @@ class Stress:
             after = self._try(self.save)
             if after == "ok" and self.ckpt.latest().step != self.step:  # type: ignore[union-attr]
                 after = "not the newest"
-            found.append([kind, outcome, round(seconds, 2), after, round(time.monotonic() - again, 2)])
+            found.append(
+                [kind, outcome, round(seconds, 2), after, round(time.monotonic() - again, 2)]
+            )
             self.step += 5
         return found
 

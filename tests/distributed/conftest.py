@@ -1,4 +1,5 @@
-"""What the tests of many ranks share: what all ranks must agree on, and real processes that start in milliseconds."""
+"""What the tests of many ranks share: what all ranks must agree on, and real processes that start
+in milliseconds."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def files() -> Callable[[Path], set[str]]:
 
 @pytest.fixture
 def on_all() -> Callable[..., Any]:
-    """on_all(results, kind): every rank raised exactly `kind`, with the same message and causes; rank 0's error."""
+    """on_all(results, kind): every rank raised exactly `kind`, with the same message and causes;
+    rank 0's error."""
 
     def check(results: list[Any], kind: type[BaseException]) -> Any:
         assert [type(result) for result in results] == [kind] * len(results), results
@@ -39,9 +41,11 @@ def on_all() -> Callable[..., Any]:
 
 @pytest.fixture
 def errors_of() -> Callable[..., list[Any]]:
-    """errors_of(world_size, program, ...): what every rank returned or raised, caught inside the rank.
+    """errors_of(world_size, program, ...): what every rank returned or raised, caught inside the
+    rank.
 
-    The rank lives on after its error, as in a program that catches it: nobody is helped by its leaving the job.
+    The rank lives on after its error, as in a program that catches it: nobody is helped by its
+    leaving the job.
     """
 
     def run(world_size: int, program: Callable[..., Any], **how: Any) -> list[Any]:
@@ -51,7 +55,9 @@ def errors_of() -> Callable[..., list[Any]]:
             except Exception as error:
                 return error
             finally:
-                comm.together("every rank has its verdict", lambda: None, lambda _: None, joining=True)
+                comm.together(
+                    "every rank has its verdict", lambda: None, lambda _: None, joining=True
+                )
 
         return run_ranks(world_size, caught, **how)
 
@@ -65,29 +71,42 @@ def split_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Processes:
-    """Runs the programs of programs.py and training.py on real ranks, forked from one process that has imported torch already."""
+    """Runs the programs of programs.py and training.py on real ranks, forked from one process that
+    has imported torch already."""
 
     def __init__(self) -> None:
         command = [sys.executable, str(HERE / "zygote.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
 
     def run(
         self, program: str, world_size: int, folder: Path, *, deadline: float = 60, **arguments: Any
     ) -> dict[int, Any]:
-        """What every rank's program returned: a dict for an error, {"signal": n} for one that was killed.
+        """What every rank's program returned: a dict for an error, {"signal": n} for one that was
+        killed.
 
-        TimeoutError, after all were killed, when a rank other than a stopped one has not ended after `deadline` s.
+        TimeoutError, after all were killed, when a rank other than a stopped one has not ended
+        after `deadline` s.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
-        order = {"program": program, "world": world_size, "folder": str(folder), "deadline": deadline}
+        order = {
+            "program": program,
+            "world": world_size,
+            "folder": str(folder),
+            "deadline": deadline,
+        }
         self.process.stdin.write(json.dumps({**order, "arguments": arguments}).encode() + b"\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], deadline + 45)
         assert ready, "the zygote does not answer"
         answer = json.loads(self.process.stdout.readline())
         if answer["late"]:
-            raise TimeoutError(f"ranks {answer['late']} of {program} have not ended; the others: {answer['results']}")
+            raise TimeoutError(
+                f"ranks {answer['late']} of {program} have not ended; the others: "
+                f"{answer['results']}"
+            )
         return {int(rank): result for rank, result in answer["results"].items()}
 
     def close(self) -> None:

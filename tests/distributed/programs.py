@@ -1,4 +1,5 @@
-"""What real ranks do in the tests: each function is a program that every process of a job runs (see zygote.py)."""
+"""What real ranks do in the tests: each function is a program that every process of a job runs (see
+zygote.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ import torch
 import torch.distributed as dist
 
 import ckptcore.saving.plan
-from ckptcore import CheckpointCoordinator, CheckpointManager, RNGState, SharingPattern, StateComponent, open_storage
+from ckptcore import (
+    CheckpointCoordinator,
+    CheckpointManager,
+    RNGState,
+    SharingPattern,
+    StateComponent,
+    open_storage,
+)
 from ckptcore.testing.faults import FaultStorage
 
 torch.set_num_threads(1)
@@ -29,13 +37,18 @@ LIVENESS = JOIN = 5.0
 class Job:
     """One rank's view of the job: its numbers, a folder, and process groups over gloo."""
 
-    def __init__(self, rank: int, world_size: int, folder: str, sockets: list[socket.socket]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, folder: str, sockets: list[socket.socket]
+    ) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, Path(folder)
         self.sockets, self.ports = sockets, [made.getsockname()[1] for made in sockets]
         self.store: Any = None
 
-    def join(self, rank: int | None = None, world_size: int | None = None, timeout: float = 60) -> None:
-        """Make a process group, of all ranks or of those that are left, on a store that its rank 0 hosts."""
+    def join(
+        self, rank: int | None = None, world_size: int | None = None, timeout: float = 60
+    ) -> None:
+        """Make a process group, of all ranks or of those that are left, on a store that its rank 0
+        hosts."""
         rank = self.rank if rank is None else rank
         world_size = world_size or self.world_size
         made, port = self.sockets.pop(0), self.ports.pop(0)
@@ -44,10 +57,20 @@ class Job:
                 spare.close()  # or the store would still be answered when its host has died
         listens = {"master_listen_fd": made.detach()} if rank == 0 else {}
         self.store = dist.TCPStore(
-            "127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60), wait_for_workers=False, **listens
+            "127.0.0.1",
+            port,
+            world_size,
+            rank == 0,
+            timedelta(seconds=60),
+            wait_for_workers=False,
+            **listens,
         )
         dist.init_process_group(
-            "gloo", store=self.store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            "gloo",
+            store=self.store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
         )
 
     def leave(self) -> None:
@@ -88,14 +111,20 @@ class Trap:
         self.value = state_dict["x"]
 
 
-def components(job: Job, own: Any, value: float, survivors: list[int] | None = None) -> list[StateComponent]:
+def components(
+    job: Job, own: Any, value: float, survivors: list[int] | None = None
+) -> list[StateComponent]:
     model = {f"w{n}": torch.full((16,), value + n) for n in range(4)}
     resized: Any = "error" if survivors is None else lambda new, size, old: survivors[new]
-    return [StateComponent("model", model, REPLICATED), StateComponent("own", own, PER_RANK, on_resize=resized)]
+    return [
+        StateComponent("model", model, REPLICATED),
+        StateComponent("own", own, PER_RANK, on_resize=resized),
+    ]
 
 
 def fault(job: Job, victim: int, how: str, where: str) -> dict[str, Any]:
-    """Step 1 is saved; in step 2 something happens to the victim. The survivors then go on, alone where they must."""
+    """Step 1 is saved; in step 2 something happens to the victim. The survivors then go on, alone
+    where they must."""
     job.join()
     faults = FaultStorage(open_storage(job.folder))
     ckpt = CheckpointManager(faults, join_timeout=JOIN, liveness_timeout=LIVENESS)
@@ -160,7 +189,11 @@ def new_job(job: Job, victim: int) -> CheckpointManager:
 
 def go_on(job: Job, ckpt: CheckpointManager, victim: int, own: Trap) -> dict[str, Any]:
     """The newest checkpoint restores, bit for bit, and the next save works."""
-    survivors = [rank for rank in range(job.world_size) if rank != victim or dist.get_world_size() == job.world_size]
+    survivors = [
+        rank
+        for rank in range(job.world_size)
+        if rank != victim or dist.get_world_size() == job.world_size
+    ]
     own.value.fill_(-1)
     state = components(job, own, -1.0, survivors)
     report = ckpt.load(state)
@@ -170,9 +203,13 @@ def go_on(job: Job, ckpt: CheckpointManager, victim: int, own: Trap) -> dict[str
     verified = ckpt.verify()
     ckpt.close()
     return {
-        "restored": report.step, "model": model, "own": own.value.tolist(), "next": saved.step,
-        "world": saved.manifest.world_size if saved.manifest else None, "problems": len(verified),
-    }  # fmt: skip
+        "restored": report.step,
+        "model": model,
+        "own": own.value.tolist(),
+        "next": saved.step,
+        "world": saved.manifest.world_size if saved.manifest else None,
+        "problems": len(verified),
+    }
 
 
 def host_dies(job: Job, how: str) -> dict[str, Any]:
@@ -190,7 +227,8 @@ def host_dies(job: Job, how: str) -> dict[str, Any]:
 
 
 def b07(job: Job) -> dict[str, Any]:
-    """Rank 1's shard cannot be opened; then it cannot be written; in between and after, all is well."""
+    """Rank 1's shard cannot be opened; then it cannot be written; in between and after, all is
+    well."""
     job.join(timeout=300)
     faults = FaultStorage(open_storage(job.folder))
     own = Trap(job.rank)
@@ -206,11 +244,18 @@ def b07(job: Job) -> dict[str, Any]:
         writing = attempt(lambda: ckpt.save(2, components(job, own, 2.0)))
         faults.clear()
         last = attempt(lambda: ckpt.save(2, components(job, own, 2.0)))
-    return {"reading": reading, "after": after, "writing": writing, "last": last, "own": own.value.tolist()}
+    return {
+        "reading": reading,
+        "after": after,
+        "writing": writing,
+        "last": last,
+        "own": own.value.tolist(),
+    }
 
 
 def b35(job: Job) -> dict[str, Any]:
-    """Only rank 0 saves, rank 1 is at a barrier of the training; then both save, different steps; then both the same."""
+    """Only rank 0 saves, rank 1 is at a barrier of the training; then both save, different steps;
+    then both the same."""
     job.join()
     ckpt = CheckpointManager(job.folder, join_timeout=1.5)
     only = None
@@ -228,13 +273,17 @@ def b35(job: Job) -> dict[str, Any]:
 
 
 def meshes(job: Job) -> dict[str, Any]:
-    """The same partition, said with a mesh dimension, a ProcessGroup, a mesh and a name, and lists of ranks."""
+    """The same partition, said with a mesh dimension, a ProcessGroup, a mesh and a name, and lists
+    of ranks."""
     job.join()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     groups = {
-        "mesh": mesh["dp"], "group": mesh["dp"].get_group(), "named": (mesh, "dp"), "lists": [[0, 2], [1, 3]],
+        "mesh": mesh["dp"],
+        "group": mesh["dp"].get_group(),
+        "named": (mesh, "dp"),
+        "lists": [[0, 2], [1, 3]],
         "pp": mesh["pp"],
-    }  # fmt: skip
+    }
     stage = mesh.get_local_rank("pp")
 
     def state(value: float) -> list[StateComponent]:
@@ -249,7 +298,11 @@ def meshes(job: Job) -> dict[str, Any]:
         ckpt.load(live)
     with CheckpointManager(job.folder, process_groups={**groups, "whole": mesh}) as ckpt:
         two = attempt(lambda: ckpt.save(2, state(0.0)))
-    return {"groups": info.manifest.groups, "loaded": [c.stateful["x"].tolist() for c in live], "two": two}
+    return {
+        "groups": info.manifest.groups,
+        "loaded": [c.stateful["x"].tolist() for c in live],
+        "two": two,
+    }
 
 
 def coordinators(job: Job, saves: int) -> dict[str, Any]:
@@ -267,7 +320,8 @@ def coordinators(job: Job, saves: int) -> dict[str, Any]:
 
 
 def zero(job: Job, saves: bool) -> dict[str, Any]:
-    """DDP and ZeroRedundancyOptimizer: train, save, train on; or restore what was saved, and train on.
+    """DDP and ZeroRedundancyOptimizer: train, save, train on; or restore what was saved, and train
+    on.
 
     All ranks see the same data, so that the result is that of one process, on 1, 2 and 4 ranks.
     """
@@ -283,7 +337,9 @@ def zero(job: Job, saves: bool) -> dict[str, Any]:
                 refused[pattern] = attempt(lambda parts=parts: ckpt.save(3, parts))  # type: ignore[misc]
             ckpt.save(3, state)
         else:
-            zero_train(model, optimizer, 7, 8)  # other weights and moments than those that were saved
+            zero_train(
+                model, optimizer, 7, 8
+            )  # other weights and moments than those that were saved
             ckpt.restore(state)
     mine = len(getattr(optimizer, "optim", optimizer).state)
     zero_train(model, optimizer, 3, 6)
@@ -316,7 +372,8 @@ def zero_train(model: Any, optimizer: Any, first: int, last: int) -> None:
 
 
 def part(job: Job, saves: bool) -> dict[str, Any]:
-    """FSDP2: train a step and save; or load one layer with its moments, then keys that differ between ranks."""
+    """FSDP2: train a step and save; or load one layer with its moments, then keys that differ
+    between ranks."""
     from torch.distributed.fsdp import fully_shard
 
     job.join()
@@ -337,12 +394,23 @@ def part(job: Job, saves: bool) -> dict[str, Any]:
         else:
             ckpt.load(state, "checkpoint-1", keys=["model/0.*", "optimizer/0.*"])
             # Both mean a part that the other one does not.
-            other = attempt(lambda: ckpt.load(state, 1, keys=lambda name: name.startswith(f"model/{job.rank % 2}")))
+            other = attempt(
+                lambda: ckpt.load(
+                    state, 1, keys=lambda name: name.startswith(f"model/{job.rank % 2}")
+                )
+            )
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 ckpt.load(state, keys="rng")
             other["warned"] = [str(warning.message) for warning in caught]
     weights = [p.full_tensor().detach().tolist() for p in model.parameters()]
-    moments = [optimizer.state[p]["exp_avg"].full_tensor().tolist() if optimizer.state.get(p) else None
-               for p in model.parameters()]  # fmt: skip
-    return {"weights": weights, "moments": moments, "lr": optimizer.param_groups[0]["lr"], "other": other}
+    moments = [
+        optimizer.state[p]["exp_avg"].full_tensor().tolist() if optimizer.state.get(p) else None
+        for p in model.parameters()
+    ]
+    return {
+        "weights": weights,
+        "moments": moments,
+        "lr": optimizer.param_groups[0]["lr"],
+        "other": other,
+    }

@@ -1,4 +1,5 @@
-"""Cases that need several ranks and no processes: B22 (replicas that are none), B41 (stages under one name)."""
+"""Cases that need several ranks and no processes: B22 (replicas that are none), B41 (stages under
+one name)."""
 
 import math
 
@@ -27,7 +28,9 @@ def save(tmp_path, errors_of, size, component_of, groups=None):
 
 def test_b22_a_real_difference_raises_and_nothing_is_committed(tmp_path, errors_of, on_all):
     def own(rank):
-        return StateComponent("m", {"w": torch.tensor([2.0 * rank, 2.0 * rank + 1])}, SharingPattern.REPLICATED)
+        return StateComponent(
+            "m", {"w": torch.tensor([2.0 * rank, 2.0 * rank + 1])}, SharingPattern.REPLICATED
+        )
 
     error = on_all(save(tmp_path, errors_of, 2, own), ReplicationMismatch)
     assert (error.keys, error.ranks) == (["w"], [1])
@@ -45,7 +48,9 @@ def test_b22_the_order_of_keys_is_no_difference(tmp_path, level, errors_of, same
         tmp_path,
         errors_of,
         2,
-        lambda rank: StateComponent("m", state(rank), SharingPattern.REPLICATED, validation_level=level),
+        lambda rank: StateComponent(
+            "m", state(rank), SharingPattern.REPLICATED, validation_level=level
+        ),
     )
     assert [getattr(result, "status", result) for result in results] == ["committed"] * 2
     same(open_checkpoint(tmp_path / "checkpoint-1").values("m")["meta"], state(0)["meta"])
@@ -53,14 +58,17 @@ def test_b22_the_order_of_keys_is_no_difference(tmp_path, level, errors_of, same
 
 @pytest.mark.parametrize("level", list(ValidationLevel))
 def test_b22_the_order_of_tensors_never_mixes_them_up(tmp_path, level, same, split_everything):
-    """Same shapes, other order: a plan by position would store one tensor twice and the other not at all."""
+    """Same shapes, other order: a plan by position would store one tensor twice and the other not
+    at all."""
 
     def program(comm):
         names = ["a", "b", "c", "d"][:: (-1) ** comm.rank]
         saved = {name: torch.full((4,), float(ord(name))) for name in names}
         live = {name: torch.zeros(4) for name in names}
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
-            ckpt.save(1, [StateComponent("m", saved, SharingPattern.REPLICATED, validation_level=level)])
+            ckpt.save(
+                1, [StateComponent("m", saved, SharingPattern.REPLICATED, validation_level=level)]
+            )
             ckpt.load([StateComponent("m", live, SharingPattern.REPLICATED)])
         return {name: live[name].tolist() for name in sorted(live)}
 
@@ -80,15 +88,22 @@ def test_b22_the_same_state_per_rank_keeps_both(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "equal"), [([0.0, -0.0], False), ([math.nan, math.nan], True), ([0x7FC00000, 0x7FC00001], False)]
+    ("values", "equal"),
+    [([0.0, -0.0], False), ([math.nan, math.nan], True), ([0x7FC00000, 0x7FC00001], False)],
 )
 @pytest.mark.parametrize("level", ["QUICK", "TENSOR", "FULL"])
 def test_b22_equality_is_that_of_bits(tmp_path, values, equal, level, errors_of, on_all):
     def own(rank):
         value = values[rank]
-        word = torch.tensor([value], dtype=torch.int32).view(torch.float32) if isinstance(value, int) else None
+        word = (
+            torch.tensor([value], dtype=torch.int32).view(torch.float32)
+            if isinstance(value, int)
+            else None
+        )
         tensor = torch.tensor([value]) if word is None else word
-        return StateComponent("m", {"w": tensor}, SharingPattern.REPLICATED, validation_level=ValidationLevel(level))
+        return StateComponent(
+            "m", {"w": tensor}, SharingPattern.REPLICATED, validation_level=ValidationLevel(level)
+        )
 
     results = save(tmp_path, errors_of, 2, own)
     if equal:
@@ -98,13 +113,21 @@ def test_b22_equality_is_that_of_bits(tmp_path, values, equal, level, errors_of,
 
 
 class Stages:
-    """Two ranks as two stages, each with two virtual stages of two layers: rank 0 has layers 0, 1, 4 and 5."""
+    """Two ranks as two stages, each with two virtual stages of two layers: rank 0 has layers 0, 1,
+    4 and 5."""
 
     def __init__(self, rank, seed):
         torch.manual_seed(seed + rank)
-        self.layers = {4 * virtual + 2 * rank + n: torch.nn.Linear(3, 3) for virtual in (0, 1) for n in (0, 1)}
+        self.layers = {
+            4 * virtual + 2 * rank + n: torch.nn.Linear(3, 3) for virtual in (0, 1) for n in (0, 1)
+        }
         self.local = torch.nn.ModuleDict(
-            {f"virtual{v}": torch.nn.ModuleList([self.layers[4 * v + 2 * rank + n] for n in (0, 1)]) for v in (0, 1)}
+            {
+                f"virtual{v}": torch.nn.ModuleList(
+                    [self.layers[4 * v + 2 * rank + n] for n in (0, 1)]
+                )
+                for v in (0, 1)
+            }
         )
         self.optimizer = torch.optim.AdamW(self.local.parameters(), lr=1e-2)
 
@@ -116,13 +139,18 @@ class Stages:
 
     def everything(self):
         moments = OptimizerState(self.optimizer, self.local).state_dict()["state"]
-        return {"weights": {k: v.clone() for k, v in self.local.state_dict().items()}, "moments": moments}
+        return {
+            "weights": {k: v.clone() for k, v in self.local.state_dict().items()},
+            "moments": moments,
+        }
 
 
 def stage_components(stages, pattern, group=None, **more):
     return [
         StateComponent("stage", stages.local, pattern, group, **more),
-        StateComponent("optimizer", OptimizerState(stages.optimizer, stages.local), pattern, group, **more),
+        StateComponent(
+            "optimizer", OptimizerState(stages.optimizer, stages.local), pattern, group, **more
+        ),
     ]
 
 
@@ -131,11 +159,15 @@ def test_b41_local_names_that_collide_are_refused(tmp_path, pattern, errors_of, 
     def program(comm):
         stages = Stages(comm.rank, 1).train()
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
-            return ckpt.save(1, stage_components(stages, SharingPattern(pattern), validate_replication=True))
+            return ckpt.save(
+                1, stage_components(stages, SharingPattern(pattern), validate_replication=True)
+            )
 
     error = on_all(errors_of(2, program), ReplicationMismatch)
     assert error.component == "stage" and error.ranks == [1]
-    assert error.keys == sorted(f"virtual{v}.{n}.{k}" for v in (0, 1) for n in (0, 1) for k in ("weight", "bias"))
+    assert error.keys == sorted(
+        f"virtual{v}.{n}.{k}" for v in (0, 1) for n in (0, 1) for k in ("weight", "bias")
+    )
     assert not (tmp_path / "checkpoint-1").exists()
 
 

@@ -1,4 +1,5 @@
-"""How to declare the usual layouts. Each example trains nothing: what a rank holds is a number that says whose it is."""
+"""How to declare the usual layouts. Each example trains nothing: what a rank holds is a number that
+says whose it is."""
 
 import json
 import os
@@ -30,7 +31,8 @@ def read(state: dict[str, torch.Tensor]) -> float:
 
 
 def test_data_parallel_times_pipeline(tmp_path: Path) -> None:
-    """(dp=2, pp=4). A stage is the same over dp; the loader that feeds a pipeline is the same over pp."""
+    """(dp=2, pp=4). A stage is the same over dp; the loader that feeds a pipeline is the same over
+    pp."""
     mesh = torch.arange(8).view(2, 4)
     groups = {"dp": lines(mesh, 0), "pp": lines(mesh, 1)}
     assert groups == {"dp": [[0, 4], [1, 5], [2, 6], [3, 7]], "pp": [[0, 1, 2, 3], [4, 5, 6, 7]]}
@@ -73,7 +75,8 @@ def test_data_parallel_times_pipeline(tmp_path: Path) -> None:
 
 
 def test_data_parallel_times_tensor_parallel(tmp_path: Path) -> None:
-    """(dp=2, tp=2). A slice of a layer is the same over dp; norms and the like are the same everywhere."""
+    """(dp=2, tp=2). A slice of a layer is the same over dp; norms and the like are the same
+    everywhere."""
     mesh = torch.arange(4).view(2, 2)
 
     def train(comm):
@@ -81,7 +84,9 @@ def test_data_parallel_times_tensor_parallel(tmp_path: Path) -> None:
 
         def state(parallel, whole):
             return [
-                StateComponent("parallel", parallel, PER_GROUP, process_group_name="dp", group_key=f"tp{part}"),
+                StateComponent(
+                    "parallel", parallel, PER_GROUP, process_group_name="dp", group_key=f"tp{part}"
+                ),
                 StateComponent("norms", whole, REPLICATED),
             ]
 
@@ -93,13 +98,19 @@ def test_data_parallel_times_tensor_parallel(tmp_path: Path) -> None:
 
     assert run_ranks(4, train) == [(10.0, 7.0), (11.0, 7.0)] * 2
     names = {path.name for path in (tmp_path / "checkpoint-1").glob("*.safetensors")}
-    assert names == {"parallel.dp-tp0.safetensors", "parallel.dp-tp1.safetensors", "norms.safetensors"}
+    assert names == {
+        "parallel.dp-tp0.safetensors",
+        "parallel.dp-tp1.safetensors",
+        "norms.safetensors",
+    }
 
     # Another order of ranks on the machines, as long as each says which slice it has.
     def moved(comm):
         parallel, part = filled(-1), comm.rank // 2
         own = StateComponent("parallel", parallel, PER_GROUP, "dp", group_key=f"tp{part}")
-        with CheckpointManager(tmp_path, comm=comm, process_groups={"dp": [[0, 1], [2, 3]]}) as ckpt:
+        with CheckpointManager(
+            tmp_path, comm=comm, process_groups={"dp": [[0, 1], [2, 3]]}
+        ) as ckpt:
             ckpt.load([own], strict=False)
         return read(parallel)
 
@@ -107,7 +118,8 @@ def test_data_parallel_times_tensor_parallel(tmp_path: Path) -> None:
 
 
 def test_several_nodes(tmp_path: Path) -> None:
-    """A cache per node, held by its ranks in common: stored once for each, restored to every rank of the node."""
+    """A cache per node, held by its ranks in common: stored once for each, restored to every rank
+    of the node."""
     nodes = [[0, 1, 2], [3, 4]]
 
     def train(comm):
@@ -115,23 +127,46 @@ def test_several_nodes(tmp_path: Path) -> None:
         cache = filled(-1)
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.save(
-                1, [StateComponent("cache", filled(node), PER_NODE), StateComponent("model", filled(5), REPLICATED)]
+                1,
+                [
+                    StateComponent("cache", filled(node), PER_NODE),
+                    StateComponent("model", filled(5), REPLICATED),
+                ],
             )
-            ckpt.load([StateComponent("cache", cache, PER_NODE), StateComponent("model", filled(0), REPLICATED)])
+            ckpt.load(
+                [
+                    StateComponent("cache", cache, PER_NODE),
+                    StateComponent("model", filled(0), REPLICATED),
+                ]
+            )
         return read(cache)
 
     assert run_ranks(5, train, nodes=nodes) == [0.0, 0.0, 0.0, 1.0, 1.0]
     manifest = open_checkpoint(tmp_path / "checkpoint-1").manifest
     assert manifest.nodes == nodes
-    assert manifest.components["cache"].files == ["cache.node00000.safetensors", "cache.node00001.safetensors"]
+    assert manifest.components["cache"].files == [
+        "cache.node00000.safetensors",
+        "cache.node00001.safetensors",
+    ]
     assert manifest.components["cache"].writers == [0, 3]
 
 
 def test_torchrun_on_two_processes(tmp_path: Path) -> None:
     script = Path(__file__).parent / "torchrun_script.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, tmp_path]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        script,
+        tmp_path,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=100)
+    ran = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=environment, timeout=100
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     for result in results:
@@ -141,6 +176,9 @@ def test_torchrun_on_two_processes(tmp_path: Path) -> None:
     manifest = open_checkpoint(tmp_path / "checkpoint-6").manifest
     assert manifest.world_size == 2 and manifest.nodes == [[0, 1]]
     assert {key: c.pattern for key, c in manifest.components.items()} == {
-        "model": "REPLICATED", "optimizer": "REPLICATED", "scheduler": "REPLICATED", "loader": "PER_RANK",
+        "model": "REPLICATED",
+        "optimizer": "REPLICATED",
+        "scheduler": "REPLICATED",
+        "loader": "PER_RANK",
         "rng": "PER_RANK",
-    }  # fmt: skip
+    }

@@ -1,4 +1,5 @@
-"""What one rank raises, all ranks raise: same type, same words, causes by rank; nothing is left and the next save works."""
+"""What one rank raises, all ranks raise: same type, same words, causes by rank; nothing is left and
+the next save works."""
 
 import errno
 
@@ -33,7 +34,12 @@ SIZE = 3
 
 def own(rank, value=None, **more):
     """A component of each rank's own, so that every rank writes and reads something."""
-    return StateComponent("own", value if value is not None else {"x": torch.full((4,), float(rank))}, SharingPattern.PER_RANK, **more)  # fmt: skip
+    return StateComponent(
+        "own",
+        value if value is not None else {"x": torch.full((4,), float(rank))},
+        SharingPattern.PER_RANK,
+        **more,
+    )
 
 
 class Raises:
@@ -50,7 +56,8 @@ class Raises:
 
 
 def failing_save(tmp_path, errors_of, state_of=own, arm=None, save=None, size=SIZE):
-    """Step 1 is saved, step 2 fails as `arm` and `state_of` say, step 3 is saved; the errors of step 2 by rank."""
+    """Step 1 is saved, step 2 fails as `arm` and `state_of` say, step 3 is saved; the errors of
+    step 2 by rank."""
 
     def program(comm):
         faults = FaultStorage(open_storage(tmp_path))
@@ -59,7 +66,9 @@ def failing_save(tmp_path, errors_of, state_of=own, arm=None, save=None, size=SI
             if arm is not None:
                 arm(faults, comm.rank)
             try:
-                (save or (lambda ckpt, rank, state: ckpt.save(2, state)))(ckpt, comm.rank, [state_of(comm.rank)])
+                (save or (lambda ckpt, rank, state: ckpt.save(2, state)))(
+                    ckpt, comm.rank, [state_of(comm.rank)]
+                )
                 failed = None
             except Exception as error:
                 failed = error
@@ -91,7 +100,9 @@ def test_unsupported_value(tmp_path, bad, errors_of, on_all):
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_error_of_the_users_own(tmp_path, bad, errors_of, on_all):
     results = failing_save(
-        tmp_path, errors_of, lambda rank: own(rank, Raises(KeyError("weights"))) if rank == bad else own(rank)
+        tmp_path,
+        errors_of,
+        lambda rank: own(rank, Raises(KeyError("weights"))) if rank == bad else own(rank),
     )
     error = on_all(results, RankFailed)
     assert error.causes == {bad: "KeyError: 'weights'"} and f"rank {bad}" in str(error)
@@ -111,7 +122,8 @@ def test_storage_error_while_writing(tmp_path, bad, kind, errors_of, on_all):
 
 
 @pytest.mark.parametrize(
-    ("kind", "path"), [("list", "*"), ("make_folder", "*"), ("create", "*manifest*"), ("rename", "*")]
+    ("kind", "path"),
+    [("list", "*"), ("make_folder", "*"), ("create", "*manifest*"), ("rename", "*")],
 )
 def test_storage_error_of_the_committing_rank(tmp_path, kind, path, errors_of, on_all):
     def arm(faults, rank):
@@ -138,12 +150,15 @@ def test_different_errors_are_one_type_with_all_causes(tmp_path, errors_of, on_a
 
     error = on_all(failing_save(tmp_path, errors_of, state), RankFailed)
     assert set(error.causes) == {1, 2}
-    assert error.causes[1] == "ValueError: loader" and error.causes[2].startswith("UnsupportedValue: ")
+    assert error.causes[1] == "ValueError: loader" and error.causes[2].startswith(
+        "UnsupportedValue: "
+    )
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_metric_that_is_no_number_on_one_rank(tmp_path, bad, errors_of, on_all):
-    """Metrics may well be one rank's alone; what is wrong with them is everybody's error all the same."""
+    """Metrics may well be one rank's alone; what is wrong with them is everybody's error all the
+    same."""
 
     def save(ckpt, rank, state):
         ckpt.save(2, state, metrics={"loss": "low"} if rank == bad else {})
@@ -175,7 +190,11 @@ def test_plan_that_fails_on_one_rank(tmp_path, bad, errors_of, on_all, monkeypat
 
     def planned(key, tensors, *arguments, **more):
         return plan(
-            key, tensors, *arguments, **more, header_limit=10_000 if len(tensors[0].stored_name) > 9 else 1 << 20
+            key,
+            tensors,
+            *arguments,
+            **more,
+            header_limit=10_000 if len(tensors[0].stored_name) > 9 else 1 << 20,
         )
 
     monkeypatch.setattr("ckptcore.saving.flow.plan_component", planned)
@@ -199,11 +218,18 @@ def test_two_components_under_one_file_name(tmp_path, rank, errors_of, on_all):
 
 
 def test_writers_that_differ_between_ranks(tmp_path, errors_of, split_everything):
-    """The plans differ, so they cannot cover every byte once: an error on all, and no checkpoint."""
+    """The plans differ, so they cannot cover every byte once: an error on all, and no
+    checkpoint."""
 
     def program(comm):
-        state = [StateComponent("m", {f"w{n}": torch.ones(4) for n in range(4)}, SharingPattern.REPLICATED)]
-        with CheckpointManager(tmp_path, comm=comm, writers="lowest" if comm.rank == 1 else "split") as ckpt:
+        state = [
+            StateComponent(
+                "m", {f"w{n}": torch.ones(4) for n in range(4)}, SharingPattern.REPLICATED
+            )
+        ]
+        with CheckpointManager(
+            tmp_path, comm=comm, writers="lowest" if comm.rank == 1 else "split"
+        ) as ckpt:
             return ckpt.save(1, state)
 
     results = errors_of(3, program)
@@ -233,7 +259,9 @@ def test_board_that_is_lost_after_the_commit_does_not_undo_it(tmp_path, root, mo
 
     results = run_ranks(2, program, errors=True, liveness_timeout=1)
     assert [type(result) for result in results] == [RankLost] * 2
-    assert [(info.step, info.status) for info in scan_root(url) if info.status != "partial"] == [(1, "committed")]
+    assert [(info.step, info.status) for info in scan_root(url) if info.status != "partial"] == [
+        (1, "committed")
+    ]
 
 
 class Proxy:
@@ -258,13 +286,16 @@ def test_interrupted_rank_tells_the_others_and_is_not_kept(tmp_path):
 
 
 def loading(tmp_path, errors_of, arm=None, live_of=None, step=2, size=SIZE):
-    """Steps 1 and 2 are saved; `step` is loaded with faults on some ranks (None: restored), then step 1 without."""
+    """Steps 1 and 2 are saved; `step` is loaded with faults on some ranks (None: restored), then
+    step 1 without."""
 
     def program(comm):
         faults = FaultStorage(open_storage(tmp_path))
         with CheckpointManager(faults, comm=comm) as ckpt:
             for number in (1, 2):
-                ckpt.save(number, [own(comm.rank, {"x": torch.full((4,), 10.0 * number + comm.rank)})])
+                ckpt.save(
+                    number, [own(comm.rank, {"x": torch.full((4,), 10.0 * number + comm.rank)})]
+                )
             if arm is not None:
                 arm(faults, comm.rank)
             comm.together("damaged", lambda: None, lambda _: None)
@@ -298,7 +329,11 @@ def test_damage_that_one_rank_sees(tmp_path, bad, errors_of, on_all):
 
     results = loading(tmp_path, errors_of, arm)
     error = on_all([result for result, _ in results], CheckpointCorrupt)
-    assert (error.file, error.tensor, error.kind) == (f"own.rank{bad:05d}.safetensors", "own/x", "digest")
+    assert (error.file, error.tensor, error.kind) == (
+        f"own.rank{bad:05d}.safetensors",
+        "own/x",
+        "digest",
+    )
     assert list(error.causes) == [bad] and f"rank {bad}: " in str(error)
 
 
@@ -316,7 +351,8 @@ def test_missing_file_touches_no_live_state_anywhere(tmp_path, bad, errors_of, o
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize(
-    ("kind", "path"), [("open", "*manifest*"), ("open", "*index.rank*"), ("read_into", "*own.rank*")]
+    ("kind", "path"),
+    [("open", "*manifest*"), ("open", "*index.rank*"), ("read_into", "*own.rank*")],
 )
 def test_storage_error_of_one_reader(tmp_path, bad, kind, path, errors_of, on_all):
     def arm(faults, rank):
@@ -368,7 +404,10 @@ def test_load_state_dict_that_raises_on_one_rank(tmp_path, errors_of, on_all):
 
     error = on_all([result for result, _ in loading(tmp_path, errors_of, live_of=live)], LoadFailed)
     assert (error.component, error.rank, error.overwritten) == ("own", 1, ["own"])
-    assert list(error.causes) == [1] and "could not be loaded: ZeroDivisionError: no" in error.causes[1]
+    assert (
+        list(error.causes) == [1]
+        and "could not be loaded: ZeroDivisionError: no" in error.causes[1]
+    )
 
 
 @pytest.mark.parametrize("bad", [0, 2])
@@ -382,5 +421,7 @@ def test_restore_passes_over_what_one_rank_cannot_read(tmp_path, bad, errors_of)
     with pytest.warns(CheckpointWarning, match=f"checkpoint-2.*own.rank{bad:05d}") as seen:
         results = loading(tmp_path, errors_of, arm, step=None)
     assert len(seen) == 1
-    assert [(report.step, list(report.skipped)) for report, _ in results] == [(1, ["checkpoint-2"])] * SIZE
+    assert [(report.step, list(report.skipped)) for report, _ in results] == [
+        (1, ["checkpoint-2"])
+    ] * SIZE
     assert [live for _, live in results] == [[10.0 + rank] * 4 for rank in range(SIZE)]

@@ -1,11 +1,20 @@
-"""Groups by name: partitions, what is no partition, keys, and the dict whose patterns are inferred."""
+"""Groups by name: partitions, what is no partition, keys, and the dict whose patterns are
+inferred."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore import CheckpointManager, InvalidState, RNGState, SharingPattern, StateComponent, Value, open_checkpoint
+from ckptcore import (
+    CheckpointManager,
+    InvalidState,
+    RNGState,
+    SharingPattern,
+    StateComponent,
+    Value,
+    open_checkpoint,
+)
 from ckptcore.ranks.groups import partitions
 from ckptcore.testing.ranks import run_ranks
 
@@ -33,20 +42,30 @@ def saving(tmp_path, groups_of, component_of, size, errors_of):
     ],
 )
 def test_no_partition_names_the_ranks(tmp_path, partition, ranks, words, errors_of, on_all):
-    results = saving(tmp_path, lambda r: {"dp": partition}, lambda r: grouped({"x": torch.zeros(1)}), 4, errors_of)
+    results = saving(
+        tmp_path,
+        lambda r: {"dp": partition},
+        lambda r: grouped({"x": torch.zeros(1)}),
+        4,
+        errors_of,
+    )
     error = on_all(results, InvalidState)
     assert error.ranks == ranks
     assert words in str(error) and "'dp'" in str(error)
     assert not (tmp_path / "checkpoint-1").exists()
 
 
-def test_rank_twice_in_a_group_never_makes_a_checkpoint_that_does_not_load(tmp_path, split_everything):
+def test_rank_twice_in_a_group_never_makes_a_checkpoint_that_does_not_load(
+    tmp_path, split_everything
+):
     def program(comm):
         def own(value):
             return [grouped({f"w{n}": torch.full((4,), value) for n in range(4)})]
 
         live = own(-1.0)
-        with CheckpointManager(tmp_path, comm=comm, process_groups={"dp": [[0, 0, 1], [2, 3]]}) as ckpt:
+        with CheckpointManager(
+            tmp_path, comm=comm, process_groups={"dp": [[0, 0, 1], [2, 3]]}
+        ) as ckpt:
             try:
                 ckpt.save(1, own(float(comm.rank // 2)))
             except InvalidState as error:
@@ -60,7 +79,9 @@ def test_rank_twice_in_a_group_never_makes_a_checkpoint_that_does_not_load(tmp_p
 
 def test_ranks_that_list_different_partitions(tmp_path, errors_of, on_all):
     views = [[[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]]
-    results = saving(tmp_path, lambda r: {"dp": views[r]}, lambda r: grouped({"x": torch.zeros(1)}), 4, errors_of)
+    results = saving(
+        tmp_path, lambda r: {"dp": views[r]}, lambda r: grouped({"x": torch.zeros(1)}), 4, errors_of
+    )
     error = on_all(results, InvalidState)
     assert error.ranks == [0, 1, 2, 3] and "[0, 2]" in str(error)
 
@@ -79,7 +100,11 @@ def test_group_that_one_rank_does_not_know(tmp_path, errors_of, on_all):
 
 def test_missing_group_name_lists_those_that_there_are(tmp_path, errors_of, on_all):
     results = saving(
-        tmp_path, lambda r: {"pp": [[0, 1]], "tp": [[0], [1]]}, lambda r: grouped({"x": torch.zeros(1)}), 2, errors_of
+        tmp_path,
+        lambda r: {"pp": [[0, 1]], "tp": [[0], [1]]},
+        lambda r: grouped({"x": torch.zeros(1)}),
+        2,
+        errors_of,
     )
     error = on_all(results, InvalidState)
     assert "'dp'" in str(error) and "['pp', 'tp']" in str(error)
@@ -88,13 +113,25 @@ def test_missing_group_name_lists_those_that_there_are(tmp_path, errors_of, on_a
 
 def test_extra_groups_are_recorded_and_harmless(tmp_path, errors_of):
     groups = {"dp": [[1, 0], [3, 2]], "extra": [[3], [2, 1, 0]]}
-    saving(tmp_path, lambda r: groups, lambda r: grouped({"x": torch.full((2,), float(r // 2))}), 4, errors_of)
+    saving(
+        tmp_path,
+        lambda r: groups,
+        lambda r: grouped({"x": torch.full((2,), float(r // 2))}),
+        4,
+        errors_of,
+    )
     manifest = open_checkpoint(tmp_path / "checkpoint-1").manifest
     assert manifest.groups == {"dp": [[0, 1], [2, 3]], "extra": [[0, 1, 2], [3]]}
 
 
 def test_what_is_no_group_is_named(tmp_path, errors_of, on_all):
-    results = saving(tmp_path, lambda r: {"dp": "pipeline"}, lambda r: grouped({"x": torch.zeros(1)}), 2, errors_of)
+    results = saving(
+        tmp_path,
+        lambda r: {"dp": "pipeline"},
+        lambda r: grouped({"x": torch.zeros(1)}),
+        2,
+        errors_of,
+    )
     assert "str" in str(on_all(results, InvalidState))
 
 
@@ -162,8 +199,11 @@ def test_plain_dict_on_several_ranks(tmp_path):
 
     components = run_ranks(2, program)[0].components
     assert {key: c.pattern for key, c in components.items()} == {
-        "model": "REPLICATED", "rng": "PER_RANK", "step": "REPLICATED", "notes": "REPLICATED",
-    }  # fmt: skip
+        "model": "REPLICATED",
+        "rng": "PER_RANK",
+        "step": "REPLICATED",
+        "notes": "REPLICATED",
+    }
 
 
 def test_plain_dict_on_one_rank_is_global(tmp_path):
@@ -171,8 +211,10 @@ def test_plain_dict_on_one_rank_is_global(tmp_path):
     with CheckpointManager(tmp_path) as ckpt:
         components = ckpt.save(1, state).manifest.components
     assert {key: c.pattern for key, c in components.items()} == {
-        "model": "GLOBAL", "rng": "PER_RANK", "step": "GLOBAL",
-    }  # fmt: skip
+        "model": "GLOBAL",
+        "rng": "PER_RANK",
+        "step": "GLOBAL",
+    }
 
 
 @st.composite

@@ -1,4 +1,5 @@
-"""Who calls what, when: calls that do not belong together, ranks that come late or never, and the board's size."""
+"""Who calls what, when: calls that do not belong together, ranks that come late or never, and the
+board's size."""
 
 import threading
 
@@ -26,13 +27,16 @@ DEADLINE = 30  # for events; nothing here takes long unless something is wrong
 def state(rank=0, **components):
     components = components or {"model": SharingPattern.REPLICATED, "rng": SharingPattern.PER_RANK}
     return [
-        StateComponent(key, {"x": torch.full((3,), float(rank if pattern == "PER_RANK" else 1))}, pattern)
+        StateComponent(
+            key, {"x": torch.full((3,), float(rank if pattern == "PER_RANK" else 1))}, pattern
+        )
         for key, pattern in components.items()
     ]
 
 
 def calls(tmp_path, errors_of, size, call):
-    """`call(ckpt, rank)` on every rank after step 1 was saved; then step 5 is saved and loaded by all."""
+    """`call(ckpt, rank)` on every rank after step 1 was saved; then step 5 is saved and loaded by
+    all."""
 
     def program(comm):
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
@@ -48,7 +52,11 @@ def calls(tmp_path, errors_of, size, call):
             return result
 
     results = errors_of(size, program)
-    assert {entry.name for entry in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2", "checkpoint-5"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {
+        "checkpoint-1",
+        "checkpoint-2",
+        "checkpoint-5",
+    }
     return results
 
 
@@ -57,26 +65,51 @@ def calls(tmp_path, errors_of, size, call):
     ("others", "one", "words"),
     [
         (lambda c: c.save(3, state()), lambda c: c.save(4, state()), ["step", "3", "4"]),
-        (lambda c: c.save(3, state()), lambda c: c.save(3, state(model="REPLICATED")), ["components", "rng"]),
+        (
+            lambda c: c.save(3, state()),
+            lambda c: c.save(3, state(model="REPLICATED")),
+            ["components", "rng"],
+        ),
         (
             lambda c: c.save(3, state(a="REPLICATED", b="GLOBAL")),
             lambda c: c.save(3, state(b="GLOBAL", a="REPLICATED")),
             ["components"],
         ),
-        (lambda c: c.save(3, state(a="REPLICATED")), lambda c: c.save(3, state(a="PER_RANK")), ["PER_RANK", "'a'"]),
+        (
+            lambda c: c.save(3, state(a="REPLICATED")),
+            lambda c: c.save(3, state(a="PER_RANK")),
+            ["PER_RANK", "'a'"],
+        ),
         (lambda c: c.save(2, state(), overwrite=True), lambda c: c.save(2, state()), ["overwrite"]),
         (lambda c: c.save(3, state()), lambda c: c.load(state()), ["save", "load"]),
         (lambda c: c.load(state()), lambda c: c.save(3, state()), ["save", "load"]),
         (lambda c: c.load(state()), lambda c: c.load(state(model="REPLICATED")), ["components"]),
         (lambda c: c.load(state(), step=1), lambda c: c.load(state(), step=2), ["1", "2"]),
-        (lambda c: c.load(state(), step="latest"), lambda c: c.load(state(), step=1), ["latest", "1"]),
+        (
+            lambda c: c.load(state(), step="latest"),
+            lambda c: c.load(state(), step=1),
+            ["latest", "1"],
+        ),
         (lambda c: c.restore(state()), lambda c: c.load(state(), step=1), ["1"]),
     ],
-    ids=["steps", "components", "order", "patterns", "overwrite", "save-load", "load-save", "load components",
-         "load steps", "latest and a step", "restore and load"],
-)  # fmt: skip
+    ids=[
+        "steps",
+        "components",
+        "order",
+        "patterns",
+        "overwrite",
+        "save-load",
+        "load-save",
+        "load components",
+        "load steps",
+        "latest and a step",
+        "restore and load",
+    ],
+)
 def test_calls_that_do_not_belong_together(tmp_path, odd, others, one, words, errors_of, on_all):
-    results = calls(tmp_path, errors_of, 4, lambda ckpt, rank: (one if rank == odd else others)(ckpt))
+    results = calls(
+        tmp_path, errors_of, 4, lambda ckpt, rank: (one if rank == odd else others)(ckpt)
+    )
     error = on_all(results, RanksDisagree)
     assert error.ranks == ([odd] if odd else [1, 2, 3])
     assert all(word in str(error) for word in words), str(error)
@@ -139,7 +172,11 @@ def test_late_rank_gets_the_same_verdict_and_the_next_save_works(tmp_path, late,
 
     def call(ckpt, rank):
         try:
-            return ckpt.save(2, state(rank)) if what == "save" else ckpt.load(state(model="REPLICATED"))
+            return (
+                ckpt.save(2, state(rank))
+                if what == "save"
+                else ckpt.load(state(model="REPLICATED"))
+            )
         except Exception as error:
             return error
 
@@ -234,7 +271,8 @@ def test_rank_that_leaves_the_job_is_named_at_once(tmp_path):
 
 
 def test_slow_retention_on_rank_0_fails_no_save(tmp_path):
-    """The others are in the next call already while rank 0 still deletes: a slow disk alone fails nothing."""
+    """The others are in the next call already while rank 0 still deletes: a slow disk alone fails
+    nothing."""
 
     def program(comm):
         faults = FaultStorage(open_storage(tmp_path))
@@ -263,7 +301,8 @@ def test_board_does_not_grow_with_saves_and_loads(tmp_path):
 
 
 def over_store(size, program, timeout=30.0):
-    """Run `program(make)` on ranks over a real TCPStore; make(name) is the rank's communicator of that name."""
+    """Run `program(make)` on ranks over a real TCPStore; make(name) is the rank's communicator of
+    that name."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -274,7 +313,9 @@ def over_store(size, program, timeout=30.0):
 
         def make(name):
             made.append(
-                StoreCommunicator(store, number, size, name=name, join_timeout=timeout, liveness_timeout=timeout)
+                StoreCommunicator(
+                    store, number, size, name=name, join_timeout=timeout, liveness_timeout=timeout
+                )
             )
             return made[-1]
 
@@ -327,7 +368,9 @@ def test_several_managers_in_one_job_at_the_same_time(tmp_path):
             except Exception as error:
                 failed.append(error)
 
-        threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")[:: (-1) ** rank]]
+        threads = [
+            threading.Thread(target=run, args=(name,)) for name in ("a", "b")[:: (-1) ** rank]
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -348,5 +391,7 @@ def test_several_managers_one_after_the_other(tmp_path):
                 ckpt.save(newest.step + 1 if newest else 0, state(comm.rank))
 
     run_ranks(3, program)
-    found = {name: sorted(entry.name for entry in (tmp_path / name).iterdir()) for name in ("a", "b")}
+    found = {
+        name: sorted(entry.name for entry in (tmp_path / name).iterdir()) for name in ("a", "b")
+    }
     assert found == {"a": ["checkpoint-0", "checkpoint-1"], "b": ["checkpoint-0"]}

@@ -1,4 +1,5 @@
-"""Long programs of public calls, some of which one rank leaves by an error: the ranks never drift apart."""
+"""Long programs of public calls, some of which one rank leaves by an error: the ranks never drift
+apart."""
 
 import threading
 from contextlib import suppress
@@ -54,9 +55,22 @@ class Words:
         return getattr(self._board, name)
 
 
-CALLS = ["save", "save", "save_async", "save_async", "load", "restore", "verify", "pin", "prewarm", "again", "damage"]
+CALLS = [
+    "save",
+    "save",
+    "save_async",
+    "save_async",
+    "load",
+    "restore",
+    "verify",
+    "pin",
+    "prewarm",
+    "again",
+    "damage",
+]
 FAULTS = st.one_of(
-    st.none(), st.just(("state", 0)), st.tuples(st.just("Ctrl-C"), st.integers(1, 25)))  # fmt: skip
+    st.none(), st.just(("state", 0)), st.tuples(st.just("Ctrl-C"), st.integers(1, 25))
+)
 STEPS = st.tuples(st.sampled_from(CALLS), st.integers(0, 1), st.integers(0, SIZE - 1), FAULTS)
 
 
@@ -138,7 +152,9 @@ class Rank:
             self.shared.wait(DEADLINE)
             what = "restore"
         result = self.outcome(self.call(what, which), fault if self.rank == victim else None)
-        if what == "restore":  # the program goes on from what rank 0 has restored, or, if it has not, anew
+        if (
+            what == "restore"
+        ):  # the program goes on from what rank 0 has restored, or, if it has not, anew
             self.shared.found[self.rank] = result
             self.shared.wait(DEADLINE)
             steps = [found for found in self.shared.found if isinstance(found, int)]
@@ -172,7 +188,11 @@ def check(plan, folder):
         # What failed in the background is raised by one of these.
         for which in range(2):
             rank.outcome(rank.saved(which, "save"))
-        ends = [rank.outcome(rank.saved(which, how)) for which in range(2) for how in ("save_async", "save")]
+        ends = [
+            rank.outcome(rank.saved(which, how))
+            for which in range(2)
+            for how in ("save_async", "save")
+        ]
         for ckpt in rank.managers:
             ckpt.close()
         return seen, ends, comm.number
@@ -182,9 +202,15 @@ def check(plan, folder):
         outcomes = [seen[number] for seen, *_ in results]
         others = [o for rank, o in enumerate(outcomes) if fault is None or rank != victim]
         assert len({*map(str, others)}) == 1, (number, plan[number], outcomes)
-        assert "RanksDisagree" not in outcomes and "JoinTimeout" not in outcomes, (number, plan[number], outcomes)
+        assert "RanksDisagree" not in outcomes and "JoinTimeout" not in outcomes, (
+            number,
+            plan[number],
+            outcomes,
+        )
         assert "KeyboardInterrupt" not in others, (number, what, outcomes)
-    assert {str(end) for _, end, *_ in results} == {str(results[0][1])}, [end for _, end, *_ in results]
+    assert {str(end) for _, end, *_ in results} == {str(results[0][1])}, [
+        end for _, end, *_ in results
+    ]
     assert all(isinstance(end, int) for end in results[0][1]), results[0][1]
     assert len({number for *_, number in results}) == 1
 
@@ -198,7 +224,8 @@ def test_no_sequence_of_calls_and_errors_of_one_rank_parts_the_ranks(tmp_path_fa
 
 @pytest.mark.parametrize("how", ["prewarm", "save_async"])
 def test_a_manager_that_one_rank_left_early_does_not_mix_up_the_next_one(tmp_path, how):
-    """Its branch may not be there yet on the rank that was interrupted. The next manager's has the same name on all."""
+    """Its branch may not be there yet on the rank that was interrupted. The next manager's has the
+    same name on all."""
     for moment in range(1, 22):
         check([(how, 0, 1, ("Ctrl-C", moment)), ("save_async", 1, 0, None)], tmp_path / str(moment))
 
@@ -208,7 +235,11 @@ def test_a_manager_that_one_rank_left_early_does_not_mix_up_the_next_one(tmp_pat
 def test_a_rank_that_left_a_restore_saves_over_what_was_damaged(tmp_path, victim):
     """It may not have heard that the checkpoint is damaged; rank 0 says what gives way."""
     for moment in range(16, 34):
-        plan = [("save", 0, 0, None), ("save", 0, 0, None), ("damage", 0, victim, ("Ctrl-C", moment))]
+        plan = [
+            ("save", 0, 0, None),
+            ("save", 0, 0, None),
+            ("damage", 0, victim, ("Ctrl-C", moment)),
+        ]
         check([*plan, ("save", 0, 0, None)], tmp_path / str(moment))
 
 
@@ -235,7 +266,9 @@ def test_a_warning_that_is_an_error_on_rank_0_leaves_the_next_call_whole(tmp_pat
 
 
 def node_manager(tmp_path, comm, **how):
-    return CheckpointManager(tmp_path / f"node{comm.rank}", comm=comm, storage_mode="node", io_threads=1, **how)
+    return CheckpointManager(
+        tmp_path / f"node{comm.rank}", comm=comm, storage_mode="node", io_threads=1, **how
+    )
 
 
 def test_a_watcher_of_a_save_in_the_background_cannot_look_and_stops_nobody(tmp_path):
@@ -270,7 +303,9 @@ def test_a_rank_that_left_a_look_makes_the_next_call_with_the_others(tmp_path, v
     def program(comm, moment):
         comm.board = words = Words(comm.board)
         with node_manager(tmp_path / str(moment), comm, keep=KeepBest("loss") | KEEP) as ckpt:
-            ckpt.save(1, [StateComponent("own", Own(1), SharingPattern.PER_RANK)], metrics={"loss": 1.0})
+            ckpt.save(
+                1, [StateComponent("own", Own(1), SharingPattern.PER_RANK)], metrics={"loss": 1.0}
+            )
             words.left = moment if comm.rank == victim else 0
             try:
                 getattr(ckpt, look)()
@@ -283,7 +318,9 @@ def test_a_rank_that_left_a_look_makes_the_next_call_with_the_others(tmp_path, v
 
     seen = set()
     for moment in range(1, 24):
-        results = run_ranks(2, lambda comm, m=moment: program(comm, m), nodes=[[0], [1]], deadline=DEADLINE)
+        results = run_ranks(
+            2, lambda comm, m=moment: program(comm, m), nodes=[[0], [1]], deadline=DEADLINE
+        )
         assert [saved for _, saved in results] == [2, 2]
         seen.add(tuple(outcome for outcome, _ in results))
     assert len(seen) > 1

@@ -1,4 +1,5 @@
-"""Every pattern on every world size: the values on every rank, and exactly the files that belong to it."""
+"""Every pattern on every world size: the values on every rank, and exactly the files that belong to
+it."""
 
 import json
 
@@ -7,13 +8,31 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ckptcore import CheckpointManager, SharingPattern, StateComponent, StateMismatch, open_checkpoint
+from ckptcore import (
+    CheckpointManager,
+    SharingPattern,
+    StateComponent,
+    StateMismatch,
+    open_checkpoint,
+)
 from ckptcore.testing.ranks import run_ranks
 
 MANIFEST = "checkpoint_manifest.json"
 SIZES = [1, 2, 3, 4, 8]
-GROUPS = {1: [[0]], 2: [[0], [1]], 3: [[0, 2], [1]], 4: [[0, 2], [1, 3]], 8: [[0, 4], [1, 5], [2, 6], [3, 7]]}
-NODES = {1: [[0]], 2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 1], [2, 3]], 8: [[0, 1, 2], [3, 4, 5, 6], [7]]}
+GROUPS = {
+    1: [[0]],
+    2: [[0], [1]],
+    3: [[0, 2], [1]],
+    4: [[0, 2], [1, 3]],
+    8: [[0, 4], [1, 5], [2, 6], [3, 7]],
+}
+NODES = {
+    1: [[0]],
+    2: [[0], [1]],
+    3: [[0, 1], [2]],
+    4: [[0, 1], [2, 3]],
+    8: [[0, 1, 2], [3, 4, 5, 6], [7]],
+}
 
 
 def parts(pattern, size):
@@ -28,7 +47,12 @@ def parts(pattern, size):
 
 
 def state(value, **more):
-    return {"w": torch.full((5,), float(value)), "b": torch.full((2, 2), value, dtype=torch.int64), "n": value, **more}
+    return {
+        "w": torch.full((5,), float(value)),
+        "b": torch.full((2, 2), value, dtype=torch.int64),
+        "n": value,
+        **more,
+    }
 
 
 def truth(pattern, size, rank):
@@ -37,14 +61,17 @@ def truth(pattern, size, rank):
 
 
 def held(pattern, size, rank):
-    """What `rank` holds at the save: where only the lowest rank counts, the others hold something else."""
+    """What `rank` holds at the save: where only the lowest rank counts, the others hold something
+    else."""
     if pattern in ("GLOBAL", "PER_NODE"):
         return 100 + rank
     return 100 + truth(pattern, size, rank)
 
 
 def component(pattern, value):
-    return StateComponent("own", value, SharingPattern(pattern), "dp" if pattern == "PER_GROUP" else None)
+    return StateComponent(
+        "own", value, SharingPattern(pattern), "dp" if pattern == "PER_GROUP" else None
+    )
 
 
 def saved(tmp_path, pattern, size, writers="split"):
@@ -86,7 +113,9 @@ class TestEveryPattern:
         for label, ranks in parts(pattern, size):
             shared = split and pattern in ("REPLICATED", "PER_GROUP") and len(ranks) > 1
             names = (
-                [f"own{label}-0000{n}-of-00002.safetensors" for n in (1, 2)] if shared else [f"own{label}.safetensors"]
+                [f"own{label}-0000{n}-of-00002.safetensors" for n in (1, 2)]
+                if shared
+                else [f"own{label}.safetensors"]
             )
             expected |= {*names, *([f"own{label}.safetensors.index.json"] if shared else [])}
             writers |= set(ranks[: len(names)])
@@ -98,7 +127,11 @@ class TestEveryPattern:
         assert {info.status for info in infos} == {"committed"}
         assert (manifest.world_size, manifest.nodes) == (size, NODES[size])
         own = manifest.components["own"]
-        assert (own.pattern, own.writers, own.tensors) == (pattern, sorted(writers), 2 * len(parts(pattern, size)))
+        assert (own.pattern, own.writers, own.tensors) == (
+            pattern,
+            sorted(writers),
+            2 * len(parts(pattern, size)),
+        )
         assert own.partition == (GROUPS[size] if pattern == "PER_GROUP" else None)
         assert own.size_bytes == (5 * 4 + 4 * 8) * len(parts(pattern, size))
         assert set(own.files) == {name for name in expected if name.endswith(".safetensors")}
@@ -110,14 +143,23 @@ class TestEveryPattern:
             expected = state(held(pattern, size, truth(pattern, size, rank)))
             same(report.values["own"], expected)
             same({"w": live["w"], "b": live["b"]}, {"w": expected["w"], "b": expected["b"]})
-            assert (report.step, report.missing, report.unexpected, report.fresh) == (7, [], [], False)
+            assert (report.step, report.missing, report.unexpected, report.fresh) == (
+                7,
+                [],
+                [],
+                False,
+            )
 
-    def test_strict_refuses_other_keys_and_touches_nothing(self, tmp_path, pattern, size, split, on_all, same):
+    def test_strict_refuses_other_keys_and_touches_nothing(
+        self, tmp_path, pattern, size, split, on_all, same
+    ):
         saved(tmp_path, pattern, size)
 
         def make():  # a module's names count
             tensors = {"w": torch.zeros(5), "extra": torch.ones(3)}
-            return nn.ParameterDict({name: nn.Parameter(t, requires_grad=False) for name, t in tensors.items()})
+            return nn.ParameterDict(
+                {name: nn.Parameter(t, requires_grad=False) for name, t in tensors.items()}
+            )
 
         results = loaded(tmp_path, pattern, size, make)
         error = on_all([result for result, _ in results], StateMismatch)
@@ -125,9 +167,14 @@ class TestEveryPattern:
         assert "own/extra" in str(error) and "own/b" in str(error)
         assert sorted(error.causes or [0]) == list(range(size))
         for _, live in results:
-            same({name: live[name].data for name in ("w", "extra")}, {"w": torch.zeros(5), "extra": torch.ones(3)})
+            same(
+                {name: live[name].data for name in ("w", "extra")},
+                {"w": torch.zeros(5), "extra": torch.ones(3)},
+            )
 
-    def test_not_strict_loads_the_rest_and_lists_the_others(self, tmp_path, pattern, size, split, same):
+    def test_not_strict_loads_the_rest_and_lists_the_others(
+        self, tmp_path, pattern, size, split, same
+    ):
         saved(tmp_path, pattern, size)
 
         def make():
@@ -172,7 +219,9 @@ def test_state_dict_is_called_on_every_rank_in_the_order_of_the_components(tmp_p
                 calls.append(f"load {self.key}")
 
         patterns = {"c": "GLOBAL", "a": "REPLICATED", "b": "PER_NODE"}
-        components = [StateComponent(key, Watched(key), SharingPattern(p)) for key, p in patterns.items()]
+        components = [
+            StateComponent(key, Watched(key), SharingPattern(p)) for key, p in patterns.items()
+        ]
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.save(1, components)
             saves = list(calls)
@@ -186,15 +235,22 @@ def test_state_dict_is_called_on_every_rank_in_the_order_of_the_components(tmp_p
 @pytest.mark.parametrize("size", SIZES)
 def test_one_writer_with_lowest(tmp_path, size, files, split_everything):
     saved(tmp_path, "REPLICATED", size, writers="lowest")
-    assert files(tmp_path / "checkpoint-7") == {MANIFEST, "own.safetensors", "index.rank00000.msgpack"}
+    assert files(tmp_path / "checkpoint-7") == {
+        MANIFEST,
+        "own.safetensors",
+        "index.rank00000.msgpack",
+    }
 
 
 def test_lowest_of_each_group_writes(tmp_path, files, split_everything):
     saved(tmp_path, "PER_GROUP", 4, writers="lowest")
     assert files(tmp_path / "checkpoint-7") == {
-        MANIFEST, "own.dp-00000.safetensors", "own.dp-00001.safetensors", "index.rank00000.msgpack",
+        MANIFEST,
+        "own.dp-00000.safetensors",
+        "own.dp-00001.safetensors",
+        "index.rank00000.msgpack",
         "index.rank00001.msgpack",
-    }  # fmt: skip
+    }
 
 
 def test_bytes_are_split_by_size_and_stock_readers_find_them(tmp_path, same, split_everything):
@@ -218,12 +274,21 @@ def test_bytes_are_split_by_size_and_stock_readers_find_them(tmp_path, same, spl
         assert 3 * 40 * 4 <= sum(t.nbytes for t in part.values()) <= 3 * 52 * 4
         found |= part
     same(dict(sorted(found.items())), dict(sorted(tensors.items())))
-    assert {manifest.files[f"index.rank{rank:05d}.msgpack"].writer for rank in range(4)} == {0, 1, 2, 3}
+    assert {manifest.files[f"index.rank{rank:05d}.msgpack"].writer for rank in range(4)} == {
+        0,
+        1,
+        2,
+        3,
+    }
 
 
 def test_small_state_is_not_split(tmp_path, files):
     saved(tmp_path, "REPLICATED", 8)
-    assert files(tmp_path / "checkpoint-7") == {MANIFEST, "own.safetensors", "index.rank00000.msgpack"}
+    assert files(tmp_path / "checkpoint-7") == {
+        MANIFEST,
+        "own.safetensors",
+        "index.rank00000.msgpack",
+    }
 
 
 @pytest.mark.parametrize("tensors", [{}, {"empty": torch.zeros(0, 3)}, {"one": torch.ones(())}])
@@ -232,7 +297,9 @@ def test_fewer_tensors_than_ranks(tmp_path, tensors, same, split_everything):
         live = {key: torch.full_like(t, 9) for key, t in tensors.items()}
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.save(1, [StateComponent("m", {**tensors, "n": 3}, SharingPattern.REPLICATED)])
-            return ckpt.load([StateComponent("m", {**live, "n": 0}, SharingPattern.REPLICATED)]).values["m"]
+            return ckpt.load(
+                [StateComponent("m", {**live, "n": 0}, SharingPattern.REPLICATED)]
+            ).values["m"]
 
     for values in run_ranks(3, program):
         same(values, {**tensors, "n": 3})

@@ -1,4 +1,5 @@
-"""Another number of ranks, nodes or groups: what restores, what raises and with which sizes, what on_resize does."""
+"""Another number of ranks, nodes or groups: what restores, what raises and with which sizes, what
+on_resize does."""
 
 import warnings
 
@@ -7,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore import CheckpointManager, CheckpointWarning, RankFailed, SharingPattern, StateComponent, StateMismatch
+from ckptcore import (
+    CheckpointManager,
+    CheckpointWarning,
+    RankFailed,
+    SharingPattern,
+    StateComponent,
+    StateMismatch,
+)
 from ckptcore.testing.ranks import run_ranks
 
 NODES = {1: [[0]], 2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 1], [2, 3]], 6: [[0, 1, 2], [3, 4, 5]]}
@@ -27,7 +35,9 @@ def save(tmp_path, size, pattern, value, partition=None, keys=None):
         key = keys[comm.rank] if keys else None
         group = "dp" if pattern == "PER_GROUP" else None
         own = StateComponent("own", mine, SharingPattern(pattern), group, group_key=key)
-        with CheckpointManager(tmp_path, comm=comm, process_groups={"dp": partition} if partition else None) as ckpt:
+        with CheckpointManager(
+            tmp_path, comm=comm, process_groups={"dp": partition} if partition else None
+        ) as ckpt:
             return ckpt.save(1, [own])
 
     return run_ranks(size, program, nodes=NODES.get(size))
@@ -40,9 +50,16 @@ def load(tmp_path, size, pattern, partition=None, keys=None, **declared):
         live = {"x": torch.full((3,), -1.0), "n": -1}
         group = "dp" if pattern == "PER_GROUP" else None
         own = StateComponent(
-            "own", live, SharingPattern(pattern), group, group_key=keys[comm.rank] if keys else None, **declared
+            "own",
+            live,
+            SharingPattern(pattern),
+            group,
+            group_key=keys[comm.rank] if keys else None,
+            **declared,
         )
-        with CheckpointManager(tmp_path, comm=comm, process_groups={"dp": partition} if partition else None) as ckpt:
+        with CheckpointManager(
+            tmp_path, comm=comm, process_groups={"dp": partition} if partition else None
+        ) as ckpt:
             try:
                 return ckpt.load([own]), live["x"].tolist()
             except (StateMismatch, RankFailed) as error:
@@ -78,7 +95,13 @@ def test_global_and_replicated_restore_everywhere(tmp_path, pattern, old, new, s
 )
 def test_another_count_raises_with_both_sizes(tmp_path, pattern, old, new, words, on_all):
     partition = {size: by_two(size) for size in (1, 2, 4)} if pattern == "PER_GROUP" else {}
-    save(tmp_path, old, pattern, lambda rank: rank % 2 if pattern == "PER_GROUP" else rank, partition.get(old))
+    save(
+        tmp_path,
+        old,
+        pattern,
+        lambda rank: rank % 2 if pattern == "PER_GROUP" else rank,
+        partition.get(old),
+    )
     results = load(tmp_path, new, pattern, partition.get(new))
     error = on_all([result for result, _ in results], StateMismatch)
     assert words in str(error) and "'own'" in str(error)
@@ -93,25 +116,39 @@ def test_nodes_of_another_size_restore_while_their_number_is_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (8, 12), (4, 4)])
-def test_groups_of_another_size_restore_while_their_number_is_the_same(tmp_path, old, new, split_everything):
-    """{0,4},{1,5},{2,6},{3,7} (dp=2) is what {0},{1},{2},{3} (dp=1) restores from, and the other way round."""
+def test_groups_of_another_size_restore_while_their_number_is_the_same(
+    tmp_path, old, new, split_everything
+):
+    """{0,4},{1,5},{2,6},{3,7} (dp=2) is what {0},{1},{2},{3} (dp=1) restores from, and the other
+    way round."""
     save(tmp_path, old, "PER_GROUP", lambda rank: 10 + rank % 4, groups_of(old, 4))
-    assert values(load(tmp_path, new, "PER_GROUP", groups_of(new, 4))) == [10.0 + rank % 4 for rank in range(new)]
+    assert values(load(tmp_path, new, "PER_GROUP", groups_of(new, 4))) == [
+        10.0 + rank % 4 for rank in range(new)
+    ]
 
 
 def test_group_keys_find_their_group_when_the_numbering_changed(tmp_path, files):
     save(tmp_path, 4, "PER_GROUP", lambda rank: rank % 2, by_two(4), ["even", "odd", "even", "odd"])
     assert {"own.dp-even.safetensors", "own.dp-odd.safetensors"} < files(tmp_path / "checkpoint-1")
     swapped = [[0, 1], [2, 3]]
-    assert values(load(tmp_path, 4, "PER_GROUP", swapped, ["odd", "odd", "even", "even"])) == [1.0, 1.0, 0.0, 0.0]
+    assert values(load(tmp_path, 4, "PER_GROUP", swapped, ["odd", "odd", "even", "even"])) == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     # Fewer groups than saved, each found by its key.
     assert values(load(tmp_path, 2, "PER_GROUP", [[0, 1]], ["odd", "odd"])) == [1.0, 1.0]
 
 
 def test_unknown_group_key_raises_on_every_rank(tmp_path, on_all):
     save(tmp_path, 2, "PER_GROUP", lambda rank: rank, [[0], [1]], ["a", "b"])
-    error = on_all([r for r, _ in load(tmp_path, 2, "PER_GROUP", [[0], [1]], ["a", "new"])], StateMismatch)
-    assert "(a, b;" in str(error) and "this rank's is new" in str(error) and set(error.causes) == {1}
+    error = on_all(
+        [r for r, _ in load(tmp_path, 2, "PER_GROUP", [[0], [1]], ["a", "new"])], StateMismatch
+    )
+    assert (
+        "(a, b;" in str(error) and "this rank's is new" in str(error) and set(error.causes) == {1}
+    )
 
 
 def test_unknown_group_key_follows_on_resize(tmp_path):
@@ -125,7 +162,13 @@ def test_unknown_group_key_follows_on_resize(tmp_path):
 @pytest.mark.parametrize("pattern", ["PER_RANK", "PER_NODE", "PER_GROUP"])
 def test_keep_leaves_the_live_state_with_a_warning(tmp_path, pattern):
     partition = {size: by_two(size) for size in (1, 4)} if pattern == "PER_GROUP" else {}
-    save(tmp_path, 4, pattern, lambda rank: rank % 2 if pattern == "PER_GROUP" else rank, partition.get(4))
+    save(
+        tmp_path,
+        4,
+        pattern,
+        lambda rank: rank % 2 if pattern == "PER_GROUP" else rank,
+        partition.get(4),
+    )
     with pytest.warns(CheckpointWarning, match=r"'own'.*live state stays") as seen:
         results = load(tmp_path, 1, pattern, partition.get(1), on_resize="keep")
     assert len(seen) == 1
@@ -157,8 +200,10 @@ def test_a_function_says_whose_state_it_is(tmp_path, pattern):
     finally:
         NODES[6] = kept
     mine = {
-        "PER_RANK": list(range(6)), "PER_NODE": [0, 0, 1, 1, 2, 2], "PER_GROUP": [0, 1, 2, 0, 1, 2],
-    }[pattern]  # fmt: skip
+        "PER_RANK": list(range(6)),
+        "PER_NODE": [0, 0, 1, 1, 2, 2],
+        "PER_GROUP": [0, 1, 2, 0, 1, 2],
+    }[pattern]
     assert got == [10.0 + number % 2 for number in mine]
     assert set(asked) == {(now, old)}
 
@@ -179,23 +224,33 @@ def test_a_function_that_raises_is_everybodys_error(tmp_path, on_all):
             raise KeyError("no such rank")
         return new
 
-    error = on_all([result for result, _ in load(tmp_path, 2, "PER_RANK", on_resize=choose)], RankFailed)
+    error = on_all(
+        [result for result, _ in load(tmp_path, 2, "PER_RANK", on_resize=choose)], RankFailed
+    )
     assert set(error.causes) == {1} and "no such rank" in error.causes[1]
 
 
 def test_what_was_saved_decides_not_what_is_declared_now(tmp_path):
     save(tmp_path, 2, "REPLICATED", lambda rank: 7)
-    with pytest.warns(CheckpointWarning, match="'own' was saved REPLICATED and is declared PER_RANK now: every rank"):
+    with pytest.warns(
+        CheckpointWarning,
+        match="'own' was saved REPLICATED and is declared PER_RANK now: every rank",
+    ):
         assert values(load(tmp_path, 3, "PER_RANK")) == [7.0] * 3
     save(tmp_path / "own", 3, "PER_RANK", lambda rank: rank)
-    with pytest.warns(CheckpointWarning, match="'own' was saved PER_RANK and is declared REPLICATED now: each rank"):
+    with pytest.warns(
+        CheckpointWarning,
+        match="'own' was saved PER_RANK and is declared REPLICATED now: each rank",
+    ):
         assert values(load(tmp_path / "own", 3, "REPLICATED")) == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("saved", [p.value for p in SharingPattern])
 @pytest.mark.parametrize("declared", [p.value for p in SharingPattern])
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_pattern_that_changed_is_warned_of_once_by_name_or_refused(tmp_path, saved, declared, size):
+def test_a_pattern_that_changed_is_warned_of_once_by_name_or_refused(
+    tmp_path, saved, declared, size
+):
     """Never in silence, unless every rank was to have one and the same state both times."""
     partition = [[0]] if size == 1 else by_two(4)
     own = {"PER_RANK": lambda r: r, "PER_NODE": lambda r: r // 2 * 2, "PER_GROUP": lambda r: r % 2}
@@ -229,10 +284,19 @@ def index_of(partition, rank):
     return next(number for number, ranks in enumerate(partition) if rank in ranks)
 
 
-@given(st.data(), st.integers(2, 5), st.sampled_from(["PER_GROUP", "PER_NODE"]), st.booleans(), st.booleans())
+@given(
+    st.data(),
+    st.integers(2, 5),
+    st.sampled_from(["PER_GROUP", "PER_NODE"]),
+    st.booleans(),
+    st.booleans(),
+)
 @settings(max_examples=60)
-def test_a_rank_gets_what_a_rank_of_its_own_group_saved(tmp_path_factory, data, size, pattern, renamed, same_size):
-    """Or every rank gets a StateMismatch that says what there was and what there is, and live state is as it was."""
+def test_a_rank_gets_what_a_rank_of_its_own_group_saved(
+    tmp_path_factory, data, size, pattern, renamed, same_size
+):
+    """Or every rank gets a StateMismatch that says what there was and what there is, and live state
+    is as it was."""
     new_size = size if same_size else data.draw(st.integers(1, 5))
     old, new = data.draw(partitions(size)), data.draw(partitions(new_size))
     folder = tmp_path_factory.mktemp("partition")
@@ -278,7 +342,9 @@ def test_another_partition_follows_on_resize(tmp_path):
     """A changed partition of as many groups is a change like that of their number."""
     save(tmp_path, 4, "PER_GROUP", lambda rank: 10 + rank % 2, by_two(4))
     swapped = [[0, 1], [2, 3]]
-    with pytest.warns(CheckpointWarning, match=r"\[\[0, 2\], \[1, 3\]\] of 'dp'.*live state stays") as seen:
+    with pytest.warns(
+        CheckpointWarning, match=r"\[\[0, 2\], \[1, 3\]\] of 'dp'.*live state stays"
+    ) as seen:
         results = load(tmp_path, 4, "PER_GROUP", swapped, on_resize="keep")
     assert len(seen) == 1 and [live for _, live in results] == [[-1.0] * 3] * 4
     chosen = load(tmp_path, 4, "PER_GROUP", swapped, on_resize=lambda new, size, old: old - 1 - new)

@@ -1,4 +1,5 @@
-"""A rank that leaves a round, however it does, keeps nobody waiting; and each caller gets the answer to its own call."""
+"""A rank that leaves a round, however it does, keeps nobody waiting; and each caller gets the
+answer to its own call."""
 
 import asyncio
 import logging
@@ -34,7 +35,11 @@ DEADLINE = 20
 
 
 def own(rank, state=None):
-    return [StateComponent("own", state or {"x": torch.full((4,), float(rank))}, SharingPattern.PER_RANK)]
+    return [
+        StateComponent(
+            "own", state or {"x": torch.full((4,), float(rank))}, SharingPattern.PER_RANK
+        )
+    ]
 
 
 class Asked:
@@ -61,7 +66,8 @@ def test_threads_on_one_store_board_get_their_own_answers(random, threads):
     board = StoreBoard(store.clone(), "p", 2, DEADLINE)
     wrong = []
     plans = [
-        [random.choice(["put", "get", "delete", "offer", "wait", "none"]) for _ in range(150)] for _ in range(threads)
+        [random.choice(["put", "get", "delete", "offer", "wait", "none"]) for _ in range(150)]
+        for _ in range(threads)
     ]
 
     def caller(me):
@@ -96,7 +102,8 @@ def test_threads_on_one_store_board_get_their_own_answers(random, threads):
 
 
 class Store:
-    """A store of this process, whose host can be stopped; `asked` is set when a call has reached it."""
+    """A store of this process, whose host can be stopped; `asked` is set when a call has reached
+    it."""
 
     def __init__(self):
         self.values, self.up, self.asked, self.clones = {}, threading.Event(), threading.Event(), 0
@@ -158,7 +165,9 @@ def test_the_answer_to_an_interrupted_call_is_nobody_elses():
 def test_a_store_that_answers_again_is_found_again_and_hearts_beat():
     store = Store()
     ranks = [
-        BoardCommunicator(StoreBoard(store, "p", 2, 0.3), r, 2, join_timeout=DEADLINE, liveness_timeout=0.3)
+        BoardCommunicator(
+            StoreBoard(store, "p", 2, 0.3), r, 2, join_timeout=DEADLINE, liveness_timeout=0.3
+        )
         for r in range(2)
     ]
     board = StoreBoard(store, "p", 2, 0.3)
@@ -217,7 +226,11 @@ class Waits:
 
 
 KINDS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, Preempted]
-PLACES = [(where, victim) for where in ("local", "waiting", "between", "at the end") for victim in range(SIZE)]
+PLACES = [
+    (where, victim)
+    for where in ("local", "waiting", "between", "at the end")
+    for victim in range(SIZE)
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,7 +287,8 @@ def test_a_rank_that_leaves_a_call_and_lives_on(where, victim, kind):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("victim", range(SIZE))
 def test_interrupts_at_every_point_of_a_save(tmp_path, victim, asynchronous):
-    """Whatever word to the board, or part of the call, it comes before: one outcome, and the next save works."""
+    """Whatever word to the board, or part of the call, it comes before: one outcome, and the next
+    save works."""
 
     def program(comm, moment):
         words = 0
@@ -309,7 +323,9 @@ def test_interrupts_at_every_point_of_a_save(tmp_path, victim, asynchronous):
 
     seen = set()
     for moment in range(1, 60):
-        results = run_ranks(SIZE, lambda comm, moment=moment: program(comm, moment), join_timeout=40)
+        results = run_ranks(
+            SIZE, lambda comm, moment=moment: program(comm, moment), join_timeout=40
+        )
         assert [last for *_, last in results] == [2] * SIZE
         others = {type(first) for rank, (first, *_) in enumerate(results) if rank != victim}
         assert len(others) == 1, (moment, results)
@@ -335,7 +351,9 @@ def test_what_cannot_be_posted_fails_the_round_on_all(bad, what, errors_of, on_a
         return object() if rank == bad and what == "value" else rank
 
     def program(comm):
-        return comm.together("x", lambda: local(comm.rank), lambda told: object() if what == "verdict" else told)
+        return comm.together(
+            "x", lambda: local(comm.rank), lambda told: object() if what == "verdict" else told
+        )
 
     kind = UnsupportedValue if what in ("value", "verdict") else RankFailed
     on_all(errors_of(SIZE, program, join_timeout=60), kind)
@@ -360,14 +378,18 @@ def test_a_broadcast_whose_transport_fails_on_one_rank(tmp_path, errors_of, on_a
         ckpt.load({"m": {"w": torch.ones(3 << 20)}})
 
     error = on_all(errors_of(SIZE, program, join_timeout=60), RankFailed)
-    assert "connection reset by peer" in str(error) and "live state is partly overwritten" in str(error)
+    assert "connection reset by peer" in str(error) and "live state is partly overwritten" in str(
+        error
+    )
     assert list(error.causes) == [1]
 
 
 # A call in the middle of a call.
 
 
-@pytest.mark.parametrize("call", ["save", "save_async", "load", "restore", "pin", "delete", "verify"])
+@pytest.mark.parametrize(
+    "call", ["save", "save_async", "load", "restore", "pin", "delete", "verify"]
+)
 def test_a_call_in_the_middle_of_a_save_is_refused_by_name(tmp_path, call):
     """As a signal handler makes it. The save that was under way goes on, on all ranks."""
 

@@ -1,4 +1,5 @@
-"""Replicas are compared before anything is written: each level against planted differences, and never for nothing."""
+"""Replicas are compared before anything is written: each level against planted differences, and
+never for nothing."""
 
 import math
 import struct
@@ -56,25 +57,43 @@ PLANTED = {
     "last element of fp8": (lambda wrong: last_of(torch.float8_e4m3fn, wrong), "deep/x"),
     "last element of fp8 e5m2": (lambda wrong: last_of(torch.float8_e5m2, wrong), "deep/x"),
     "last of bool": (lambda wrong: {"m": torch.tensor([True] * 9 + [not wrong])}, "m"),
-    "last of complex128": (lambda wrong: {"c": torch.tensor([1j] * 9 + [2j if wrong else 1j], dtype=torch.complex128)}, "c"),
-    "python int three levels deep": (lambda wrong: {"a": {"b": [{"c": 7 + wrong}]}, "x": torch.zeros(2)}, "a/b/0/c"),
+    "last of complex128": (
+        lambda wrong: {"c": torch.tensor([1j] * 9 + [2j if wrong else 1j], dtype=torch.complex128)},
+        "c",
+    ),
+    "python int three levels deep": (
+        lambda wrong: {"a": {"b": [{"c": 7 + wrong}]}, "x": torch.zeros(2)},
+        "a/b/0/c",
+    ),
     "int and bool": (lambda wrong: {"flag": True if wrong else 1}, "flag"),
     "float and int": (lambda wrong: {"lr": 1.0 if wrong else 1}, "lr"),
-    "negative zero in a tensor": (lambda wrong: {"z": torch.tensor([1.0, -0.0 if wrong else 0.0])}, "z"),
+    "negative zero in a tensor": (
+        lambda wrong: {"z": torch.tensor([1.0, -0.0 if wrong else 0.0])},
+        "z",
+    ),
     "negative zero as a float": (lambda wrong: {"s": {"z": -0.0 if wrong else 0.0}}, "s/z"),
     "nan payload in a tensor": (
-        lambda wrong: {"n": torch.tensor([0x7FC00000 + wrong], dtype=torch.int32).view(torch.float32)}, "n",
+        lambda wrong: {
+            "n": torch.tensor([0x7FC00000 + wrong], dtype=torch.int32).view(torch.float32)
+        },
+        "n",
     ),
     "nan payload as a float": (lambda wrong: {"n": nan(1 + wrong)}, "n"),
-    "one missing key": (lambda wrong: {"x": torch.zeros(2), **({} if wrong else {"y": torch.ones(2)})}, "y"),
+    "one missing key": (
+        lambda wrong: {"x": torch.zeros(2), **({} if wrong else {"y": torch.ones(2)})},
+        "y",
+    ),
     "one missing value": (lambda wrong: {"x": torch.zeros(2), **({} if wrong else {"n": 1})}, "n"),
     "another shape": (lambda wrong: {"x": torch.zeros((2, 3) if wrong else (3, 2))}, "x"),
-    "another dtype": (lambda wrong: {"x": torch.zeros(2, dtype=torch.int32 if wrong else torch.float32)}, "x"),
+    "another dtype": (
+        lambda wrong: {"x": torch.zeros(2, dtype=torch.int32 if wrong else torch.float32)},
+        "x",
+    ),
     "adamw moments": (adamw, "state/weight/exp_avg_sq"),
     "numpy array": (lambda wrong: {"np": np.append(np.zeros(2000), float(wrong))}, "np"),
     "0-d counter": (lambda wrong: {"step": torch.tensor(5 + wrong)}, "step"),
     "strided view": (lambda wrong: {"t": torch.arange(12.0).reshape(3, 4).t() + wrong}, "t"),
-}  # fmt: skip
+}
 
 
 def saving(tmp_path, errors_of, size, component_of, groups=None, deadline=60):
@@ -86,7 +105,9 @@ def saving(tmp_path, errors_of, size, component_of, groups=None, deadline=60):
 
 
 def replicated(state, level, **more):
-    return StateComponent("m", state, SharingPattern.REPLICATED, validation_level=ValidationLevel(level), **more)
+    return StateComponent(
+        "m", state, SharingPattern.REPLICATED, validation_level=ValidationLevel(level), **more
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -112,7 +133,10 @@ def test_any_byte_counts(tmp_path, level, errors_of, on_all):
         x[1_234_567] = rank
         return {"x": x}
 
-    error = on_all(saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), level)), ReplicationMismatch)
+    error = on_all(
+        saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), level)),
+        ReplicationMismatch,
+    )
     assert error.keys == ["x"]
     if level == "FULL":
         assert error.details["x"]["first index"] == 1_234_567
@@ -132,7 +156,12 @@ def test_default_level_is_quick_for_replicas_and_none_for_one_truth():
 @pytest.mark.parametrize(("pattern", "wrong"), [("GLOBAL", [1, 2, 3]), ("PER_NODE", [1, 3])])
 def test_one_truth_is_compared_when_asked(tmp_path, pattern, wrong, on_all, errors_of):
     def program(comm):
-        own = StateComponent("m", {"x": torch.tensor([comm.rank])}, SharingPattern(pattern), validate_replication=True)
+        own = StateComponent(
+            "m",
+            {"x": torch.tensor([comm.rank])},
+            SharingPattern(pattern),
+            validate_replication=True,
+        )
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             return ckpt.save(1, [own])
 
@@ -146,7 +175,9 @@ def test_difference_inside_one_group_is_known_everywhere(tmp_path, errors_of, on
     groups = {"dp": [[0, 1], [2, 3]]}
 
     def own(rank):
-        return StateComponent("m", {"x": torch.tensor([1.0 if rank == 3 else 0.0])}, SharingPattern.PER_GROUP, "dp")
+        return StateComponent(
+            "m", {"x": torch.tensor([1.0 if rank == 3 else 0.0])}, SharingPattern.PER_GROUP, "dp"
+        )
 
     error = on_all(saving(tmp_path, errors_of, 4, own, groups), ReplicationMismatch)
     assert (error.component, error.keys, error.ranks) == ("m", ["x"], [3])
@@ -155,7 +186,8 @@ def test_difference_inside_one_group_is_known_everywhere(tmp_path, errors_of, on
 @pytest.mark.parametrize("named", ["pp", "tp"])
 @pytest.mark.parametrize("names", ["local", "global"])
 def test_the_wrong_group_is_caught_with_a_hint(tmp_path, named, names, errors_of, on_all):
-    """(dp=2, pp=2, tp=2): stage weights are shared over dp; the pipeline or tensor group is what people name."""
+    """(dp=2, pp=2, tp=2): stage weights are shared over dp; the pipeline or tensor group is what
+    people name."""
     mesh = torch.arange(8).view(2, 2, 2)
     groups = {
         "dp": mesh.permute(1, 2, 0).reshape(-1, 2).tolist(),
@@ -166,13 +198,19 @@ def test_the_wrong_group_is_caught_with_a_hint(tmp_path, named, names, errors_of
     def own(rank, group):
         _, pp, tp = (mesh == rank).nonzero()[0].tolist()
         key = f"layers.{pp if names == 'global' else 0}.weight"
-        return StateComponent("stage", {key: torch.full((4,), 10.0 * pp + tp)}, SharingPattern.PER_GROUP, group)
+        return StateComponent(
+            "stage", {key: torch.full((4,), 10.0 * pp + tp)}, SharingPattern.PER_GROUP, group
+        )
 
-    error = on_all(saving(tmp_path, errors_of, 8, lambda rank: own(rank, named), groups), ReplicationMismatch)
+    error = on_all(
+        saving(tmp_path, errors_of, 8, lambda rank: own(rank, named), groups), ReplicationMismatch
+    )
     assert error.component == "stage" and error.keys[0].startswith("layers.")
     assert repr(named) in str(error) and "across which the state is the same" in str(error)
     assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
-    assert [r.status for r in saving(tmp_path, errors_of, 8, lambda rank: own(rank, "dp"), groups)] == ["committed"] * 8
+    assert [
+        r.status for r in saving(tmp_path, errors_of, 8, lambda rank: own(rank, "dp"), groups)
+    ] == ["committed"] * 8
 
 
 def test_numbers_of_full(tmp_path, errors_of, on_all):
@@ -187,9 +225,17 @@ def test_numbers_of_full(tmp_path, errors_of, on_all):
             small[2] = 1.5
         return {"big": big, "same": torch.ones(2), "small": small}
 
-    error = on_all(saving(tmp_path, errors_of, 3, lambda rank: replicated(state(rank), "FULL")), ReplicationMismatch)
+    error = on_all(
+        saving(tmp_path, errors_of, 3, lambda rank: replicated(state(rank), "FULL")),
+        ReplicationMismatch,
+    )
     assert (error.keys, error.ranks) == (["big", "small"], [1])
-    big = {"differing": 3, "first index": 1_048_576, "largest difference": 3.0, "beyond tolerance": 3}
+    big = {
+        "differing": 3,
+        "first index": 1_048_576,
+        "largest difference": 3.0,
+        "beyond tolerance": 3,
+    }
     small = {"differing": 1, "first index": 2, "largest difference": 0.5, "beyond tolerance": 1}
     assert error.details == {"big": big, "small": small}
     assert "1048576" in str(error)
@@ -199,7 +245,10 @@ def test_several_ranks_and_many_keys_are_listed(tmp_path, errors_of, on_all):
     def state(rank):
         return {f"k{n:02d}": torch.full((2,), float(rank if n % 2 else 0)) for n in range(60)}
 
-    error = on_all(saving(tmp_path, errors_of, 4, lambda rank: replicated(state(rank), "QUICK")), ReplicationMismatch)
+    error = on_all(
+        saving(tmp_path, errors_of, 4, lambda rank: replicated(state(rank), "QUICK")),
+        ReplicationMismatch,
+    )
     assert error.ranks == [1, 2, 3]
     assert error.keys[:2] == ["k01", "k03"] and len(error.keys) >= 20
     assert "and 25 more" in str(error)
@@ -211,7 +260,9 @@ def test_tolerance_relaxes_full(tmp_path, atol, rtol, count, errors_of):
     def state(rank):
         return {f"x{n}": torch.full((5,), 1.0 + rank * 1e-4) for n in range(count)}
 
-    results = saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), "FULL", atol=atol, rtol=rtol))
+    results = saving(
+        tmp_path, errors_of, 2, lambda rank: replicated(state(rank), "FULL", atol=atol, rtol=rtol)
+    )
     assert [getattr(result, "status", result) for result in results] == ["committed"] * 2
 
 
@@ -242,15 +293,26 @@ EQUAL = {
     "nan": lambda rank: {"x": torch.tensor([math.nan, 1.0]), "y": math.nan, "z": nan(5)},
     "keys in another order": shuffled,
     "nested keys in another order": lambda rank: {"a": {"b": shuffled(rank)}},
-    "sets": lambda rank: {"s": set("abcdef"[:: (-1) ** rank]), "f": frozenset(range(rank, rank - 9, -1) or [0]) and {1}},
-    "strides": lambda rank: {"t": torch.arange(12.0).reshape(3, 4).t().contiguous() if rank else torch.arange(12.0).reshape(3, 4).t()},
+    "sets": lambda rank: {
+        "s": set("abcdef"[:: (-1) ** rank]),
+        "f": frozenset(range(rank, rank - 9, -1) or [0]) and {1},
+    },
+    "strides": lambda rank: {
+        "t": torch.arange(12.0).reshape(3, 4).t().contiguous()
+        if rank
+        else torch.arange(12.0).reshape(3, 4).t()
+    },
     "views of something larger": lambda rank: {"v": torch.zeros(100)[rank * 5 : rank * 5 + 5]},
     "empty": lambda rank: {"e": torch.zeros(0, 4), "d": {}, "l": [], "t": (), "n": None},
     "adamw": lambda rank: adamw(False),
-    "requires grad": lambda rank: {"p": torch.nn.Parameter(torch.ones(2)) if rank else torch.ones(2)},
+    "requires grad": lambda rank: {
+        "p": torch.nn.Parameter(torch.ones(2)) if rank else torch.ones(2)
+    },
     "fp8": lambda rank: {"q": torch.ones(70_000).to(torch.float8_e4m3fn)},
-    "half of a conjugate": lambda rank: {"c": torch.tensor([1 + 2j]).conj() if rank else torch.tensor([1 - 2j])},
-}  # fmt: skip
+    "half of a conjugate": lambda rank: {
+        "c": torch.tensor([1 + 2j]).conj() if rank else torch.tensor([1 - 2j])
+    },
+}
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -275,11 +337,24 @@ def test_equal_content_never_raises(tmp_path, name, level, errors_of, same, spli
 def by_key(value):
     if isinstance(value, dict):
         return {key: by_key(value[key]) for key in sorted(value)}
-    return value.detach().clone().contiguous().resolve_conj() if isinstance(value, torch.Tensor) else value
+    return (
+        value.detach().clone().contiguous().resolve_conj()
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float4_e2m1fn_x2", "float8_e8m0fnu", "uint16", "uint32", "uint64", "complex32", "float8_e4m3fnuz"]
+    "dtype",
+    [
+        "float4_e2m1fn_x2",
+        "float8_e8m0fnu",
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex32",
+        "float8_e4m3fnuz",
+    ],
 )
 def test_full_knows_every_dtype(tmp_path, dtype, errors_of, on_all):
     def state(rank):
@@ -287,7 +362,10 @@ def test_full_knows_every_dtype(tmp_path, dtype, errors_of, on_all):
         raw[-1] += rank
         return {"x": raw.view(getattr(torch, dtype))}
 
-    error = on_all(saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), "FULL")), ReplicationMismatch)
+    error = on_all(
+        saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), "FULL")),
+        ReplicationMismatch,
+    )
     assert error.keys == ["x"] and error.details["x"]["differing"] == 1
 
 
@@ -310,7 +388,9 @@ def test_memory_of_full_is_bounded(tmp_path, errors_of, on_all):
 
 
 @pytest.mark.parametrize("order", [["near", "far"], ["far", "near"]])
-def test_one_sharded_component_within_its_tolerance_excuses_no_other(tmp_path, order, errors_of, on_all):
+def test_one_sharded_component_within_its_tolerance_excuses_no_other(
+    tmp_path, order, errors_of, on_all
+):
     def program(comm):
         states = {
             "near": {"x": torch.full((8,), 1 + comm.rank * 1e-6)},
@@ -318,7 +398,13 @@ def test_one_sharded_component_within_its_tolerance_excuses_no_other(tmp_path, o
         }
         how = {"near": {"validation_level": "FULL", "atol": 1e-3}, "far": {}}
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
-            ckpt.save(1, [StateComponent(key, states[key], SharingPattern.SHARDED, **how[key]) for key in order])
+            ckpt.save(
+                1,
+                [
+                    StateComponent(key, states[key], SharingPattern.SHARDED, **how[key])
+                    for key in order
+                ],
+            )
 
     error = on_all(errors_of(2, program), ReplicationMismatch)
     assert (error.component, error.keys, error.ranks) == ("far", ["x"], [1])
@@ -331,20 +417,29 @@ def test_one_part_within_the_tolerance_excuses_no_other(tmp_path, far, errors_of
     def state(rank):
         part = torch.ones(4) + (0 if rank < 2 else 1 if rank == far else 1e-6)
         leaf = Shard(part, (8,), (4 * (rank % 2),))
-        return StateComponent("s", {"x": leaf}, SharingPattern.SHARDED, validation_level="FULL", atol=1e-3)
+        return StateComponent(
+            "s", {"x": leaf}, SharingPattern.SHARDED, validation_level="FULL", atol=1e-3
+        )
 
     error = on_all(saving(tmp_path, errors_of, 4, state), ReplicationMismatch)
     assert (error.component, error.keys) == ("s", ["x"])
 
 
-# name -> (state of a rank, key that must be named): what differs has the name of something that is equal
+# name -> (state of a rank, key that must be named): what differs has the name of something that is
+# equal
 NAMESAKES = {
     "number and its text": (lambda rank: {0: 1.0 + rank, "0": 2.0}, "0~2int"),
     "None and its text": (lambda rank: {None: 1.0 + rank, "None": 2.0}, "None~2NoneType"),
-    "number and its text, deep": (lambda rank: {"a": [{"0": 2.0, 0: [1.0 + rank]}]}, "a/0/0~2int/0"),
+    "number and its text, deep": (
+        lambda rank: {"a": [{"0": 2.0, 0: [1.0 + rank]}]},
+        "a/0/0~2int/0",
+    ),
     "text of a number": (lambda rank: {0: 1.0, "0": 2.0 + rank}, "0"),
     "name of the structure": (lambda rank: {"(structure)": 1.0 + rank}, "(structure)"),
-    "name of the structure, a tensor": (lambda rank: {"(structure)": torch.tensor([1.0 + rank])}, "(structure)"),
+    "name of the structure, a tensor": (
+        lambda rank: {"(structure)": torch.tensor([1.0 + rank])},
+        "(structure)",
+    ),
 }
 
 
@@ -352,7 +447,9 @@ NAMESAKES = {
 @pytest.mark.parametrize("name", list(NAMESAKES))
 def test_namesakes_hide_nothing(tmp_path, name, level, errors_of, on_all):
     make, key = NAMESAKES[name]
-    results = saving(tmp_path, errors_of, 2, lambda rank: replicated({**make(rank), "w": torch.ones(2)}, level))
+    results = saving(
+        tmp_path, errors_of, 2, lambda rank: replicated({**make(rank), "w": torch.ones(2)}, level)
+    )
     error = on_all(results, ReplicationMismatch)
     assert (error.component, error.keys, error.ranks) == ("m", [key], [1])
     assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
@@ -360,10 +457,14 @@ def test_namesakes_hide_nothing(tmp_path, name, level, errors_of, on_all):
 
 @pytest.mark.parametrize("pattern", ["REPLICATED", "SHARDED"])
 @pytest.mark.parametrize("large", [2**60, -(2**60), 2**53])
-def test_a_tolerance_is_not_for_whole_numbers_that_differ(tmp_path, large, pattern, errors_of, on_all):
+def test_a_tolerance_is_not_for_whole_numbers_that_differ(
+    tmp_path, large, pattern, errors_of, on_all
+):
     def own(rank):
         state = {"seed": torch.tensor([5, large + rank]), "x": torch.ones(3)}
-        return StateComponent("m", state, SharingPattern(pattern), validation_level="FULL", atol=1e-6)
+        return StateComponent(
+            "m", state, SharingPattern(pattern), validation_level="FULL", atol=1e-6
+        )
 
     error = on_all(saving(tmp_path, errors_of, 2, own), ReplicationMismatch)
     assert (error.keys, error.ranks) == (["seed"], [1])
@@ -380,11 +481,15 @@ def test_ranks_with_another_tolerance_disagree(tmp_path, pattern, which, odd, er
     def own(rank):
         state = {f"w{n}": torch.ones(2) + 1e-4 * rank for n in range(3)}
         tolerance = {which: 1e-2 if rank == odd else 0.0}
-        return StateComponent("m", state, SharingPattern(pattern), validation_level="FULL", **tolerance)
+        return StateComponent(
+            "m", state, SharingPattern(pattern), validation_level="FULL", **tolerance
+        )
 
     error = on_all(saving(tmp_path, errors_of, 3, own), RanksDisagree)
     assert "component 'm'" in str(error) and "0.01" in str(error)
-    assert str(error).endswith("ranks that differ from rank 0: [2]" if odd else "ranks that differ from rank 0: [1, 2]")
+    assert str(error).endswith(
+        "ranks that differ from rank 0: [2]" if odd else "ranks that differ from rank 0: [1, 2]"
+    )
     assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
 
 
@@ -392,35 +497,62 @@ SHAPES = ({"rank 0": "F32 [2]", "rank 1": "F32 [3]"}, {"rank 0": "F32 [2]", "ran
 # name -> (state of a rank, keys, details)
 DIFFERENCES = {
     "shape": (lambda rank: {"w": torch.ones(2 + rank)}, ["w"], {"w": SHAPES[0]}),
-    "dtype": (lambda rank: {"w": torch.ones(2, dtype=[torch.float32, torch.float64][rank])}, ["w"], {"w": SHAPES[1]}),
-    "value": (lambda rank: {"n": {"lr": 5 + rank}}, ["n/lr"], {"n/lr": {"rank 0": "5 (int)", "rank 1": "6 (int)"}}),
-    "type": (lambda rank: {"n": [1, True][rank]}, ["n"], {"n": {"rank 0": "1 (int)", "rank 1": "True (bool)"}}),
+    "dtype": (
+        lambda rank: {"w": torch.ones(2, dtype=[torch.float32, torch.float64][rank])},
+        ["w"],
+        {"w": SHAPES[1]},
+    ),
+    "value": (
+        lambda rank: {"n": {"lr": 5 + rank}},
+        ["n/lr"],
+        {"n/lr": {"rank 0": "5 (int)", "rank 1": "6 (int)"}},
+    ),
+    "type": (
+        lambda rank: {"n": [1, True][rank]},
+        ["n"],
+        {"n": {"rank 0": "1 (int)", "rank 1": "True (bool)"}},
+    ),
     "long": (
-        lambda rank: {"n": "x" * 5000 + str(rank)}, ["n"],
+        lambda rank: {"n": "x" * 5000 + str(rank)},
+        ["n"],
         {"n": {f"rank {r}": f"'{'x' * 27}...{'x' * 27}{r}' (str)" for r in (0, 1)}},
     ),
-    "missing": (lambda rank: {"a": 1, **({"b": 2} if rank else {})}, ["b"], {"b": {"rank 0": "nothing", "rank 1": "2 (int)"}}),
+    "missing": (
+        lambda rank: {"a": 1, **({"b": 2} if rank else {})},
+        ["b"],
+        {"b": {"rank 0": "nothing", "rank 1": "2 (int)"}},
+    ),
     "list for tuple": (
-        lambda rank: {"w": torch.ones(1), "l": [(1,), [1]][rank]}, ["l"],
+        lambda rank: {"w": torch.ones(1), "l": [(1,), [1]][rank]},
+        ["l"],
         {"l": {"rank 0": "tuple of length 1", "rank 1": "list of length 1"}},
     ),
     "empty": (
-        lambda rank: {"w": torch.ones(1), "d": [{}, []][rank]}, ["d"],
+        lambda rank: {"w": torch.ones(1), "d": [{}, []][rank]},
+        ["d"],
         {"d": {"rank 0": "dict with keys []", "rank 1": "list of length 0"}},
     ),
     "text for number": (
-        lambda rank: {"d": {[0, "0"][rank]: 5}}, ["d"],
+        lambda rank: {"d": {[0, "0"][rank]: 5}},
+        ["d"],
         {"d": {"rank 0": "dict with keys [0]", "rank 1": "dict with keys ['0']"}},
     ),
-    "bare": (lambda rank: Value([7, 8][rank]), ["value"], {"value": {"rank 0": "7 (int)", "rank 1": "8 (int)"}}),
-}  # fmt: skip
+    "bare": (
+        lambda rank: Value([7, 8][rank]),
+        ["value"],
+        {"value": {"rank 0": "7 (int)", "rank 1": "8 (int)"}},
+    ),
+}
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
 @pytest.mark.parametrize("name", list(DIFFERENCES))
 def test_both_sides_are_shown(tmp_path, name, level, errors_of, on_all):
     make, keys, details = DIFFERENCES[name]
-    error = on_all(saving(tmp_path, errors_of, 2, lambda rank: replicated(make(rank), level)), ReplicationMismatch)
+    error = on_all(
+        saving(tmp_path, errors_of, 2, lambda rank: replicated(make(rank), level)),
+        ReplicationMismatch,
+    )
     assert (error.keys, error.ranks, error.details) == (keys, [1], details)
     first = details[keys[0]]
     assert f"{keys[0]!r}: {first['rank 0']} on rank 0, {first['rank 1']} on rank 1" in str(error)
@@ -435,22 +567,41 @@ def test_memory_that_is_shared_on_one_rank_only(tmp_path, level, errors_of, on_a
 
     how = {"atol": 1.0} if level == "FULL" else {}
     error = on_all(
-        saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), level, **how)), ReplicationMismatch
+        saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), level, **how)),
+        ReplicationMismatch,
     )
-    assert (error.keys, error.details) == (["b"], {"b": {"rank 0": "memory of its own", "rank 1": "the memory of 'a'"}})
+    assert (error.keys, error.details) == (
+        ["b"],
+        {"b": {"rank 0": "memory of its own", "rank 1": "the memory of 'a'"}},
+    )
 
 
 def test_zeros_of_two_signs_differ_in_their_bits(tmp_path, errors_of, on_all):
     def state(rank):
-        return {"x": torch.tensor([-0.0 if rank else 0.0, 1.0]), "y": torch.tensor([math.nan if rank else 1.0])}
+        return {
+            "x": torch.tensor([-0.0 if rank else 0.0, 1.0]),
+            "y": torch.tensor([math.nan if rank else 1.0]),
+        }
 
-    error = on_all(saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), "FULL")), ReplicationMismatch)
+    error = on_all(
+        saving(tmp_path, errors_of, 2, lambda rank: replicated(state(rank), "FULL")),
+        ReplicationMismatch,
+    )
     assert error.details["x"] == {
-        "differing": 1, "beyond tolerance": 1, "first index": 0, "largest difference": 0.0, "equal as numbers": 1}  # fmt: skip
-    assert "'x': 1 element differs, the first at index 0, in bits alone: the numbers are equal" in str(error)
+        "differing": 1,
+        "beyond tolerance": 1,
+        "first index": 0,
+        "largest difference": 0.0,
+        "equal as numbers": 1,
+    }
+    assert (
+        "'x': 1 element differs, the first at index 0, in bits alone: the numbers are equal"
+        in str(error)
+    )
     assert "'x', 'y' on rank 1 differ from rank 0" in str(error)
     error = on_all(
-        saving(tmp_path, errors_of, 2, lambda rank: replicated({"y": state(rank)["y"]}, "FULL")), ReplicationMismatch
+        saving(tmp_path, errors_of, 2, lambda rank: replicated({"y": state(rank)["y"]}, "FULL")),
+        ReplicationMismatch,
     )
     assert "with NaN or infinity on one side" in str(error)
 
@@ -480,13 +631,20 @@ def test_a_rank_prints_one_traceback_with_the_reason_last(tmp_path):
             except Exception as error:
                 return traceback.format_exception(error), error
             finally:
-                comm.together("every rank has its verdict", lambda: None, lambda _: None, joining=True)
+                comm.together(
+                    "every rank has its verdict", lambda: None, lambda _: None, joining=True
+                )
 
     for lines, _ in run_ranks(2, lambda comm: program(comm, lambda rank: {"m": {"n": rank}})):
         text = "".join(lines)
         assert text.count("Traceback (most recent call last)") == 1
-        assert lines[-1].startswith("ckptcore.errors.ReplicationMismatch: ") and "0 (int) on rank 0" in lines[-1]
-    found = run_ranks(2, lambda comm: program(comm, lambda rank: {"m": Bad() if rank else {"n": 1}}))
+        assert (
+            lines[-1].startswith("ckptcore.errors.ReplicationMismatch: ")
+            and "0 (int) on rank 0" in lines[-1]
+        )
+    found = run_ranks(
+        2, lambda comm: program(comm, lambda rank: {"m": Bad() if rank else {"n": 1}})
+    )
     for rank, (lines, error) in enumerate(found):
         text = "".join(lines)
         assert isinstance(error, RankFailed) and "rank 1: KeyError: 'momentum'" in lines[-1]
@@ -515,8 +673,13 @@ def test_what_nobody_declared_is_not_called_declared(tmp_path, errors_of, on_all
         lambda rank: {"m": StateComponent("m", {"n": rank}, required=False)},
     ):
         error = on_all(errors_of(2, lambda comm, s=state: program(comm, s)), ReplicationMismatch)
-        assert "component 'm' was taken to be REPLICATED (a dict's value, on 2 ranks), but 'n' on rank 1" in str(error)
-        assert str(error).endswith(": StateComponent('m', ..., 'PER_RANK') as the dict's value says so")
+        assert (
+            "component 'm' was taken to be REPLICATED (a dict's value, on 2 ranks), but 'n' on "
+            "rank 1" in str(error)
+        )
+        assert str(error).endswith(
+            ": StateComponent('m', ..., 'PER_RANK') as the dict's value says so"
+        )
     for state in (
         lambda rank: {"m": Own(rank)},
         lambda rank: {"m": StateComponent("m", {"n": rank}, "REPLICATED")},

@@ -1,4 +1,5 @@
-"""torchrun --nproc-per-node 2 torchrun_script.py FOLDER: DDP training, stopped and resumed, to the last bit."""
+"""torchrun --nproc-per-node 2 torchrun_script.py FOLDER: DDP training, stopped and resumed, to the
+last bit."""
 
 import json
 import sys
@@ -40,7 +41,9 @@ def main(folder: Path) -> None:
 
     def run(steps: int, save_at: int | None) -> tuple[list[float], list[torch.Tensor]]:
         torch.manual_seed(rank)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         loader = Loader()
@@ -68,9 +71,10 @@ def main(folder: Path) -> None:
     whole, weights = run(10, save_at=6)
     resumed, again = run(10, save_at=None)
     result = {
-        "losses": whole, "resumed": resumed,
+        "losses": whole,
+        "resumed": resumed,
         "same weights": all(torch.equal(a, b) for a, b in zip(weights, again, strict=True)),
-    }  # fmt: skip
+    }
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

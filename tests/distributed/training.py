@@ -36,12 +36,22 @@ def _jittered(name: str) -> Any:
     return slowed
 
 
-for _name in ("create", "open", "list", "make_folder", "sync_folder", "rename", "remove", "remove_folder"):
+for _name in (
+    "create",
+    "open",
+    "list",
+    "make_folder",
+    "sync_folder",
+    "rename",
+    "remove",
+    "remove_folder",
+):
     setattr(JitterStorage, _name, _jittered(_name))
 
 
 def train_while_saving(job: Job, steps: int, seeds: list[int]) -> dict[str, Any]:
-    """An all_reduce a step, in the main thread, while another thread saves over and over with random delays."""
+    """An all_reduce a step, in the main thread, while another thread saves over and over with
+    random delays."""
     job.join()
     wrong, saves = 0, []
     for seed in seeds:
@@ -97,7 +107,8 @@ def slow_save(job: Job, group_timeout: float, seconds: float) -> dict[str, Any]:
 
 
 def b14(job: Job, epochs: int, batches: int, stops: list[int]) -> dict[str, Any]:
-    """Training with dropout and shuffling, stopped mid-epoch and at the end of an epoch, against the run that went on."""
+    """Training with dropout and shuffling, stopped mid-epoch and at the end of an epoch, against
+    the run that went on."""
     job.join()
 
     def seeded(seed: int) -> None:
@@ -145,7 +156,11 @@ def b14(job: Job, epochs: int, batches: int, stops: list[int]) -> dict[str, Any]
 
     def draws() -> list[float]:
         kept = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        drawn = [random.random() for _ in range(5)] + np.random.rand(5).tolist() + torch.rand(5).tolist()
+        drawn = (
+            [random.random() for _ in range(5)]
+            + np.random.rand(5).tolist()
+            + torch.rand(5).tolist()
+        )
         random.setstate(kept[0])
         np.random.set_state(kept[1])
         torch.set_rng_state(kept[2])
@@ -159,7 +174,8 @@ def b14(job: Job, epochs: int, batches: int, stops: list[int]) -> dict[str, Any]
             whole.step(number)
             if number + 1 in stops:
                 ckpt.save(number + 1, whole.components())
-                # Saving drew from torch's generator (the loader does): what was saved is from before that.
+                # Saving drew from torch's generator (the loader does): what was saved is from
+                # before that.
                 ckpt.load(whole.components(), step=number + 1)
                 found[str(number + 1)] = {"expected": draws()}
         for stop in stops:
@@ -170,7 +186,9 @@ def b14(job: Job, epochs: int, batches: int, stops: list[int]) -> dict[str, Any]
             for number in range(stop, total):
                 resumed.step(number)
             after = {n: loss for n, loss in whole.losses.items() if n >= stop}
-            found[str(stop)]["same losses"] = list(after.values()) == list(resumed.losses.values()) and len(after) > 0
+            found[str(stop)]["same losses"] = (
+                list(after.values()) == list(resumed.losses.values()) and len(after) > 0
+            )
             found[str(stop)]["same weights"] = torch.equal(whole.weight, resumed.weight)
     return {**found, "losses": list(whole.losses.values())}
 
@@ -179,6 +197,8 @@ def b15(job: Job, saves: int) -> dict[str, Any]:
     job.join()
     with CheckpointManager(JitterStorage(job.folder, job.rank)) as ckpt:
         for step in range(saves):
-            assert ckpt.save(step, components(job, Trap(job.rank), float(step))).status == "committed"
+            assert (
+                ckpt.save(step, components(job, Trap(job.rank), float(step))).status == "committed"
+            )
         steps = [info.step for info in ckpt.list()]
     return {"steps": steps, "left": sorted(p.name for p in job.folder.iterdir() if "." in p.name)}

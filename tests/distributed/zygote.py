@@ -1,7 +1,9 @@
-"""Forks real ranks from a process that imported torch once. Reads one JSON order per line, answers with one line.
+"""Forks real ranks from a process that imported torch once. Reads one JSON order per line, answers
+with one line.
 
-Every rank is a process of its own with a gloo process group and a TCPStore that its rank 0 hosts. The sockets on which
-the stores listen are made before the fork, so no two jobs can ever want the same port.
+Every rank is a process of its own with a gloo process group and a TCPStore that its rank 0 hosts.
+The sockets on which the stores listen are made before the fork, so no two jobs can ever want the
+same port.
 """
 
 from __future__ import annotations

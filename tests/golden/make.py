@@ -1,7 +1,8 @@
-"""Makes the golden checkpoints again: `python tests/golden/make.py`. Only while format 1.0 is not released.
+"""Makes the golden checkpoints again: `python tests/golden/make.py`. Only while format 1.0 is not
+released.
 
-What is saved is what test_golden.py expects. Times, ids and the machine are replaced, so that only what a change of the
-engine changes differs.
+What is saved is what test_golden.py expects. Times, ids and the machine are replaced, so that only
+what a change of the engine changes differs.
 """
 
 from __future__ import annotations
@@ -50,12 +51,18 @@ def save_single(root: Path) -> None:
         manager.save(7, state, metrics=METRICS, metadata=METADATA, training_args_hash="abc")
 
 
-# Rows (and columns) that a rank holds, by name; the engine refuses a DTensor whose local part is not what it computes.
+# Rows (and columns) that a rank holds, by name; the engine refuses a DTensor whose local part is
+# not what it computes.
 HELD = {
     "column": [slice(0, 3), slice(5, 8), slice(3, 5), slice(8, 10)],
-    "row": [(slice(0, 2), slice(0, 5)), (slice(0, 2), slice(5, 10)), (slice(2, 3), slice(0, 5)), (slice(2, 3), slice(5, 10))],
+    "row": [
+        (slice(0, 2), slice(0, 5)),
+        (slice(0, 2), slice(5, 10)),
+        (slice(2, 3), slice(0, 5)),
+        (slice(2, 3), slice(5, 10)),
+    ],
     "hsdp": [slice(0, 3), slice(3, 5), slice(0, 3), slice(3, 5)],
-}  # fmt: skip
+}
 
 
 def dtensor(name: str, rank: int) -> DTensor:
@@ -64,10 +71,14 @@ def dtensor(name: str, rank: int) -> DTensor:
     cuts: list[Any] = []
     for text in CUTS[name].split():
         dim = int(text[1:] or 0)
-        cuts.append({"R": Replicate(), "S": Cut(dim), "s": _StridedShard(dim, split_factor=2)}[text[0]])
+        cuts.append(
+            {"R": Replicate(), "S": Cut(dim), "s": _StridedShard(dim, split_factor=2)}[text[0]]
+        )
     full = FULL[name]
     local = full[HELD[name][rank]].clone()
-    return DTensor.from_local(local, mesh, cuts, run_check=False, shape=full.shape, stride=full.stride())
+    return DTensor.from_local(
+        local, mesh, cuts, run_check=False, shape=full.shape, stride=full.stride()
+    )
 
 
 def save_sharded(root: Path) -> None:
@@ -75,7 +86,9 @@ def save_sharded(root: Path) -> None:
         rank = comm.rank
         state: dict[str, Any] = {name: dtensor(name, rank) for name in CUTS}
         offset, size = BOXES[rank]
-        part = FULL["boxes"][tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].clone()
+        part = FULL["boxes"][
+            tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+        ].clone()
         state["boxes"] = Shard(part, tuple(FULL["boxes"].shape), offset)
         state["plain"] = state["tied"] = FULL["plain"].clone()
         if rank == 2:
@@ -84,7 +97,11 @@ def save_sharded(root: Path) -> None:
             StateComponent("model", {**state, "values": COMMON}, SharingPattern.SHARDED),
             StateComponent("own", {"rank": rank}, SharingPattern.PER_RANK),
             StateComponent(
-                "loader", {"position": 100 + rank % 2}, SharingPattern.PER_GROUP, "dp", group_key=GROUP_KEYS[rank % 2]
+                "loader",
+                {"position": 100 + rank % 2},
+                SharingPattern.PER_GROUP,
+                "dp",
+                group_key=GROUP_KEYS[rank % 2],
             ),
             StateComponent("cache", {"node": torch.tensor(rank // 2)}, SharingPattern.PER_NODE),
             StateComponent("args", {"lr": 0.5}, SharingPattern.REPLICATED),

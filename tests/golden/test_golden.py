@@ -1,4 +1,5 @@
-"""Checkpoints of format 1.0 that every later version must read. make.py saved what is expected here."""
+"""Checkpoints of format 1.0 that every later version must read. make.py saved what is expected
+here."""
 
 from __future__ import annotations
 
@@ -32,10 +33,21 @@ from ckptcore.testing.ranks import run_ranks
 ROOT = Path(__file__).parent / "format-1.0"
 SINGLE, SHARDED = ROOT / "single" / "checkpoint-7", ROOT / "sharded" / "checkpoint-20"
 
-WEIGHTS = {"weight": torch.tensor([[1.0, -0.0, 2.5], [math.inf, 1e-45, -3.0]]), "bias": torch.tensor([0.5, -0.5])}
+WEIGHTS = {
+    "weight": torch.tensor([[1.0, -0.0, 2.5], [math.inf, 1e-45, -3.0]]),
+    "bias": torch.tensor([0.5, -0.5]),
+}
 MOMENTS = {
-    "weight": {"step": torch.tensor(3.0), "exp_avg": torch.full((2, 3), 0.25), "exp_avg_sq": torch.full((2, 3), 0.125)},
-    "bias": {"step": torch.tensor(3.0), "exp_avg": torch.full((2,), -0.25), "exp_avg_sq": torch.full((2,), 2.0)},
+    "weight": {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.full((2, 3), 0.25),
+        "exp_avg_sq": torch.full((2, 3), 0.125),
+    },
+    "bias": {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.full((2,), -0.25),
+        "exp_avg_sq": torch.full((2,), 2.0),
+    },
 }
 LEARNING_RATE = 0.0078125
 TENSORS = {
@@ -49,7 +61,10 @@ TENSORS = {
     "c64": torch.tensor([1 + 2j], dtype=torch.complex64),
     "c128": torch.tensor([1 + 2j, -0.0 - 1j], dtype=torch.complex128),
     "empty": torch.zeros(0, 4),
-    "nested": {"a/b~c": [torch.tensor(1), (torch.tensor(2, dtype=torch.int8),)], 0: {"0": torch.tensor(3)}},
+    "nested": {
+        "a/b~c": [torch.tensor(1), (torch.tensor(2, dtype=torch.int8),)],
+        0: {"0": torch.tensor(3)},
+    },
     "array": np.arange(1025, dtype=np.float32),
 }
 VALUES = {
@@ -121,17 +136,30 @@ def test_both_are_committed_and_verify() -> None:
 
 def test_the_manifest_of_one_process() -> None:
     manifest = open_checkpoint(SINGLE).manifest
-    assert (manifest.step, manifest.sequence, manifest.world_size, manifest.nodes) == (7, 1, 1, [[0]])
+    assert (manifest.step, manifest.sequence, manifest.world_size, manifest.nodes) == (
+        7,
+        1,
+        1,
+        [[0]],
+    )
     assert (manifest.metrics, manifest.metrics_step, manifest.metadata) == (METRICS, 7, METADATA)
     assert manifest.training_args_hash == "abc"
     assert {key: c.tensors for key, c in manifest.components.items()} == {
-        "model": 2, "optimizer": 6, "tensors": 14, "values": 0}  # fmt: skip
+        "model": 2,
+        "optimizer": 6,
+        "tensors": 14,
+        "values": 0,
+    }
 
 
 def zeros(value: Any) -> Any:
     """The same structure with other tensors."""
     if isinstance(value, torch.Tensor | np.ndarray):
-        return value * 0 if isinstance(value, np.ndarray) else torch.zeros(value.shape, dtype=value.dtype)
+        return (
+            value * 0
+            if isinstance(value, np.ndarray)
+            else torch.zeros(value.shape, dtype=value.dtype)
+        )
     if isinstance(value, dict):
         return {key: zeros(item) for key, item in value.items()}
     return type(value)(map(zeros, value)) if isinstance(value, list | tuple) else value
@@ -158,7 +186,9 @@ def pieces(rank: int, world: int) -> dict[str, Any]:
         dim = max(range(full.ndim), key=lambda d: full.shape[d])
         first, end = (full.shape[dim] * r // world for r in (rank, rank + 1))
         offset = tuple(first if d == dim else 0 for d in range(full.ndim))
-        local = torch.zeros([end - first if d == dim else n for d, n in enumerate(full.shape)], dtype=full.dtype)
+        local = torch.zeros(
+            [end - first if d == dim else n for d, n in enumerate(full.shape)], dtype=full.dtype
+        )
         found[name] = Shard(local, tuple(full.shape), offset)
     return {**found, "values": {"steps": None}}
 
@@ -169,12 +199,16 @@ def test_sharded_state_on_any_number_of_ranks(world: int, same: Callable[..., No
         state, whole = pieces(comm.rank, world), zeros({**FULL, "values": {"steps": None}})
         for live in (state, whole):
             component = StateComponent("model", live, SharingPattern.SHARDED)
-            report = CheckpointCoordinator([component], comm=comm).load_checkpoint(SHARDED, strict=False)
+            report = CheckpointCoordinator([component], comm=comm).load_checkpoint(
+                SHARDED, strict=False
+            )
             assert report.step == 20 and report.missing == []
             assert report.values["model"]["values"] == COMMON
         for name, full in FULL.items():
             part = state[name]
-            place = tuple(slice(o, o + n) for o, n in zip(part.offset, part.tensor.shape, strict=True))
+            place = tuple(
+                slice(o, o + n) for o, n in zip(part.offset, part.tensor.shape, strict=True)
+            )
             same(part.tensor, full[place].clone(), name)
             same(whole[name], full, name)
 
@@ -185,9 +219,17 @@ def test_four_ranks_resume(same: Callable[..., None]) -> None:
     def program(comm: Any) -> None:
         rank = comm.rank
         components = [
-            StateComponent("model", zeros({**FULL, "values": {"steps": None}}), SharingPattern.SHARDED),
+            StateComponent(
+                "model", zeros({**FULL, "values": {"steps": None}}), SharingPattern.SHARDED
+            ),
             StateComponent("own", {"rank": -1}, SharingPattern.PER_RANK),
-            StateComponent("loader", {"position": -1}, SharingPattern.PER_GROUP, "dp", group_key=GROUP_KEYS[rank % 2]),
+            StateComponent(
+                "loader",
+                {"position": -1},
+                SharingPattern.PER_GROUP,
+                "dp",
+                group_key=GROUP_KEYS[rank % 2],
+            ),
             StateComponent("cache", {"node": torch.tensor(-1)}, SharingPattern.PER_NODE),
             StateComponent("args", {"lr": 0.0}, SharingPattern.REPLICATED),
         ]
@@ -196,7 +238,11 @@ def test_four_ranks_resume(same: Callable[..., None]) -> None:
         # In the order of the ranks that had the keys first.
         same(
             report.values["model"],
-            {**{n: FULL[n] for n in FULL if n != "stage.2"}, "values": COMMON, "stage.2": FULL["stage.2"]},
+            {
+                **{n: FULL[n] for n in FULL if n != "stage.2"},
+                "values": COMMON,
+                "stage.2": FULL["stage.2"],
+            },
         )
         assert report.values["own"] == {"rank": rank}
         assert report.values["loader"] == {"position": 100 + rank % 2}
@@ -208,11 +254,17 @@ def test_four_ranks_resume(same: Callable[..., None]) -> None:
 
 def test_sharded_state_without_torch() -> None:
     view: CheckpointView = open_checkpoint(SHARDED)
-    assert (view.manifest.world_size, view.manifest.nodes, view.manifest.groups) == (4, NODES, GROUPS)
+    assert (view.manifest.world_size, view.manifest.nodes, view.manifest.groups) == (
+        4,
+        NODES,
+        GROUPS,
+    )
     assert view.manifest.components["loader"].group_keys == GROUP_KEYS
     for name in ("column", "hsdp", "boxes", "plain", "tied", "stage.2"):
         np.testing.assert_array_equal(view.read(f"model/{name}"), FULL[name].numpy())
     words = FULL["row"].view(torch.uint16).numpy()
-    np.testing.assert_array_equal(view.read("model/row", [slice(1, 3), slice(4, 7)]), words[1:3, 4:7])
+    np.testing.assert_array_equal(
+        view.read("model/row", [slice(1, 3), slice(4, 7)]), words[1:3, 4:7]
+    )
     assert [view.values("own", rank) for rank in range(4)] == [{"rank": rank} for rank in range(4)]
     assert sum(info.alias_of is not None for info in view.tensors()) == 1

@@ -3,22 +3,42 @@
 import pytest
 import torch
 
-from ckptcore import CheckpointManager, ReplicationMismatch, SharingPattern, StateComponent, ValidationLevel
+from ckptcore import (
+    CheckpointManager,
+    ReplicationMismatch,
+    SharingPattern,
+    StateComponent,
+    ValidationLevel,
+)
 from ckptcore.ranks import replication
 from ckptcore.ranks.fingerprint import fingerprints
 from ckptcore.testing.ranks import run_ranks
 
 DTYPES = [
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64,
-    torch.complex128, torch.float8_e4m3fn,
-]  # fmt: skip
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
 
 
 def tensor_of(dtype, shape, device, seed=0):
     generator = torch.Generator().manual_seed(seed)
     size = torch.empty(0, dtype=dtype).element_size()
     count = torch.Size(shape).numel()
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count * size,), generator=generator, dtype=torch.uint8)
+    raw = torch.randint(
+        0,
+        2 if dtype == torch.bool else 256,
+        (count * size,),
+        generator=generator,
+        dtype=torch.uint8,
+    )
     return raw.view(dtype).view(shape).to(device)
 
 

@@ -1,4 +1,5 @@
-"""A save in the background of state on an accelerator is of one step, whatever happens right after the call."""
+"""A save in the background of state on an accelerator is of one step, whatever happens right after
+the call."""
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ MODES = ["copy", "overlap", "auto"]
 
 
 class Job:
-    """A model with buffers that the forward pass changes, an optimizer with moments, and state that is nobody's."""
+    """A model with buffers that the forward pass changes, an optimizer with moments, and state that
+    is nobody's."""
 
     def __init__(self, device, width=2048, layers=4):
         torch.manual_seed(1)
-        parts = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(layers)]
+        parts = [
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(layers)
+        ]
         self.model = nn.Sequential(*parts).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.input = torch.randn(64, width, device=device)
@@ -41,7 +45,11 @@ class Job:
         return {
             "model": self.model,
             "optimizer": OptimizerState(self.optimizer, self.model),
-            "rest": {"plain": self.plain, "counter": self.counter, "view": self.plain.view(1024, -1).t()},
+            "rest": {
+                "plain": self.plain,
+                "counter": self.counter,
+                "view": self.plain.view(1024, -1).t(),
+            },
         }
 
     def tensors(self):
@@ -71,7 +79,9 @@ def test_b02_training_goes_on_at_once(root, device, staging, after, monkeypatch)
     with CheckpointManager(root, staging=staging) as ckpt:
         for round_number in range(1, 35):
             if staging == "auto":  # nothing, a part, or all of it as a snapshot on the device
-                monkeypatch.setattr(devices, "_safe_bytes", lambda _, n=round_number % 3: [0, 100 << 20, 1 << 40][n])
+                monkeypatch.setattr(
+                    devices, "_safe_bytes", lambda _, n=round_number % 3: [0, 100 << 20, 1 << 40][n]
+                )
             job.train()
             wanted = job.snapshot()
             torch.cuda._sleep(1_000_000)  # the copy cannot begin before the device gets here

@@ -1,4 +1,5 @@
-"""A checkpoint whose files an attacker rewrites, digests included, and a process that measures what reading it takes."""
+"""A checkpoint whose files an attacker rewrites, digests included, and a process that measures what
+reading it takes."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def signed(body: bytes) -> bytes:
 
 @dataclass
 class Crafted:
-    """A committed checkpoint. After each change all digests of manifest and index are right again."""
+    """A committed checkpoint. After each change all digests of manifest and index are right
+    again."""
 
     folder: Path
 
@@ -56,7 +58,9 @@ class Crafted:
         document = json.loads(file.read_bytes())
         del document["digest"]
         change(document)
-        file.write_bytes(signed(json.dumps(document, indent=1, sort_keys=True).removesuffix("\n}").encode()))
+        file.write_bytes(
+            signed(json.dumps(document, indent=1, sort_keys=True).removesuffix("\n}").encode())
+        )
 
     def index_bytes(self, data: bytes, name: str = INDEX) -> None:
         (self.folder / name).write_bytes(data)
@@ -76,11 +80,15 @@ class Crafted:
             for _, file, start, digests in part.get("pieces", ()):
                 held[file].append((start, digests))
         digests = {
-            name: combined_digest([raw["files"][name][2], *(d for _, d in sorted(parts, key=lambda p: p[0]))])
+            name: combined_digest(
+                [raw["files"][name][2], *(d for _, d in sorted(parts, key=lambda p: p[0]))]
+            )
             for name, parts in held.items()
         }
         sizes = {name: raw["files"][name][0] for name in held}
-        self.manifest(lambda d: d["files"].update({name: [sizes[name], digests[name], 0] for name in held}))
+        self.manifest(
+            lambda d: d["files"].update({name: [sizes[name], digests[name], 0] for name in held})
+        )
 
     def ways_in(self) -> dict[str, Callable[[], Any]]:
         """Every way to read it."""
@@ -100,8 +108,12 @@ class Crafted:
 
 def live_state(mark: float = 0) -> list[StateComponent]:
     return [
-        StateComponent("plain", {"a": torch.arange(4.0) + mark, "b": torch.arange(4.0) - mark, "n": mark}),
-        StateComponent("cut", {"w": Shard(torch.arange(6.0) * mark, (6,), (0,))}, SharingPattern.SHARDED),
+        StateComponent(
+            "plain", {"a": torch.arange(4.0) + mark, "b": torch.arange(4.0) - mark, "n": mark}
+        ),
+        StateComponent(
+            "cut", {"w": Shard(torch.arange(6.0) * mark, (6,), (0,))}, SharingPattern.SHARDED
+        ),
         StateComponent("rng", RNGState()),
     ]
 
@@ -131,7 +143,8 @@ def crafted(saved_once: Path, quick_folder: Path) -> Crafted:
 
 
 class Ended(NamedTuple):
-    """How one call ended: "value" or the error (type names of its classes), its text, and what it took beyond before."""
+    """How one call ended: "value" or the error (type names of its classes), its text, and what it
+    took beyond before."""
 
     result: Any
     error: list[str]
@@ -143,12 +156,16 @@ class Ended(NamedTuple):
 
 def _status() -> dict[str, int]:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return {k: int(v.split()[0]) << 10 for k, v in (line.split(":", 1) for line in lines if line.startswith("Vm"))}
+    return {
+        k: int(v.split()[0]) << 10
+        for k, v in (line.split(":", 1) for line in lines if line.startswith("Vm"))
+    }
 
 
 def measured(call: Callable[[], Any], seconds: int = 6, room: int = 4 << 30) -> Ended:
-    """Make a call in a forked child that may take `room` bytes of memory more than this process, and `seconds` of
-    processor time. Its result must be picklable and small; a child that dies is an AssertionError."""
+    """Make a call in a forked child that may take `room` bytes of memory more than this process,
+    and `seconds` of processor time. Its result must be picklable and small; a child that dies is an
+    AssertionError."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -166,7 +183,11 @@ def measured(call: Callable[[], Any], seconds: int = 6, room: int = 4 << 30) -> 
                     result = call()
             except BaseException as error:
                 kinds = [cls.__name__ for cls in type(error).__mro__]
-                text = str(error) if isinstance(error, CheckpointError) else "".join(traceback.format_exception(error))
+                text = (
+                    str(error)
+                    if isinstance(error, CheckpointError)
+                    else "".join(traceback.format_exception(error))
+                )
             after, end = _status(), resource.getrusage(resource.RUSAGE_SELF)
             took = end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
             try:
@@ -174,7 +195,9 @@ def measured(call: Callable[[], Any], seconds: int = 6, room: int = 4 << 30) -> 
             except Exception:
                 blob = pickle.dumps(type(result).__name__)
             grown = (after["VmHWM"] - before["VmRSS"], after["VmPeak"] - before["VmSize"])
-            data = pickle.dumps((blob if len(blob) < 10_000 else pickle.dumps("large"), kinds, text, *grown, took))
+            data = pickle.dumps(
+                (blob if len(blob) < 10_000 else pickle.dumps("large"), kinds, text, *grown, took)
+            )
             while data:
                 data = data[os.write(writing, data) :]
             code = 0
@@ -184,7 +207,9 @@ def measured(call: Callable[[], Any], seconds: int = 6, room: int = 4 << 30) -> 
     with os.fdopen(reading, "rb") as stream:
         data = stream.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status == 0, f"the child ended with {status} (a signal when negative): too much time, memory or stack"
+    assert status == 0, (
+        f"the child ended with {status} (a signal when negative): too much time, memory or stack"
+    )
     blob, kinds, text, resident, virtual, took = pickle.loads(data)
     return Ended(pickle.loads(blob), kinds, text, resident, virtual, took)
 
@@ -211,10 +236,13 @@ def live_state_fixture() -> Callable[..., list[StateComponent]]:
 
 @pytest.fixture
 def bounded() -> Callable[..., dict[str, str]]:
-    """bounded(crafted): each way in ends well, or in an error of our tree with a text that a person can read, in little
-    time and memory. Returns the way -> the kind of error ("" where there was none)."""
+    """bounded(crafted): each way in ends well, or in an error of our tree with a text that a person
+    can read, in little time and memory. Returns the way -> the kind of error ("" where there was
+    none)."""
 
-    def check(crafted: Crafted, resident: int = 48 * MIB, virtual: int = 400 * MIB) -> dict[str, str]:
+    def check(
+        crafted: Crafted, resident: int = 48 * MIB, virtual: int = 400 * MIB
+    ) -> dict[str, str]:
         found, wrong = {}, []
         for way, call in crafted.ways_in().items():
             try:
@@ -226,7 +254,10 @@ def bounded() -> Callable[..., dict[str, str]]:
             if ended.error and "CheckpointError" not in ended.error:
                 wrong.append(f"{way}: {ended.error[0]}, which is not ours:\n{ended.text[-1500:]}")
             if ended.resident > resident or ended.virtual > virtual:
-                wrong.append(f"{way}: took {ended.resident / MIB:.0f} MiB ({ended.virtual / MIB:.0f} MiB of addresses)")
+                wrong.append(
+                    f"{way}: took {ended.resident / MIB:.0f} MiB ({ended.virtual / MIB:.0f} MiB "
+                    "of addresses)"
+                )
             if len(ended.text) > 20_000 and "CheckpointError" in ended.error:
                 wrong.append(f"{way}: the message has {len(ended.text):,} characters")
             if ended.seconds > 5:

@@ -1,9 +1,11 @@
-"""Coverage-guided fuzzing of what reads a checkpoint's files: `python fuzz_parsers.py TARGET SECONDS CORPUS [NEW]`.
+"""Coverage-guided fuzzing of what reads a checkpoint's files: `python fuzz_parsers.py TARGET
+SECONDS CORPUS [NEW]`.
 
-TARGET is one of the functions in TARGETS. Inputs that reach new code are written to NEW (else to a folder that is thrown
-away); CORPUS is only read. Everything but an error of our tree, more than MEMORY more for one input, more than TIMEOUT
-seconds for one, and a value that is not the same when it is written and read again, is a finding: it ends the run, and
-the input is printed. A digest would stop any fuzzer, so inputs are tried with the digest that fits as well.
+TARGET is one of the functions in TARGETS. Inputs that reach new code are written to NEW (else to a
+folder that is thrown away); CORPUS is only read. Everything but an error of our tree, more than
+MEMORY more for one input, more than TIMEOUT seconds for one, and a value that is not the same when
+it is written and read again, is a finding: it ends the run, and the input is printed. A digest
+would stop any fuzzer, so inputs are tried with the digest that fits as well.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def manifest(data: bytes) -> None:
         except InvalidState:  # what JSON can spell and UTF-8 cannot hold
             continue
         second = CheckpointManifest.decode(again)
-        assert second.encode() == again, "a manifest that is not the same when it is written and read again"
+        assert second.encode() == again, (
+            "a manifest that is not the same when it is written and read again"
+        )
 
 
 def index(data: bytes) -> None:
@@ -74,7 +78,12 @@ def header(data: bytes) -> None:
     head = len(text).to_bytes(8, "little") + text
     try:
         end = max(
-            (entry["data_offsets"][1] for entry in json.loads(text).values() if "data_offsets" in entry), default=0
+            (
+                entry["data_offsets"][1]
+                for entry in json.loads(text).values()
+                if "data_offsets" in entry
+            ),
+            default=0,
         )
         size = len(head) + end
     except Exception:
@@ -88,7 +97,9 @@ def check_header(head: bytes, size: int) -> None:
     except CheckpointError:
         return
     assert sum(t.nbytes for t in found) == size - 8 - int.from_bytes(head[:8], "little")
-    if not all(DTYPES[t.dtype].native for t in found) or any("\ud800" <= c <= "\udfff" for t in found for c in t.name):
+    if not all(DTYPES[t.dtype].native for t in found) or any(
+        "\ud800" <= c <= "\udfff" for t in found for c in t.name
+    ):
         return
     again, placed = lay_out((t.name, t.dtype, t.shape) for t in found)
     second = parse_header(again, len(again) + sum(t.nbytes for t in placed))
@@ -103,7 +114,13 @@ def layouts(data: bytes) -> None:
         return
     try:
         found = decode_layouts(table, WORLD)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):  # what the reader takes for damage
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+    ):  # what the reader takes for damage
         return
     for tensor in found[:50]:
         if tensor.layout is None:
@@ -111,7 +128,9 @@ def layouts(data: bytes) -> None:
         whole = (0,) * len(tensor.shape), tensor.shape
         for writer, (offset, size) in islice(tensor.layout.cuts(tensor.shape, whole), 100):
             assert 0 <= writer < WORLD
-            assert all(o >= 0 and o + n <= s for o, n, s in zip(offset, size, tensor.shape, strict=True))
+            assert all(
+                o >= 0 and o + n <= s for o, n, s in zip(offset, size, tensor.shape, strict=True)
+            )
         for rank in range(WORLD):
             tensor.layout.box_of(tensor.shape, rank)
     second = decode_layouts(encode_layouts(found), WORLD)
@@ -129,20 +148,76 @@ def values(data: bytes) -> None:
         return
     try:
         written = encode_value(found[0], lambda _, leaf: leaf if type(leaf) is TensorRef else None)
-    except UnsupportedValue:  # what only a stranger would store, such as an array of nothing nested too deep
+    except (
+        UnsupportedValue
+    ):  # what only a stranger would store, such as an array of nothing nested too deep
         return
-    again = encode_value(decode_value(written, lenient=True), lambda _, leaf: leaf if type(leaf) is TensorRef else None)
+    again = encode_value(
+        decode_value(written, lenient=True),
+        lambda _, leaf: leaf if type(leaf) is TensorRef else None,
+    )
     assert again == written, "a value that is not the same when it is written and read again"
 
 
-# Mutations that keep the structure: random bytes alone seldom get past the first brackets of JSON and msgpack.
+# Mutations that keep the structure: random bytes alone seldom get past the first brackets of JSON
+# and msgpack.
 
 ODD = [
-    None, True, 0, 1, -1, 7, 8, 4096, 2**31, 2**61, 2**62, 2**63, -(2**63), 2**64 - 1, 0.5, 1e308, float("nan"), "", "a",
-    "0", "../a", "a/b", "\ud800", "\0", "F32", "complex128", "S0", "s0 R", "R S1", "(1,)i4", "(01)i4,", "i4,i4", "<U9", "|O", "M8[D]",
-    "UTC", "2026-01-01", "datetime", "timezone", "OrderedDict", "Fraction", "range", "1e999999", b"", b"\xc1", b"d" * 8, b"d" * 16,
-    [], {}, [[]], [0], [2**61, 0], [1] * 70, {"a": 0},
-]  # fmt: skip
+    None,
+    True,
+    0,
+    1,
+    -1,
+    7,
+    8,
+    4096,
+    2**31,
+    2**61,
+    2**62,
+    2**63,
+    -(2**63),
+    2**64 - 1,
+    0.5,
+    1e308,
+    float("nan"),
+    "",
+    "a",
+    "0",
+    "../a",
+    "a/b",
+    "\ud800",
+    "\0",
+    "F32",
+    "complex128",
+    "S0",
+    "s0 R",
+    "R S1",
+    "(1,)i4",
+    "(01)i4,",
+    "i4,i4",
+    "<U9",
+    "|O",
+    "M8[D]",
+    "UTC",
+    "2026-01-01",
+    "datetime",
+    "timezone",
+    "OrderedDict",
+    "Fraction",
+    "range",
+    "1e999999",
+    b"",
+    b"\xc1",
+    b"d" * 8,
+    b"d" * 16,
+    [],
+    {},
+    [[]],
+    [0],
+    [2**61, 0],
+    [1] * 70,
+    {"a": 0},
+]
 
 
 def changed(value: Any, rng: random.Random, pool: list[Any]) -> Any:
@@ -184,13 +259,19 @@ def parts(value: Any) -> list[Any]:
 
 def changed_msgpack(data: bytes, rng: random.Random) -> bytes:
     document = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
-    return bytes(msgpack.packb(changed(document, rng, parts(document)), unicode_errors="surrogatepass"))
+    return bytes(
+        msgpack.packb(changed(document, rng, parts(document)), unicode_errors="surrogatepass")
+    )
 
 
 def changed_json(data: bytes, rng: random.Random) -> bytes:
     text = data.rpartition(b',\n "digest"')[0] or data
     document = json.loads(text if text.rstrip().endswith(b"}") else text + b"}")
-    return json.dumps(changed(document, rng, parts(document)), indent=1, default=repr).removesuffix("\n}").encode()
+    return (
+        json.dumps(changed(document, rng, parts(document)), indent=1, default=repr)
+        .removesuffix("\n}")
+        .encode()
+    )
 
 
 def mutator(name: str) -> Any:
@@ -212,7 +293,13 @@ def mutator(name: str) -> Any:
     return mutate
 
 
-TARGETS = {"manifest": manifest, "index": index, "header": header, "layouts": layouts, "values": values}
+TARGETS = {
+    "manifest": manifest,
+    "index": index,
+    "header": header,
+    "layouts": layouts,
+    "values": values,
+}
 
 
 def watched(target: Any) -> Any:
@@ -231,10 +318,20 @@ def main() -> None:
         new = Path(sys.argv[4] if len(sys.argv) > 4 else f"{scratch}/new")
         new.mkdir(exist_ok=True, parents=True)
         flags = {
-            "max_total_time": seconds, "timeout": TIMEOUT, "max_len": MAX_LENGTH, "rss_limit_mb": 1024,
-            "print_final_stats": 1, "artifact_prefix": f"{new}/finding-", "use_value_profile": 1,
-        }  # fmt: skip
-        arguments = [sys.argv[0], *(f"-{flag}={value}" for flag, value in flags.items()), str(new), corpus]
+            "max_total_time": seconds,
+            "timeout": TIMEOUT,
+            "max_len": MAX_LENGTH,
+            "rss_limit_mb": 1024,
+            "print_final_stats": 1,
+            "artifact_prefix": f"{new}/finding-",
+            "use_value_profile": 1,
+        }
+        arguments = [
+            sys.argv[0],
+            *(f"-{flag}={value}" for flag, value in flags.items()),
+            str(new),
+            corpus,
+        ]
         atheris.Setup(arguments, watched(TARGETS[name]), custom_mutator=mutator(name))
         atheris.Fuzz()
 

@@ -1,4 +1,5 @@
-"""Files that are replaced between the check and the read: what loads is what was saved, or an error of ours."""
+"""Files that are replaced between the check and the read: what loads is what was saved, or an error
+of ours."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ SIZE = (4 << 20) + 100  # two chunks
 
 def state(step: int) -> dict:
     weights = torch.arange(SIZE, dtype=torch.int64).mul_(31 + step).to(torch.uint8)
-    return {"model": {"w": weights, "b": torch.full((5,), float(step))}, "progress": {"step": step, "log": [step] * 9}}
+    return {
+        "model": {"w": weights, "b": torch.full((5,), float(step))},
+        "progress": {"step": step, "log": [step] * 9},
+    }
 
 
 def live() -> dict:
@@ -136,7 +140,8 @@ def by_view(storage, name: str):
 @pytest.mark.parametrize("change", [put, in_place, shorter, link, gone], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("read", [by_load, by_view], ids=lambda f: f.__name__)
 def test_a_file_replaced_before_any_look_at_it(saved, tmp_path, read, change):
-    """By that of step 1, whose name, size and form are right. The same before and after each open and list."""
+    """By that of step 1, whose name, size and form are right. The same before and after each open
+    and list."""
     root = tmp_path / "run"
     shutil.copytree(saved, root)
     folder, other = root / "checkpoint-2", root / "checkpoint-1"
@@ -145,13 +150,20 @@ def test_a_file_replaced_before_any_look_at_it(saved, tmp_path, read, change):
     for file in FILES:
         for after in (False, True):
             for at in range(1, 100):
-                storage = Changing(open_storage(root), at, lambda f=file: change(folder / f, other / f), after)
+                storage = Changing(
+                    open_storage(root), at, lambda f=file: change(folder / f, other / f), after
+                )
                 try:
                     read(storage, "checkpoint-2")
                     outcomes.append("as saved")
                 except CheckpointError as error:
-                    assert isinstance(error, CheckpointCorrupt | CheckpointNotFound | StorageError), error
-                    assert "checkpoint-2" in str(error) or (file, type(error)) == (MANIFEST_NAME, CheckpointNotFound)
+                    assert isinstance(
+                        error, CheckpointCorrupt | CheckpointNotFound | StorageError
+                    ), error
+                    assert "checkpoint-2" in str(error) or (file, type(error)) == (
+                        MANIFEST_NAME,
+                        CheckpointNotFound,
+                    )
                     outcomes.append(type(error).__name__)
                 for path, data in whole.items():
                     if path.is_symlink():
@@ -163,7 +175,10 @@ def test_a_file_replaced_before_any_look_at_it(saved, tmp_path, read, change):
             else:
                 raise AssertionError("a load of a hundred operations?")
             assert at > 3, "there was something to change"
-    assert "as saved" in outcomes and ("UnsafePath" if change is link else "CheckpointCorrupt") in outcomes
+    assert (
+        "as saved" in outcomes
+        and ("UnsafePath" if change is link else "CheckpointCorrupt") in outcomes
+    )
     assert open_checkpoint(folder).verify() == []
 
 
@@ -196,10 +211,15 @@ def folder_a_file(path: Path, new: Path) -> None:
     path.parent.write_bytes(b"x")
 
 
-@pytest.mark.parametrize("change", [gone, as_folder, folder_gone, folder_a_file], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("at", [1, 2], ids=["before its header is checked", "between that and the read"])
+@pytest.mark.parametrize(
+    "change", [gone, as_folder, folder_gone, folder_a_file], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize(
+    "at", [1, 2], ids=["before its header is checked", "between that and the read"]
+)
 def test_a_file_that_vanishes_is_damage(saved, tmp_path, change, at):
-    """No storage that refuses: `load` says what is missing, and `restore` takes the checkpoint before."""
+    """No storage that refuses: `load` says what is missing, and `restore` takes the checkpoint
+    before."""
     name = "checkpoint-2/model.safetensors"
 
     def storage(root: Path):
@@ -215,7 +235,9 @@ def test_a_file_that_vanishes_is_damage(saved, tmp_path, change, at):
     assert (cause.kind, cause.file) == ("missing", "model.safetensors")
     assert ("live state is partly overwritten" in str(caught.value)) == (at == 2)
     target = live()
-    with pytest.warns(CheckpointWarning, match=r"skipped checkpoint-2: .*model\.safetensors is ") as told:
+    with pytest.warns(
+        CheckpointWarning, match=r"skipped checkpoint-2: .*model\.safetensors is "
+    ) as told:
         report = CheckpointManager(storage(tmp_path / "b"), io_threads=1).restore(target)
     assert len(told) == 1
     assert (report.step, report.values["progress"]) == (1, state(1)["progress"])
@@ -246,7 +268,9 @@ def test_an_object_that_vanishes_while_it_is_read(saved, monkeypatch):
         return real(self, offset, buffers)
 
     monkeypatch.setattr(_Reader, "read_into", read_into)
-    with pytest.raises(CheckpointCorrupt, match=r"checkpoint-2/model\.safetensors is missing") as caught:
+    with pytest.raises(
+        CheckpointCorrupt, match=r"checkpoint-2/model\.safetensors is missing"
+    ) as caught:
         CheckpointManager(saved).load(live(), 2)
     assert caught.value.kind == "missing"
     with pytest.warns(CheckpointWarning, match="skipped checkpoint-2"):
@@ -265,7 +289,8 @@ def test_a_storage_that_refuses_is_no_reason_to_go_back(saved):
 
 
 def test_a_link_in_the_place_of_the_folder_is_not_read_through(saved, tmp_path):
-    """After the root was looked through, the folder becomes a link to another checkpoint, valid in itself."""
+    """After the root was looked through, the folder becomes a link to another checkpoint, valid in
+    itself."""
     root = tmp_path / "run"
     shutil.copytree(saved, root)
     other = tmp_path / "other"
@@ -292,7 +317,8 @@ def test_a_link_in_the_place_of_the_folder_is_not_read_through(saved, tmp_path):
 
 @pytest.mark.parametrize("step", [2, "latest"])
 def test_another_checkpoint_in_the_place_of_the_folder(saved, tmp_path, step):
-    """The one of step 1, valid in itself, takes the place of the one that was asked for or found."""
+    """The one of step 1, valid in itself, takes the place of the one that was asked for or
+    found."""
     found = set()
     for at in range(1, 30):
         root = tmp_path / f"{at}"
@@ -307,13 +333,19 @@ def test_another_checkpoint_in_the_place_of_the_folder(saved, tmp_path, step):
         try:
             report = CheckpointManager(storage, io_threads=1).load(target, step)
             assert report.values["progress"]["log"] == [report.step] * 9
-            # Asked for by name, it must be that step; the latest is what the root had when it was looked through.
+            # Asked for by name, it must be that step; the latest is what the root had when it was
+            # looked through.
             assert report.step == 2 or step == "latest"
             found.add("as saved")
         except CheckpointError as error:
-            found.add(f"{type(error).__name__} {error.actual}" if isinstance(error, CheckpointCorrupt) else "other")
+            found.add(
+                f"{type(error).__name__} {error.actual}"
+                if isinstance(error, CheckpointCorrupt)
+                else "other"
+            )
             assert isinstance(error, CheckpointCorrupt | CheckpointNotFound), error
         if not storage.changed:
             break
-    # The root is looked at again: step 2 is gone, and the latest is step 1 now, whatever its folder is called.
+    # The root is looked at again: step 2 is gone, and the latest is step 1 now, whatever its folder
+    # is called.
     assert found == ({"as saved", "other"} if step == 2 else {"as saved"})

@@ -1,4 +1,5 @@
-"""Values and names that no state ever had, behind digests that are right: typed errors, and a command that tells them."""
+"""Values and names that no state ever had, behind digests that are right: typed errors, and a
+command that tells them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from ckptcore import (
     UnsupportedValue,
     open_checkpoint,
 )
-from ckptcore.format.values import NUMPY_ARRAY, REGISTERED, SET, TENSOR, TUPLE, TensorRef, decode, encode
+from ckptcore.format.values import (
+    NUMPY_ARRAY,
+    REGISTERED,
+    SET,
+    TENSOR,
+    TUPLE,
+    TensorRef,
+    decode,
+    encode,
+)
 
 
 def ext(code: int, payload) -> msgpack.ExtType:
@@ -67,7 +77,9 @@ TREES = {
     "tensor as a key": msgpack.packb(ext(3, [[ext(TENSOR, [0, True]), 1]])),
     "tensor in a set": msgpack.packb(ext(SET, [msgpack.packb(ext(TENSOR, [0, False]))])),
     "no tree of a dict": msgpack.packb(7),
-    "texts that no terminal can show": msgpack.packb({"n": "\x1b[31m\x07\u202e", "\x1b]0;x\x07": 1}),
+    "texts that no terminal can show": msgpack.packb(
+        {"n": "\x1b[31m\x07\u202e", "\x1b]0;x\x07": 1}
+    ),
     "lone surrogates": encode({"\ud800": "\udfff", "n": 0}),
     "a number of many digits": encode({"n": 7**6000, "m": [7**6000]}),
     "a timestamp": b"\x81\xa1n\xd6\xff\x00\x00\x00\x01",
@@ -75,7 +87,12 @@ TREES = {
 
 
 # Of other names than were saved, and sound: plain values come back as they are.
-SOUND = ("texts that no terminal can show", "lone surrogates", "a number of many digits", "a timestamp")
+SOUND = (
+    "texts that no terminal can show",
+    "lone surrogates",
+    "a number of many digits",
+    "a timestamp",
+)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -106,7 +123,24 @@ def test_long_lists_in_tuples(measured):
 
 def test_lists_as_long_as_they_say():
     """The check of declared lengths knows every form that values are written in."""
-    odd = [None, True, 0, -1, 127, -33, 255, 2**16, 2**32, -(2**15), -(2**31), -(2**63), 2**64 - 1, 0.5, 2**70, 1 + 2j]
+    odd = [
+        None,
+        True,
+        0,
+        -1,
+        127,
+        -33,
+        255,
+        2**16,
+        2**32,
+        -(2**15),
+        -(2**31),
+        -(2**63),
+        2**64 - 1,
+        0.5,
+        2**70,
+        1 + 2j,
+    ]
     texts = ["x" * n for n in (0, 1, 31, 32, 255, 256, 65_536)]
     raws = [text.encode() for text in texts]
     state = {
@@ -155,8 +189,27 @@ def test_keys_of_many_digits_and_texts_that_look_like_them():
     assert caught.value.key == f"{hex(LONG)}~2int"
 
 
-DTYPES = ["(1 1)i4", "(01)i4,", "i4,,", "(,)i4", "i4,i4", "(2,)i4", "\ud800", "a4", "M8[9999999999999Y]", "S2147483648", "O", "V4", None, 5, [],
-          ["i4"], {"names": ["a"], "formats": ["i4"]}, "f" * 100_000, "(" * 5000]  # fmt: skip
+DTYPES = [
+    "(1 1)i4",
+    "(01)i4,",
+    "i4,,",
+    "(,)i4",
+    "i4,i4",
+    "(2,)i4",
+    "\ud800",
+    "a4",
+    "M8[9999999999999Y]",
+    "S2147483648",
+    "O",
+    "V4",
+    None,
+    5,
+    [],
+    ["i4"],
+    {"names": ["a"], "formats": ["i4"]},
+    "f" * 100_000,
+    "(" * 5000,
+]
 
 
 @pytest.mark.filterwarnings("error")
@@ -164,13 +217,20 @@ DTYPES = ["(1 1)i4", "(01)i4,", "i4,,", "(,)i4", "i4,i4", "(2,)i4", "\ud800", "a
 def test_dtypes_that_numpy_reads_in_its_own_ways(dtype):
     """Only the spelling that the encoder writes."""
     for shape, raw in (([1], b"\0" * 4), ([0], b""), ([0, 2**40], b"")):
-        document = ext(NUMPY_ARRAY, [dtype, shape, raw]) if dtype != "\ud800" else msgpack.ExtType(
-            NUMPY_ARRAY, msgpack.packb([dtype, shape, raw], unicode_errors="surrogatepass"))  # fmt: skip
+        document = (
+            ext(NUMPY_ARRAY, [dtype, shape, raw])
+            if dtype != "\ud800"
+            else msgpack.ExtType(
+                NUMPY_ARRAY, msgpack.packb([dtype, shape, raw], unicode_errors="surrogatepass")
+            )
+        )
         try:
             found = decode(msgpack.packb(document))
         except CheckpointError:
             continue
-        assert isinstance(found, np.ndarray) and found.nbytes == len(raw) and found.dtype.str == dtype
+        assert (
+            isinstance(found, np.ndarray) and found.nbytes == len(raw) and found.dtype.str == dtype
+        )
 
 
 SLOW = {
@@ -202,12 +262,31 @@ STATES = {
     "names that are no texts": {0: 1, (1,): 2, None: 3},
     "lists for tensors": {"weight": [1.0, 2.0], "bias": "b"},
     "no dicts": {"state": [], "groups": 5, "group_of": [], "shapes": 0},
-    "numbers for groups": {"state": {}, "groups": [1, 2], "group_of": {"weight": 0, "bias": 0}, "shapes": {}},
-    "a state that is no dict": {"state": {"weight": 5, "bias": None}, "groups": [{"lr": 1}], "group_of": {"weight": 0, "bias": 0}, "shapes": {}},
-    "unhashable groups": {"state": {}, "groups": [{}], "group_of": {"weight": [], "bias": {}}, "shapes": {}},
+    "numbers for groups": {
+        "state": {},
+        "groups": [1, 2],
+        "group_of": {"weight": 0, "bias": 0},
+        "shapes": {},
+    },
+    "a state that is no dict": {
+        "state": {"weight": 5, "bias": None},
+        "groups": [{"lr": 1}],
+        "group_of": {"weight": 0, "bias": 0},
+        "shapes": {},
+    },
+    "unhashable groups": {
+        "state": {},
+        "groups": [{}],
+        "group_of": {"weight": [], "bias": {}},
+        "shapes": {},
+    },
     "random states": {"python": "x", "numpy": 3, "torch": b"", "cuda": {}},
-    "random states of other lengths": {"python": (3, (1, 2), None), "numpy": ("MT19937", [1], 9999, 0, 0.0), "torch": [1]},
-}  # fmt: skip
+    "random states of other lengths": {
+        "python": (3, (1, 2), None),
+        "numpy": ("MT19937", [1], 9999, 0, 0.0),
+        "torch": [1],
+    },
+}
 
 
 @pytest.mark.parametrize("kind", ["model", "optimizer", "rng"])
@@ -246,7 +325,12 @@ def odd_ranks(document):
 
 
 def odd_texts(document):
-    document.update(run_id="\ud800", created="\x1b]8;;http://x\x07", checkpoint_id="\u202e" * 100, attempt_id="[red]")
+    document.update(
+        run_id="\ud800",
+        created="\x1b]8;;http://x\x07",
+        checkpoint_id="\u202e" * 100,
+        attempt_id="[red]",
+    )
     document["metadata"] = {"\ud800": ["\udfff", "\x07"]}
 
 
@@ -255,21 +339,31 @@ def odd_steps(document):
     document["metrics"] = {"loss": 10**308, "\x1b": "nan"}
 
 
-@pytest.mark.parametrize("change", [odd_sizes, odd_times, odd_ranks, odd_texts, odd_steps], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change", [odd_sizes, odd_times, odd_ranks, odd_texts, odd_steps], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_command_tells_of_manifests(crafted, change, encoding):
     """As a user runs it, since the encoding of the output counts."""
     crafted.manifest(change)
     code = (
         "import contextlib, io, sys\nfrom ckpt_tools.main import main\n"
-        f"for command in (['ls', {str(crafted.root)!r}], ['inspect', {str(crafted.folder)!r}], ['verify', {str(crafted.folder)!r}]):\n"
+        f"for command in (['ls', {str(crafted.root)!r}], ['inspect', {str(crafted.folder)!r}], "
+        f"['verify', {str(crafted.folder)!r}]):\n"
         "    for more in ([], ['--json']):\n"
         "        sys.stdout.flush()\n"
         "        assert main([*command, *more]) in (0, 1), (command, more)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, timeout=60, cwd=crafted.root,
-        env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": encoding, "PYTHONPATH": ":".join(sys.path)},
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=60,
+        cwd=crafted.root,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONIOENCODING": encoding,
+            "PYTHONPATH": ":".join(sys.path),
+        },
+    )
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-1500:]
     assert b"Traceback" not in done.stderr and b"\x1b" not in done.stdout

@@ -1,4 +1,5 @@
-"""Small files that declare large things: the error comes before the memory is asked for. All digests are right."""
+"""Small files that declare large things: the error comes before the memory is asked for. All
+digests are right."""
 
 from __future__ import annotations
 
@@ -81,10 +82,18 @@ def mesh_of_many_dimensions(raw):
 
 
 INDEXES = [
-    header_of_exabytes, header_longer_than_the_file, tensor_of_a_terabyte, tensors_on_the_same_bytes,
-    sharded_tensor_of_an_exabyte, sharded_tensor_without_items, tensor_without_items, tensor_of_many_dimensions,
-    sharded_tensor_of_many_dimensions, sizes_whose_product_is_vast, mesh_of_many_dimensions,
-]  # fmt: skip
+    header_of_exabytes,
+    header_longer_than_the_file,
+    tensor_of_a_terabyte,
+    tensors_on_the_same_bytes,
+    sharded_tensor_of_an_exabyte,
+    sharded_tensor_without_items,
+    tensor_without_items,
+    tensor_of_many_dimensions,
+    sharded_tensor_of_many_dimensions,
+    sizes_whose_product_is_vast,
+    mesh_of_many_dimensions,
+]
 
 
 @pytest.mark.parametrize("change", INDEXES, ids=lambda f: f.__name__)
@@ -132,7 +141,9 @@ def no_nodes(document):
 
 
 def ranks_beyond_the_world(document):
-    document["components"]["plain"].update(pattern="PER_GROUP", group="g", partition=[[10**4000]], writers=[10**4000])
+    document["components"]["plain"].update(
+        pattern="PER_GROUP", group="g", partition=[[10**4000]], writers=[10**4000]
+    )
 
 
 def writers_without_end(document):
@@ -165,10 +176,20 @@ def long_lists(document):
 
 MANY = 2_000_000
 MANIFESTS = [
-    vast_world, vast_sizes, a_group_of_nobody, a_node_of_nobody, no_nodes, ranks_beyond_the_world, writers_without_end,
-    a_name_that_no_file_can_have, a_name_of_too_many_bytes, a_step_of_thousands_of_digits, long_texts, long_names,
+    vast_world,
+    vast_sizes,
+    a_group_of_nobody,
+    a_node_of_nobody,
+    no_nodes,
+    ranks_beyond_the_world,
+    writers_without_end,
+    a_name_that_no_file_can_have,
+    a_name_of_too_many_bytes,
+    a_step_of_thousands_of_digits,
+    long_texts,
+    long_names,
     long_lists,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", MANIFESTS, ids=lambda f: f.__name__)
@@ -217,4 +238,6 @@ def test_a_header_whose_digest_is_right_is_not_believed_either(crafted, bounded)
 
     crafted.index(change)
     assert set(bounded(crafted).values()) <= {"", "CheckpointCorrupt"}
-    assert msgpack.unpackb((crafted.folder / "index.rank00000.msgpack").read_bytes())["files"][FILE][0] == len(data)
+    assert msgpack.unpackb((crafted.folder / "index.rank00000.msgpack").read_bytes())["files"][
+        FILE
+    ][0] == len(data)

@@ -1,4 +1,5 @@
-"""Coverage-guided fuzzing of the parsers from a kept corpus, for a minute in all; see fuzz_parsers.py."""
+"""Coverage-guided fuzzing of the parsers from a kept corpus, for a minute in all; see
+fuzz_parsers.py."""
 
 from __future__ import annotations
 
@@ -34,8 +35,16 @@ def test_the_corpus_is_small() -> None:
 
 def fuzz(name: str, seconds: int, new: Path) -> tuple[str, int, str]:
     """(target, exit code, everything that was printed)."""
-    command = [sys.executable, str(HERE / "fuzz_parsers.py"), name, str(seconds), str(CORPUS / name), str(new)]
-    # Through a shell that stays: a process begins with the peak memory of the one that starts it, and this one's is large.
+    command = [
+        sys.executable,
+        str(HERE / "fuzz_parsers.py"),
+        name,
+        str(seconds),
+        str(CORPUS / name),
+        str(new),
+    ]
+    # Through a shell that stays: a process begins with the peak memory of the one that starts it,
+    # and this one's is large.
     done = subprocess.run(
         ["sh", "-c", '"$@"; exit $?', "sh", *command],
         stdout=subprocess.PIPE,

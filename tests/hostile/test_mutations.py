@@ -1,4 +1,5 @@
-"""Random damage to every file of a checkpoint that four ranks wrote: found and named, or harmless; never a wrong value."""
+"""Random damage to every file of a checkpoint that four ranks wrote: found and named, or harmless;
+never a wrong value."""
 
 from __future__ import annotations
 
@@ -53,9 +54,15 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 def values_of(step: int) -> dict[str, Any]:
     return {
-        "step": step, "big": 3**100 + step, "pair": (step, ["x", {"y": None}]), "seen": {step, 1}, "rate": 0.1 * step,
-        "order": np.arange(step, step + 50), "raw": bytes([step]) * 40, "log": [f"line {n}" for n in range(step, step + 20)],
-    }  # fmt: skip
+        "step": step,
+        "big": 3**100 + step,
+        "pair": (step, ["x", {"y": None}]),
+        "seen": {step, 1},
+        "rate": 0.1 * step,
+        "order": np.arange(step, step + 50),
+        "raw": bytes([step]) * 40,
+        "log": [f"line {n}" for n in range(step, step + 20)],
+    }
 
 
 def cut_of(step: int) -> dict[str, torch.Tensor]:
@@ -65,7 +72,9 @@ def cut_of(step: int) -> dict[str, torch.Tensor]:
 def sliced(full: torch.Tensor, rank: int) -> Shard:
     rows = -(-len(full) // WORLD)
     start = min(rank * rows, len(full))
-    return Shard(full[start : start + rows].clone(), tuple(full.shape), (start, *[0] * (full.ndim - 1)))
+    return Shard(
+        full[start : start + rows].clone(), tuple(full.shape), (start, *[0] * (full.ndim - 1))
+    )
 
 
 def own_of(step: int, rank: int) -> dict[str, Any]:
@@ -80,7 +89,9 @@ def state_of(step: int, rank: int) -> list[StateComponent]:
     return [
         StateComponent("model", tensors_of(step), P.REPLICATED),
         StateComponent("optimizer", moments, P.REPLICATED),
-        StateComponent("cut", {name: sliced(full, rank) for name, full in cut_of(step).items()}, P.SHARDED),
+        StateComponent(
+            "cut", {name: sliced(full, rank) for name, full in cut_of(step).items()}, P.SHARDED
+        ),
         StateComponent("own", own_of(step, rank), P.PER_RANK),
         StateComponent("loader", {"at": numbers(7 * step + rank % 2, 12)}, P.PER_GROUP, "dp"),
         StateComponent("progress", values_of(step), P.GLOBAL),
@@ -88,14 +99,21 @@ def state_of(step: int, rank: int) -> list[StateComponent]:
 
 
 class Live:
-    """The state of one process that takes the place of rank `rank`, whose tensors are used again for each load."""
+    """The state of one process that takes the place of rank `rank`, whose tensors are used again
+    for each load."""
 
     def __init__(self) -> None:
         self.rank = 0
         self.state: dict[str, Any] = {
             "model": {name: torch.zeros_like(tensor) for name, tensor in tensors_of(1).items()},
-            "optimizer": {"state": {n: {"m": torch.zeros(20, 10), "t": 0} for n in range(3)}, "groups": [{"lr": 0.0}]},
-            "cut": {name: Shard(torch.zeros_like(t), tuple(t.shape), (0,) * t.ndim) for name, t in cut_of(1).items()},
+            "optimizer": {
+                "state": {n: {"m": torch.zeros(20, 10), "t": 0} for n in range(3)},
+                "groups": [{"lr": 0.0}],
+            },
+            "cut": {
+                name: Shard(torch.zeros_like(t), tuple(t.shape), (0,) * t.ndim)
+                for name, t in cut_of(1).items()
+            },
             "own": {"rng": torch.zeros(30), "rank": -1},
             "loader": {"at": torch.zeros(12)},
             "progress": values_of(0),
@@ -103,11 +121,16 @@ class Live:
 
     def components(self) -> list[StateComponent]:
         patterns = {"cut": P.SHARDED, "own": P.PER_RANK}
-        here: dict[str, Any] = {"on_resize": lambda new, size, old: self.rank if old == WORLD else self.rank % 2}
+        here: dict[str, Any] = {
+            "on_resize": lambda new, size, old: self.rank if old == WORLD else self.rank % 2
+        }
         return [
-            StateComponent(key, value, patterns.get(key, P.GLOBAL), **(here if key == "own" else {}))
-            for key, value in self.state.items() if key != "loader"
-        ] + [StateComponent("loader", self.state["loader"], P.PER_GROUP, "dp", **here)]  # fmt: skip
+            StateComponent(
+                key, value, patterns.get(key, P.GLOBAL), **(here if key == "own" else {})
+            )
+            for key, value in self.state.items()
+            if key != "loader"
+        ] + [StateComponent("loader", self.state["loader"], P.PER_GROUP, "dp", **here)]
 
     def poison(self) -> None:
         for part in ("model", "loader"):
@@ -121,7 +144,9 @@ class Live:
 
     def expected(self, step: int) -> dict[str, Any]:
         whole = {c.key: c.stateful for c in state_of(step, self.rank)}
-        return {key: getattr(part, "value", part) for key, part in whole.items()} | {"cut": cut_of(step)}
+        return {key: getattr(part, "value", part) for key, part in whole.items()} | {
+            "cut": cut_of(step)
+        }
 
 
 def in_bits(value: Any) -> Any:
@@ -143,7 +168,11 @@ def in_bits(value: Any) -> Any:
 def kind_of_file(name: str) -> str:
     if name == MANIFEST_NAME:
         return "manifest"
-    for tail, kind in ((".msgpack", "index"), (".index.json", "index.json"), (".safetensors", "tensors")):
+    for tail, kind in (
+        (".msgpack", "index"),
+        (".index.json", "index.json"),
+        (".safetensors", "tensors"),
+    ):
         if name.endswith(tail):
             return kind
     raise AssertionError(name)
@@ -215,9 +244,17 @@ def lost_block(rng, data, _):
 
 
 CONTENTS = [
-    bit, byte, random_block, zero_block, truncation, longer, splice_of_step_1, duplicate_block, block_over_another,
+    bit,
+    byte,
+    random_block,
+    zero_block,
+    truncation,
+    longer,
+    splice_of_step_1,
+    duplicate_block,
+    block_over_another,
     lost_block,
-]  # fmt: skip
+]
 WHOLE = ["swap", "file_of_step_1", "deletion"]
 
 
@@ -306,7 +343,9 @@ class Ground:
             assert view.read(label).tobytes() == expected["rng"].numpy().tobytes(), "WRONG VALUES"
         for name, full in cut_of(2).items():
             assert view.read(f"cut/{name}").tobytes() == full.numpy().tobytes(), "WRONG VALUES"
-        assert in_bits(view.values("progress")) | {"order": 0} == in_bits(values_of(2)) | {"order": 0}, "WRONG VALUES"
+        assert in_bits(view.values("progress")) | {"order": 0} == in_bits(values_of(2)) | {
+            "order": 0
+        }, "WRONG VALUES"
         return "as saved"
 
     def verified(self, new: dict[str, bytes | None]) -> None:
@@ -321,7 +360,13 @@ class Ground:
 
     def attempt(self, rng: random.Random, verify: bool) -> None:
         kind, new = self.damage(rng)
-        ways: list[Callable[[], str]] = [self.load, self.load, self.transactional, self.restore, self.view]
+        ways: list[Callable[[], str]] = [
+            self.load,
+            self.load,
+            self.transactional,
+            self.restore,
+            self.view,
+        ]
         way = rng.choice(ways)
         self.live.rank = rng.randrange(WORLD)
         with self.damaged(new):
@@ -330,14 +375,17 @@ class Ground:
             except CheckpointError as error:
                 assert isinstance(error, CheckpointCorrupt | CheckpointNotFound), type(error)
                 assert not isinstance(error, NoUsableCheckpoint)
-                assert any(name in str(error) for name in new) or self.names_another(new, error), str(error)
+                assert any(name in str(error) for name in new) or self.names_another(new, error), (
+                    str(error)
+                )
                 outcome = "named"
             if verify or outcome == "as saved":
                 self.verified(new)
         self.table[kind, kind_of_file(min(new)), outcome] += 1
 
     def names_another(self, new: dict[str, bytes | None], error: CheckpointError) -> bool:
-        """A manifest of the other step is valid in itself: then it is the files beside it that are not its own."""
+        """A manifest of the other step is valid in itself: then it is the files beside it that are
+        not its own."""
         return MANIFEST_NAME in new and any(name in str(error) for name in self.files)
 
     def drawn(self) -> str:
@@ -345,7 +393,9 @@ class Ground:
         kinds = sorted({kind for kind, _, _ in self.table})
         lines = [f"{'named / harmless':20}" + "".join(f"{file:>16}" for file in files)]
         for kind in kinds:
-            cells = [f"{self.table[kind, f, 'named']} / {self.table[kind, f, 'as saved']}" for f in files]
+            cells = [
+                f"{self.table[kind, f, 'named']} / {self.table[kind, f, 'as saved']}" for f in files
+            ]
             lines.append(f"{kind:20}" + "".join(f"{cell:>16}" for cell in cells))
         return "\n".join(lines)
 
@@ -353,26 +403,41 @@ class Ground:
 @pytest.fixture
 def ground(quick_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
     monkeypatch.setitem(plan_component.__kwdefaults__, "max_file_bytes", 4_000)
-    monkeypatch.setattr("ckptcore.saving.plan.MIN_SHARE_BYTES", 1_000)  # so that the ranks share the writing
+    monkeypatch.setattr(
+        "ckptcore.saving.plan.MIN_SHARE_BYTES", 1_000
+    )  # so that the ranks share the writing
     root = quick_folder / "run"
 
     def program(comm: Any) -> None:
-        with CheckpointManager(root, comm=comm, process_groups=GROUPS, run_id="run", io_threads=1) as manager:
+        with CheckpointManager(
+            root, comm=comm, process_groups=GROUPS, run_id="run", io_threads=1
+        ) as manager:
             for step in (1, 2):
                 manager.save(step, state_of(step, comm.rank))
 
     run_ranks(WORLD, program)
-    contents = [{p.name: p.read_bytes() for p in (root / f"checkpoint-{n}").iterdir()} for n in (1, 2)]
+    contents = [
+        {p.name: p.read_bytes() for p in (root / f"checkpoint-{n}").iterdir()} for n in (1, 2)
+    ]
     return Ground(root, Live(), contents[1], contents[0])
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.stress, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(10_000, marks=[pytest.mark.stress, pytest.mark.timeout(600)])]
+)
 def test_b05_random_damage_is_named_or_harmless(ground: Ground, count: int) -> None:
     kinds = Counter(kind_of_file(name) for name in ground.files)
-    assert kinds["index"] == WORLD and kinds["tensors"] >= 10 and kinds["index.json"] >= 1 and kinds["manifest"] == 1
+    assert (
+        kinds["index"] == WORLD
+        and kinds["tensors"] >= 10
+        and kinds["index.json"] >= 1
+        and kinds["manifest"] == 1
+    )
     for rank in range(WORLD):
         ground.live.rank = rank
-        assert {way() for way in (ground.load, ground.transactional, ground.restore, ground.view)} == {"as saved"}
+        assert {
+            way() for way in (ground.load, ground.transactional, ground.restore, ground.view)
+        } == {"as saved"}
     rng = random.Random(20261127)
     failed: dict[str, int] = {}
     start = time.monotonic()
@@ -384,10 +449,16 @@ def test_b05_random_damage_is_named_or_harmless(ground: Ground, count: int) -> N
             again = random.Random()
             again.setstate(state)
             kind, new = ground.damage(again)
-            failed.setdefault(f"{kind} of {sorted(new)}: {type(error).__name__}: {error}"[:600], number)
+            failed.setdefault(
+                f"{kind} of {sorted(new)}: {type(error).__name__}: {error}"[:600], number
+            )
     named = sum(n for (_, _, outcome), n in ground.table.items() if outcome == "named")
-    print(f"\n{count} random changes to {len(ground.files)} files ({dict(kinds)}) in {time.monotonic() - start:.0f} s: "
-          f"{named} named, {sum(ground.table.values()) - named} harmless, 0 wrong values\n{ground.drawn()}")  # fmt: skip
+    print(
+        f"\n{count} random changes to {len(ground.files)} files ({dict(kinds)}) in "
+        f"{time.monotonic() - start:.0f} s: "
+        f"{named} named, {sum(ground.table.values()) - named} harmless, 0 wrong "
+        f"values\n{ground.drawn()}"
+    )
     assert not failed, f"{len(failed)} failures, such as {list(failed.items())[:3]}"
     assert sum(ground.table.values()) == count and named > 0.7 * count
     assert {way() for way in (ground.load, ground.restore, ground.view)} == {"as saved"}

@@ -1,4 +1,5 @@
-"""Roots that somebody else can write to: what retention, deletion and sweeping may touch, and what ends them."""
+"""Roots that somebody else can write to: what retention, deletion and sweeping may touch, and what
+ends them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptcore import CheckpointError, CheckpointManager, CheckpointWarning, KeepLast, open_storage, scan_root
+from ckptcore import (
+    CheckpointError,
+    CheckpointManager,
+    CheckpointWarning,
+    KeepLast,
+    open_storage,
+    scan_root,
+)
 from ckptcore.format.digest import content_digest
 from ckptcore.format.manifest import MANIFEST_NAME
 from ckptcore.root import WITHDRAWN_NAME
@@ -23,7 +31,13 @@ def tree(folder: Path) -> dict[str, bytes | str]:
     found: dict[str, bytes | str] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        found[name] = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else "folder"
+        found[name] = (
+            os.readlink(path)
+            if path.is_symlink()
+            else path.read_bytes()
+            if path.is_file()
+            else "folder"
+        )
     return found
 
 
@@ -68,14 +82,28 @@ def resigned(folder: Path, change) -> bytes:
 
 
 NAMES = [
-    "../outside.safetensors", "../checkpoint-1/model.safetensors", "/etc/passwd", "..", "", "\ud800", "\udc80.safetensors",
-    "x" * 256, "é" * 200, "a\0b", "a\nb", "C:x", "s3://b/k", ".", "a/../b",
-]  # fmt: skip
+    "../outside.safetensors",
+    "../checkpoint-1/model.safetensors",
+    "/etc/passwd",
+    "..",
+    "",
+    "\ud800",
+    "\udc80.safetensors",
+    "x" * 256,
+    "é" * 200,
+    "a\0b",
+    "a\nb",
+    "C:x",
+    "s3://b/k",
+    ".",
+    "a/../b",
+]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_withdrawn_manifest_deletes_nothing_outside_and_ends_no_save(root, name):
-    """An interrupted deletion is finished at the next save, by what its withdrawn manifest names."""
+    """An interrupted deletion is finished at the next save, by what its withdrawn manifest
+    names."""
     folder = root / "checkpoint-1"
     data = resigned(folder, lambda d: d["files"].update({name: [1, "0" * 32, 0]}))
     (folder / MANIFEST_NAME).unlink()
@@ -84,7 +112,9 @@ def test_a_withdrawn_manifest_deletes_nothing_outside_and_ends_no_save(root, nam
     (folder / "notes.txt").write_bytes(b"mine")
     before = tree(root / "checkpoint-2")
     told = save_quietly(root, 3)
-    assert not [text for text in told if "cleaning up" in text], "one bad folder keeps all others from being swept"
+    assert not [text for text in told if "cleaning up" in text], (
+        "one bad folder keeps all others from being swept"
+    )
     assert (root / "outside.safetensors").read_bytes() == b"mine"
     assert (folder / "notes.txt").read_bytes() == b"mine"
     assert tree(root / "checkpoint-2") == before
@@ -93,8 +123,12 @@ def test_a_withdrawn_manifest_deletes_nothing_outside_and_ends_no_save(root, nam
 
 
 BAD_WITHDRAWN = {
-    "nothing": b"", "no manifest": b"x" * 100, "another version": b"2.0", "a list": b"[]", "deep": b"[" * 100_000,
-}  # fmt: skip
+    "nothing": b"",
+    "no manifest": b"x" * 100,
+    "another version": b"2.0",
+    "a list": b"[]",
+    "deep": b"[" * 100_000,
+}
 
 
 @pytest.mark.parametrize("data", BAD_WITHDRAWN.values(), ids=BAD_WITHDRAWN.keys())
@@ -126,13 +160,19 @@ def test_a_manifest_that_names_the_files_of_another_checkpoint(root):
 def test_a_manifest_that_names_the_files_of_deletion_itself(root):
     """The withdrawn manifest says what is left to delete, so it goes last whatever it says."""
     folder = root / "checkpoint-1"
-    data = resigned(folder, lambda d: d.update(files={WITHDRAWN_NAME: [1, "0" * 32, 0], **d["files"]}))
+    data = resigned(
+        folder, lambda d: d.update(files={WITHDRAWN_NAME: [1, "0" * 32, 0], **d["files"]})
+    )
     (folder / MANIFEST_NAME).unlink()
     (folder / WITHDRAWN_NAME).write_bytes(data)
     storage = FaultStorage(open_storage(root))
     save_quietly(storage, 3)
-    removed = [op.path for op in storage.log if op.kind == "remove" and op.path.startswith("checkpoint-1/")]
-    assert removed.index(f"checkpoint-1/{WITHDRAWN_NAME}") >= removed.index("checkpoint-1/model.safetensors")
+    removed = [
+        op.path for op in storage.log if op.kind == "remove" and op.path.startswith("checkpoint-1/")
+    ]
+    assert removed.index(f"checkpoint-1/{WITHDRAWN_NAME}") >= removed.index(
+        "checkpoint-1/model.safetensors"
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,10 +201,19 @@ def test_files_that_are_links_are_removed_themselves(root, outside):
 
 
 FOLDERS = [
-    "checkpoint-" + "9" * 240, "checkpoint-5.partial-", "checkpoint-5.partial-....", "checkpoint-5.partial-a-b-" + "9" * 200 + "-0-0",
-    "checkpoint-5.replaced-----", "checkpoint-05", "checkpoint--1", "checkpoint-1e3", "checkpoint-٣", "checkpoint-6\n",
-    "checkpoint-5.partial-a-b-0-0-0", "checkpoint-5.partial-a-b--1-0-0",
-]  # fmt: skip
+    "checkpoint-" + "9" * 240,
+    "checkpoint-5.partial-",
+    "checkpoint-5.partial-....",
+    "checkpoint-5.partial-a-b-" + "9" * 200 + "-0-0",
+    "checkpoint-5.replaced-----",
+    "checkpoint-05",
+    "checkpoint--1",
+    "checkpoint-1e3",
+    "checkpoint-٣",
+    "checkpoint-6\n",
+    "checkpoint-5.partial-a-b-0-0-0",
+    "checkpoint-5.partial-a-b--1-0-0",
+]
 
 
 @pytest.mark.parametrize("name", FOLDERS, ids=lambda n: ascii(n)[:40])
@@ -183,7 +232,8 @@ class Endless(BaseException):
 
 @pytest.mark.timeout(20)
 def test_an_attempt_mark_that_is_a_folder_ends(tmp_path):
-    """On an object store, a key below the mark makes it look like a folder, which removing does not remove."""
+    """On an object store, a key below the mark makes it look like a folder, which removing does not
+    remove."""
     storage = open_storage(f"memory://{tmp_path.name}")
     manager = CheckpointManager(storage, run_id="run")
     manager.save(1, state(1))
@@ -206,7 +256,9 @@ def test_an_attempt_mark_that_is_a_folder_ends(tmp_path):
 def test_a_step_that_a_manifest_claims_does_not_move_its_files(root):
     """The folder's name only says where to look; deleting goes by the folder."""
     folder = root / "checkpoint-1"
-    (folder / MANIFEST_NAME).write_bytes(resigned(folder, lambda d: d.update(step=2, sequence=2**61)))
+    (folder / MANIFEST_NAME).write_bytes(
+        resigned(folder, lambda d: d.update(step=2, sequence=2**61))
+    )
     other = tree(root / "checkpoint-2")
     CheckpointManager(root, run_id="run").delete(2)
     gone = [name for name in ("checkpoint-1", "checkpoint-2") if not (root / name).exists()]
@@ -216,7 +268,8 @@ def test_a_step_that_a_manifest_claims_does_not_move_its_files(root):
 
 
 class Swapping(FaultStorage):
-    """Replaces a checkpoint's folder by a link to another place, right before the k-th operation that deletes in it."""
+    """Replaces a checkpoint's folder by a link to another place, right before the k-th operation
+    that deletes in it."""
 
     def __init__(self, inner, folder: Path, target: Path, at: int) -> None:
         super().__init__(inner)

@@ -1,4 +1,5 @@
-"""Names, keys and texts in a checkpoint never steer the terminal of whoever looks at it with `ckpt`."""
+"""Names, keys and texts in a checkpoint never steer the terminal of whoever looks at it with
+`ckpt`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ckpt_tools.main import main
 from ckptcore import CheckpointManager
 from ckptcore.format.values import encode
 
-# Sets a title, clears the screen, rings, goes back, turns the text around, breaks the line; C0, C1 and beyond.
+# Sets a title, clears the screen, rings, goes back, turns the text around, breaks the line; C0, C1
+# and beyond.
 EVIL = "\x1b]0;owned\x07\x1b[2J\x08\x9b31m\x7f\u202e\u2028\r\n\t[red]"
 
 
@@ -76,7 +78,10 @@ def test_no_control_characters(crafted, capfd, monkeypatch, command, form):
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "dumb")
     for folder in (crafted.folder, damaged):
-        arguments = [part.format(root=crafted.root, folder=folder) if part is not EVIL else part for part in command]
+        arguments = [
+            part.format(root=crafted.root, folder=folder) if part is not EVIL else part
+            for part in command
+        ]
         code = main([*arguments, *(["--json"] if form == "json" else [])])
         out, err = capfd.readouterr()
         assert code in (0, 1, 2, 3)

@@ -1,7 +1,9 @@
-"""Prints what a reader must follow from a call to the disk, and what the ranks say to each other on the way.
+"""Prints what a reader must follow from a call to the disk, and what the ranks say to each other on
+the way.
 
-Run as a program by test_journeys.py. modules: of ckptcore that are entered. moves: from one file to another, as a
-debugger steps in one thread. closures: functions made in functions, among those that are entered.
+Run as a program by test_journeys.py. modules: of ckptcore that are entered. moves: from one file to
+another, as a debugger steps in one thread. closures: functions made in functions, among those that
+are entered.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ FIRST_WRITE = ("storage/local.py", "_Writer._write")
 
 
 def journey(work: Callable[[], Any], stop: tuple[str, str] | None = None) -> dict[str, int]:
-    """What `work` enters of ckptcore, in this thread and those it starts, until `stop` (file, function) is entered."""
+    """What `work` enters of ckptcore, in this thread and those it starts, until `stop` (file,
+    function) is entered."""
     files: list[str] = []
     closures: set[tuple[str, str]] = set()
     ended = False
@@ -67,7 +70,8 @@ def file_of(frame: FrameType) -> str | None:
 
 
 def talk() -> dict[str, int]:
-    """Rounds that rank 0 leads, and messages to the board, of the second background save and of a restore on two ranks."""
+    """Rounds that rank 0 leads, and messages to the board, of the second background save and of a
+    restore on two ranks."""
     rounds: Counter[str] = Counter()
     messages: Counter[str] = Counter()
     what = ""
@@ -103,8 +107,11 @@ def talk() -> dict[str, int]:
 
     root = tempfile.mkdtemp()
     run_ranks(2, program)
-    return {f"{kind} of a {name}": count[name] for name in ("save", "restore")
-            for kind, count in (("rounds", rounds), ("messages", messages))}  # fmt: skip
+    return {
+        f"{kind} of a {name}": count[name]
+        for name in ("save", "restore")
+        for kind, count in (("rounds", rounds), ("messages", messages))
+    }
 
 
 def main() -> None:

@@ -13,15 +13,72 @@ import ckptcore
 from ckptcore import errors
 
 EXPORTS = [
-    "AsyncSaveError", "CheckpointCoordinator", "CheckpointCorrupt", "CheckpointError", "CheckpointExists",
-    "CheckpointInfo", "CheckpointManager", "CheckpointManifest", "CheckpointNotFound", "CheckpointView",
-    "CheckpointWarning", "Communicator", "ComponentManifest", "CoordinationError", "InvalidState", "JoinTimeout",
-    "KeepBest", "KeepEvery", "KeepLast", "LoadFailed", "LoadReport", "ModelState", "NoSpace", "NoUsableCheckpoint", "Opaque", "OptimizerState", "PreemptionGuard", "Problem",
-    "RNGState", "RankFailed", "RankLost", "RanksDisagree", "ReplicationMismatch", "RetentionPolicy", "SaveEvent", "SaveHandle",
-    "Shard", "SharingPattern", "SingleProcess", "StateComponent", "StateMismatch", "Stateful", "StatefulProvider", "Storage", "StorageError",
-    "StoreCommunicator", "TensorBoardEvents", "TensorInfo", "Tier", "UnknownName", "UnsafePath", "UnsupportedValue", "UnsupportedVersion", "ValidationLevel", "Value", "__version__",
-    "copy_checkpoint", "join_url", "masked_url", "open_checkpoint", "open_storage", "register_codec", "restore_candidates", "scan_root", "split_url",
-]  # fmt: skip
+    "AsyncSaveError",
+    "CheckpointCoordinator",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointInfo",
+    "CheckpointManager",
+    "CheckpointManifest",
+    "CheckpointNotFound",
+    "CheckpointView",
+    "CheckpointWarning",
+    "Communicator",
+    "ComponentManifest",
+    "CoordinationError",
+    "InvalidState",
+    "JoinTimeout",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "LoadFailed",
+    "LoadReport",
+    "ModelState",
+    "NoSpace",
+    "NoUsableCheckpoint",
+    "Opaque",
+    "OptimizerState",
+    "PreemptionGuard",
+    "Problem",
+    "RNGState",
+    "RankFailed",
+    "RankLost",
+    "RanksDisagree",
+    "ReplicationMismatch",
+    "RetentionPolicy",
+    "SaveEvent",
+    "SaveHandle",
+    "Shard",
+    "SharingPattern",
+    "SingleProcess",
+    "StateComponent",
+    "StateMismatch",
+    "Stateful",
+    "StatefulProvider",
+    "Storage",
+    "StorageError",
+    "StoreCommunicator",
+    "TensorBoardEvents",
+    "TensorInfo",
+    "Tier",
+    "UnknownName",
+    "UnsafePath",
+    "UnsupportedValue",
+    "UnsupportedVersion",
+    "ValidationLevel",
+    "Value",
+    "__version__",
+    "copy_checkpoint",
+    "join_url",
+    "masked_url",
+    "open_checkpoint",
+    "open_storage",
+    "register_codec",
+    "restore_candidates",
+    "scan_root",
+    "split_url",
+]
 
 
 def test_exports() -> None:
@@ -57,13 +114,16 @@ def drawn() -> dict[str, tuple[str, str | None]]:
 
 
 CLASSES = [
-    cls for name, cls in vars(errors).items()
+    cls
+    for name, cls in vars(errors).items()
     if inspect.isclass(cls) and issubclass(cls, Exception) and cls.__module__ == errors.__name__
-]  # fmt: skip
+]
 
 
 def test_the_drawing_has_every_error() -> None:
-    assert set(drawn()) | {"CheckpointError", "CheckpointWarning"} == {cls.__name__ for cls in CLASSES}
+    assert set(drawn()) | {"CheckpointError", "CheckpointWarning"} == {
+        cls.__name__ for cls in CLASSES
+    }
     assert sorted(errors.__all__) == sorted(cls.__name__ for cls in CLASSES)
     assert {cls.__name__ for cls in CLASSES} <= set(EXPORTS)
 
@@ -78,7 +138,9 @@ def test_errors_are_as_drawn(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cls", [cls for cls in CLASSES if issubclass(cls, errors.CheckpointError)], ids=lambda c: c.__name__
+    "cls",
+    [cls for cls in CLASSES if issubclass(cls, errors.CheckpointError)],
+    ids=lambda c: c.__name__,
 )
 def test_facts_are_attributes_and_survive_a_pickle(cls: type[errors.CheckpointError]) -> None:
     empty = cls("it failed")
@@ -87,7 +149,10 @@ def test_facts_are_attributes_and_survive_a_pickle(cls: type[errors.CheckpointEr
     error = cls("it failed", **dict.fromkeys(cls.facts, 28))
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is cls
-    assert (str(again), [getattr(again, fact) for fact in cls.facts]) == ("it failed", [28] * len(cls.facts))
+    assert (str(again), [getattr(again, fact) for fact in cls.facts]) == (
+        "it failed",
+        [28] * len(cls.facts),
+    )
     with pytest.raises(TypeError, match="no fact named nonsense"):
         cls("it failed", nonsense=1)
     if cls is not errors.CheckpointError:

@@ -54,7 +54,9 @@ def values(model: nn.Module) -> list[float]:
 
 def moments(optimizer: torch.optim.Optimizer) -> list[float]:
     return [
-        optimizer.state[p]["momentum_buffer"].flatten()[0].item() for g in optimizer.param_groups for p in g["params"]
+        optimizer.state[p]["momentum_buffer"].flatten()[0].item()
+        for g in optimizer.param_groups
+        for p in g["params"]
     ]
 
 

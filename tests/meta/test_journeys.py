@@ -1,6 +1,8 @@
-"""How far a reader has to go, and how much the ranks say. Limits that only go down: lower them when a change allows it.
+"""How far a reader has to go, and how much the ranks say. Limits that only go down: lower them when
+a change allows it.
 
-DESIGN: at most 18 modules, 140 moves and 6 closures to the first byte, and 4 rounds of a save and of a restore.
+DESIGN: at most 18 modules, 140 moves and 6 closures to the first byte, and 4 rounds of a save and
+of a restore.
 """
 
 from __future__ import annotations
@@ -15,14 +17,21 @@ import pytest
 LIMITS = {
     "save to the first byte": {"modules": 37, "moves": 499, "closures": 23},
     "restore": {"modules": 39, "moves": 852, "closures": 27},
-    "talk": {"rounds of a save": 7, "messages of a save": 37, "rounds of a restore": 6, "messages of a restore": 30},
+    "talk": {
+        "rounds of a save": 7,
+        "messages of a save": 37,
+        "rounds of a restore": 6,
+        "messages of a restore": 30,
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, int]]:
     program = Path(__file__).with_name("journeys.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -30,12 +39,20 @@ def found() -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("journey", LIMITS)
 def test_no_way_gets_longer(found: dict[str, dict[str, int]], journey: str) -> None:
     assert found[journey].keys() == LIMITS[journey].keys()
-    longer = {what: (n, LIMITS[journey][what]) for what, n in found[journey].items() if n > LIMITS[journey][what]}
+    longer = {
+        what: (n, LIMITS[journey][what])
+        for what, n in found[journey].items()
+        if n > LIMITS[journey][what]
+    }
     assert longer == {}, "now, and at most"
 
 
 @pytest.mark.parametrize("journey", LIMITS)
 def test_limits_follow_what_became_shorter(found: dict[str, dict[str, int]], journey: str) -> None:
     """A limit that is a tenth too high lets as much slip back in."""
-    slack = {what: (n, LIMITS[journey][what]) for what, n in found[journey].items() if n < 0.9 * LIMITS[journey][what]}
+    slack = {
+        what: (n, LIMITS[journey][what])
+        for what, n in found[journey].items()
+        if n < 0.9 * LIMITS[journey][what]
+    }
     assert slack == {}, "now, and the limit to be lowered"

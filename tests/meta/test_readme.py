@@ -23,7 +23,13 @@ def example() -> str:
 def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(example())
     for _ in range(2):
-        done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "example.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
         assert done.returncode == 0, done.stderr
         found = [p.parent for p in tmp_path.rglob("checkpoint_manifest.json")]
         assert found
@@ -36,11 +42,22 @@ def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
 
 
 def test_the_example_is_short() -> None:
-    lines = [line for line in example().splitlines() if line.strip() and not line.strip().startswith("#")]
+    lines = [
+        line for line in example().splitlines() if line.strip() and not line.strip().startswith("#")
+    ]
     assert len(lines) <= 25
 
 
 def test_the_readme_names_the_commands_and_folders() -> None:
     text = README.read_text()
-    for word in ("make demo", "make test", "ckptcore", "trainers", "tools", "tests", "benchmarks", "docs"):
+    for word in (
+        "make demo",
+        "make test",
+        "ckptcore",
+        "trainers",
+        "tools",
+        "tests",
+        "benchmarks",
+        "docs",
+    ):
         assert word in text, word

@@ -14,7 +14,11 @@ import ckptcore
 
 REPO = Path(ckptcore.__file__).parent.parent
 ENGINE = sorted((REPO / "ckptcore").rglob("*.py"))
-PRODUCT = [*ENGINE, *sorted((REPO / "trainers").rglob("*.py")), *sorted((REPO / "tools").rglob("*.py"))]
+PRODUCT = [
+    *ENGINE,
+    *sorted((REPO / "trainers").rglob("*.py")),
+    *sorted((REPO / "tools").rglob("*.py")),
+]
 
 # Each room imports from those before it. retention: root only.
 ORDER = [
@@ -42,9 +46,18 @@ ORDER = [
 ]
 OUTSIDE = {"interop", "testing"}  # on top of all the rooms
 TORCH_FREE = [
-    "errors", "arguments", "format", "storage", "root", "loading.reader", "loading.view", "saving.publish", "transfer", "copying",
+    "errors",
+    "arguments",
+    "format",
+    "storage",
+    "root",
+    "loading.reader",
+    "loading.view",
+    "saving.publish",
+    "transfer",
+    "copying",
     "choice",
-]  # fmt: skip
+]
 
 
 def name_of(path: Path) -> str:
@@ -54,7 +67,9 @@ def name_of(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Absolute dotted names of what a module imports, wherever in it."""
-    package = name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
+    package = (
+        name_of(path).split(".") if path.name == "__init__.py" else name_of(path).split(".")[:-1]
+    )
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -67,7 +82,11 @@ def imports(path: Path) -> Iterator[str]:
 
 def room(name: str) -> str | None:
     parts = name.split(".")
-    return parts[1] if parts[0] == "ckptcore" and len(parts) > 1 and parts[1] in [*ORDER, *OUTSIDE] else None
+    return (
+        parts[1]
+        if parts[0] == "ckptcore" and len(parts) > 1 and parts[1] in [*ORDER, *OUTSIDE]
+        else None
+    )
 
 
 def ids(path: Path) -> str:
@@ -87,19 +106,27 @@ def test_rooms_import_only_from_those_before_them(path: Path) -> None:
 
 
 def test_every_module_is_in_a_room() -> None:
-    strays = [name_of(p) for p in ENGINE if p.parent == REPO / "ckptcore" and p.name != "__init__.py"]
+    strays = [
+        name_of(p) for p in ENGINE if p.parent == REPO / "ckptcore" and p.name != "__init__.py"
+    ]
     assert {name.split(".")[1] for name in strays} <= set(ORDER)
-    folders = {p.name for p in (REPO / "ckptcore").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    folders = {
+        p.name for p in (REPO / "ckptcore").iterdir() if p.is_dir() and p.name != "__pycache__"
+    }
     assert folders <= {*ORDER, *OUTSIDE}
 
 
 MODULES = sorted(
-    name_of(p) for p in ENGINE if name_of(p).removeprefix("ckptcore.").startswith(tuple(TORCH_FREE)) or p == ENGINE[0]
+    name_of(p)
+    for p in ENGINE
+    if name_of(p).removeprefix("ckptcore.").startswith(tuple(TORCH_FREE)) or p == ENGINE[0]
 )
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=REPO)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=REPO
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -110,7 +137,10 @@ def test_reading_needs_no_torch() -> None:
     names = ", ".join(MODULES)
     assert run(f"import sys, {names}; print('torch' in sys.modules)") == "False"
     assert (
-        run("import sys; from ckptcore import open_checkpoint, scan_root, errors; print('torch' in sys.modules)")
+        run(
+            "import sys; from ckptcore import open_checkpoint, scan_root, errors; print('torch' "
+            "in sys.modules)"
+        )
         == "False"
     )
 
@@ -118,7 +148,11 @@ def test_reading_needs_no_torch() -> None:
 def test_the_command_needs_no_torch() -> None:
     if not (REPO / "tools").exists():
         pytest.skip("this copy has no tools")
-    names = ", ".join(f"ckpt_tools.{path.stem}" for path in (REPO / "tools").glob("*.py") if path.stem != "__init__")
+    names = ", ".join(
+        f"ckpt_tools.{path.stem}"
+        for path in (REPO / "tools").glob("*.py")
+        if path.stem != "__init__"
+    )
     assert run(f"import sys, {names}; print('torch' in sys.modules)") == "False"
 
 
@@ -130,7 +164,8 @@ def test_inspecting_a_checkpoint_needs_no_torch(tmp_path: Path) -> None:
         "import sys; from ckptcore import open_checkpoint, scan_root\n"
         f"view = open_checkpoint({str(tmp_path / 'checkpoint-1')!r})\n"
         f"assert scan_root({str(tmp_path)!r})[0].step == 1\n"
-        "assert view.values('m')['when'] == {1, 2} and view.verify() == [] and len(view.tensors()) == 1\n"
+        "assert view.values('m')['when'] == {1, 2} and view.verify() == [] and "
+        "len(view.tensors()) == 1\n"
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     assert run(code) == "False False"
@@ -161,8 +196,12 @@ def test_product_code_never_pickles(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            assert called not in ("torch.load", "torch.save", "eval", "exec", "__import__"), f"line {node.lineno}"
-            assert "allow_pickle" not in {keyword.arg for keyword in node.keywords}, f"line {node.lineno}"
+            assert called not in ("torch.load", "torch.save", "eval", "exec", "__import__"), (
+                f"line {node.lineno}"
+            )
+            assert "allow_pickle" not in {keyword.arg for keyword in node.keywords}, (
+                f"line {node.lineno}"
+            )
 
 
 @pytest.mark.parametrize("path", [p for p in PRODUCT if p not in ENGINE], ids=ids)
@@ -171,7 +210,11 @@ def test_trainers_and_tools_use_public_names_only(path: Path) -> None:
         if name.split(".")[0] == "ckptcore":
             assert name == "ckptcore" or name.removeprefix("ckptcore.") in ckptcore.__all__, name
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ckptcore":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "ckptcore"
+        ):
             assert node.attr in ckptcore.__all__, f"line {node.lineno}: ckptcore.{node.attr}"
 
 

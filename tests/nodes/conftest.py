@@ -1,5 +1,5 @@
-"""A job of four ranks on two nodes, each of which has a disk of its own; and state in which every value tells which save,
-rank, group and node it is from."""
+"""A job of four ranks on two nodes, each of which has a disk of its own; and state in which every
+value tells which save, rank, group and node it is from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ GROUPS = {"dp": [[0, 2], [1, 3]]}
 
 
 class Job:
-    """Two nodes with their disks, `roots`; programs run on all ranks of a job with fresh communicators."""
+    """Two nodes with their disks, `roots`; programs run on all ranks of a job with fresh
+    communicators."""
 
     nodes = NODES
 
@@ -29,26 +30,44 @@ class Job:
 
     @staticmethod
     def state(mark: int, rank: int) -> list[StateComponent]:
-        """All six patterns. What another rank than 0 has of global state is not to be found anywhere after a save."""
+        """All six patterns. What another rank than 0 has of global state is not to be found
+        anywhere after a save."""
         node, group = rank // 2, rank % 2
         table = torch.arange(16.0).reshape(4, 4) + mark
         values = torch.arange(5.0) + mark if rank == 0 else torch.full((5,), -100.0 - rank)
         return [
             StateComponent(
-                "global", {"w": values, "mark": mark if rank == 0 else -rank, "tie": values}, SharingPattern.GLOBAL
+                "global",
+                {"w": values, "mark": mark if rank == 0 else -rank, "tie": values},
+                SharingPattern.GLOBAL,
             ),
             StateComponent(
-                "same", {**{f"w{n}": torch.full((3,), mark + n / 4) for n in range(4)}, "mark": mark},
+                "same",
+                {**{f"w{n}": torch.full((3,), mark + n / 4) for n in range(4)}, "mark": mark},
                 SharingPattern.REPLICATED,
             ),
-            StateComponent("own", {"x": torch.tensor([100.0 * mark + rank]), "seen": [mark, rank]}, SharingPattern.PER_RANK),
-            StateComponent("group", {"x": torch.tensor([10.0 * mark + group])}, SharingPattern.PER_GROUP, "dp"),
-            StateComponent("node", {"x": torch.tensor([10.0 * mark + node])}, SharingPattern.PER_NODE),
             StateComponent(
-                "table", {"rows": Shard(table[rank : rank + 1].clone(), (4, 4), (rank, 0)), "all": table.sum(0),
-                          f"key{rank}": torch.tensor([mark, rank]), "mark": mark}, SharingPattern.SHARDED,
+                "own",
+                {"x": torch.tensor([100.0 * mark + rank]), "seen": [mark, rank]},
+                SharingPattern.PER_RANK,
             ),
-        ]  # fmt: skip
+            StateComponent(
+                "group", {"x": torch.tensor([10.0 * mark + group])}, SharingPattern.PER_GROUP, "dp"
+            ),
+            StateComponent(
+                "node", {"x": torch.tensor([10.0 * mark + node])}, SharingPattern.PER_NODE
+            ),
+            StateComponent(
+                "table",
+                {
+                    "rows": Shard(table[rank : rank + 1].clone(), (4, 4), (rank, 0)),
+                    "all": table.sum(0),
+                    f"key{rank}": torch.tensor([mark, rank]),
+                    "mark": mark,
+                },
+                SharingPattern.SHARDED,
+            ),
+        ]
 
     @staticmethod
     def plain(states: list[StateComponent], values: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -67,7 +86,9 @@ class Job:
         return found | {"global": self.plain(self.state(mark, 0))["global"]}
 
     def manager(self, comm: Any, **how: Any) -> CheckpointManager:
-        node = next(number for number, ranks in enumerate(comm.nodes or self.nodes) if comm.rank in ranks)
+        node = next(
+            number for number, ranks in enumerate(comm.nodes or self.nodes) if comm.rank in ranks
+        )
         root = how.pop("root", self.roots[node])
         settings = {
             "storage_mode": "node",
@@ -78,8 +99,11 @@ class Job:
         }
         return CheckpointManager(root, comm=comm, **settings)
 
-    def restored(self, manager: CheckpointManager, load: str = "restore", *where: Any) -> int | None:
-        """The step that a load gave, all of it; None for a fresh start; AssertionError for a mix."""
+    def restored(
+        self, manager: CheckpointManager, load: str = "restore", *where: Any
+    ) -> int | None:
+        """The step that a load gave, all of it; None for a fresh start; AssertionError for a
+        mix."""
         rank = manager.comm.rank
         live = self.state(-1, rank)
         report = getattr(manager, load)(live, *where)
@@ -87,13 +111,17 @@ class Job:
             assert self.plain(live) == self.plain(self.state(-1, rank))
             return None
         values = {key: value for key, value in report.values.items() if key != "table"}
-        found, expected = self.plain(live, report.values), self.expected(report.values["own"]["seen"][0], rank)
+        found, expected = (
+            self.plain(live, report.values),
+            self.expected(report.values["own"]["seen"][0], rank),
+        )
         assert values.keys() <= found.keys()
         assert found == expected
         return report.values["own"]["seen"][0]
 
     def run(self, program: Callable[..., Any], *, errors: bool = False, **how: Any) -> list[Any]:
-        """What `program(comm)` returned by rank; errors: or raised, each rank living on until all have their verdict."""
+        """What `program(comm)` returned by rank; errors: or raised, each rank living on until all
+        have their verdict."""
 
         def caught(comm: Any) -> Any:
             comm.together("nodes", lambda: None, lambda _: None, joining=True)
@@ -104,7 +132,9 @@ class Job:
                     raise
                 return error
             finally:
-                comm.together("every rank has its verdict", lambda: None, lambda _: None, joining=True)
+                comm.together(
+                    "every rank has its verdict", lambda: None, lambda _: None, joining=True
+                )
 
         return run_ranks(sum(map(len, self.nodes)), caught, nodes=self.nodes, **how)
 
@@ -153,7 +183,8 @@ def job(folder: Path) -> Job:
 
 @pytest.fixture
 def on_all() -> Callable[..., Any]:
-    """on_all(results, kind): every rank raised exactly `kind`, with the same message; rank 0's error."""
+    """on_all(results, kind): every rank raised exactly `kind`, with the same message; rank 0's
+    error."""
 
     def check(results: list[Any], kind: type[BaseException]) -> Any:
         assert [type(result) for result in results] == [kind] * len(results), results

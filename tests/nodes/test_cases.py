@@ -1,4 +1,5 @@
-"""Two nodes with disks of their own: both hold what they need, and what does not fit together is said on all ranks."""
+"""Two nodes with disks of their own: both hold what they need, and what does not fit together is
+said on all ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +33,20 @@ def test_b36_every_node_holds_all_that_it_needs(job):
     assert (first.node, second.node) == (0, 1)
     assert first.nodes == second.nodes == [[0, 1], [2, 3]]
     assert first.checkpoint_id == second.checkpoint_id
-    assert (first.sequence, first.attempt_id, first.created) == (second.sequence, second.attempt_id, second.created)
+    assert (first.sequence, first.attempt_id, first.created) == (
+        second.sequence,
+        second.attempt_id,
+        second.created,
+    )
     assert first.sequence == 5
     for manifest, ranks in ((first, [0, 1]), (second, [2, 3])):
         assert {record.writer for record in manifest.files.values()} == set(ranks)
         assert manifest.storage_mode == "node"
-    assert {"global.safetensors", "same.safetensors", "group.dp-00000.safetensors"} <= second.files.keys()
+    assert {
+        "global.safetensors",
+        "same.safetensors",
+        "group.dp-00000.safetensors",
+    } <= second.files.keys()
     assert "node.node00001.safetensors" in second.files
     assert "node.node00000.safetensors" not in second.files
     for root in job.roots:
@@ -104,8 +113,10 @@ def test_a_checkpoint_of_the_other_mode_is_refused_by_name(job, folder, on_all):
             ckpt.save(2, job.state(2, comm.rank))
         errors = []
         for mode, root, call in (
-            ("shared", job.roots[0], "restore"), ("node", shared, "restore"), ("node", shared, "load"),
-        ):  # fmt: skip
+            ("shared", job.roots[0], "restore"),
+            ("node", shared, "restore"),
+            ("node", shared, "load"),
+        ):
             with job.manager(comm, storage_mode=mode, root=root) as ckpt:
                 try:
                     job.restored(ckpt, call)
@@ -114,7 +125,9 @@ def test_a_checkpoint_of_the_other_mode_is_refused_by_name(job, folder, on_all):
         return errors
 
     results = job.run(program)
-    assert "saved with storage_mode='node'" in str(on_all([found[0] for found in results], InvalidState))
+    assert "saved with storage_mode='node'" in str(
+        on_all([found[0] for found in results], InvalidState)
+    )
     for n in (1, 2):
         error = on_all([found[n] for found in results], InvalidState)
         assert "saved with storage_mode='shared'" in str(error)
@@ -123,7 +136,9 @@ def test_a_checkpoint_of_the_other_mode_is_refused_by_name(job, folder, on_all):
 
 def test_ranks_that_mean_different_modes_are_told_so(job, on_all):
     def program(comm):
-        with job.manager(comm, storage_mode="node" if comm.rank == 3 else "shared", root=job.roots[0]) as ckpt:
+        with job.manager(
+            comm, storage_mode="node" if comm.rank == 3 else "shared", root=job.roots[0]
+        ) as ckpt:
             ckpt.save(1, job.state(1, comm.rank))
 
     error = on_all(job.run(program, errors=True), RanksDisagree)
@@ -134,7 +149,9 @@ def test_ranks_that_mean_different_modes_are_told_so(job, on_all):
 def test_a_single_process_writes_the_same_in_both_modes_but_for_the_record(tmp_path, same):
     state = {"model": {"w": [1.0, 2.0], "n": 2**70}, "rest": {"at": 3}}
     for mode in ("shared", "node"):
-        with CheckpointManager(tmp_path / mode, storage_mode=mode, run_id="a", keep=KeepLast(2)) as ckpt:
+        with CheckpointManager(
+            tmp_path / mode, storage_mode=mode, run_id="a", keep=KeepLast(2)
+        ) as ckpt:
             for step in (1, 2, 3):
                 ckpt.save(step, state, metrics={"loss": 1 / step})
             assert [info.step for info in ckpt.list()] == [2, 3]
@@ -152,7 +169,9 @@ def test_a_single_process_writes_the_same_in_both_modes_but_for_the_record(tmp_p
     shared, node = (found[mode].manifest for mode in ("shared", "node"))
     assert (shared.node, node.node, node.nodes) == (None, 0, [[0]])
     assert shared.files == node.files
-    assert (tmp_path / "shared" / "checkpoint-5" / "checkpoint_manifest.json").read_text().count("storage_mode") == 0
+    assert (tmp_path / "shared" / "checkpoint-5" / "checkpoint_manifest.json").read_text().count(
+        "storage_mode"
+    ) == 0
 
 
 def test_a_coordinator_saves_and_loads_one_checkpoint_per_node(job, on_all):
@@ -170,8 +189,9 @@ def test_a_coordinator_saves_and_loads_one_checkpoint_per_node(job, on_all):
 
     def missing(comm):
         path = job.roots[comm.rank // 2] / "here"
-        CheckpointCoordinator(job.state(-1, comm.rank), {"dp": [[0, 2], [1, 3]]}, comm=comm,
-                              storage_mode="node").load_checkpoint(path)  # fmt: skip
+        CheckpointCoordinator(
+            job.state(-1, comm.rank), {"dp": [[0, 2], [1, 3]]}, comm=comm, storage_mode="node"
+        ).load_checkpoint(path)
 
     shutil.rmtree(job.roots[1] / "here")
     error = on_all(job.run(missing, errors=True), CheckpointNotFound)

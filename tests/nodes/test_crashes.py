@@ -1,4 +1,5 @@
-"""One node fails, or dies, in the middle: no restore is ever put together from two saves, and the next save goes on."""
+"""One node fails, or dies, in the middle: no restore is ever put together from two saves, and the
+next save goes on."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::ckptcore.CheckpointWarning")
 
 
 def killed(job, step, *nodes, overwrite=False, disk=open_storage, mark=None, at=(1, 1), **where):
-    """Save `step`, while the lowest rank of each of `nodes` dies at an operation of its disk (at: by node); what the ranks
-    raised."""
+    """Save `step`, while the lowest rank of each of `nodes` dies at an operation of its disk (at:
+    by node); what the ranks raised."""
     disks = [disk(root) for root in job.roots]
     struck = {job.nodes[node][0]: FaultStorage(disks[node]) for node in nodes}
     for rank, faults in struck.items():
@@ -26,7 +27,9 @@ def killed(job, step, *nodes, overwrite=False, disk=open_storage, mark=None, at=
 
     def program(comm):
         root = struck.get(comm.rank, disks[comm.rank // 2])
-        job.manager(comm, root=root).save(step, job.state(mark or step, comm.rank), overwrite=overwrite)
+        job.manager(comm, root=root).save(
+            step, job.state(mark or step, comm.rank), overwrite=overwrite
+        )
 
     return run_ranks(4, program, nodes=job.nodes, errors=True, notice=True)
 
@@ -40,7 +43,9 @@ def test_a_crash_between_the_two_publishes_leaves_no_checkpoint(job, node):
     assert there == [node == 1, node == 0]
     assert job.restores() == 10
     lacking = ["node 0 (ranks 0, 1)", "node 1 (ranks 2, 3)"][node]
-    assert [text for text in job.said if f"skipped checkpoint-20: not on {lacking}" in text] == job.said
+    assert [
+        text for text in job.said if f"skipped checkpoint-20: not on {lacking}" in text
+    ] == job.said
     assert len(job.said) == 1
 
     def looks(comm):
@@ -70,7 +75,9 @@ def test_a_crash_in_an_overwrite_keeps_the_old_one(job, node):
     job.save(20)
     before = [open_storage(root).read(f"checkpoint-20/{MANIFEST_NAME}") for root in job.roots]
     killed(job, 20, node, overwrite=True, at=(2, 2), kind="rename", path="checkpoint-20*")
-    kinds = [sorted(name.split("-")[1].partition(".")[2] for name in names) for names in job.names()]
+    kinds = [
+        sorted(name.split("-")[1].partition(".")[2] for name in names) for names in job.names()
+    ]
     assert kinds[node] == ["partial", "replaced"]
     assert kinds[1 - node] == ["", "replaced"]
     assert job.restores() == 20
@@ -83,7 +90,9 @@ def test_a_crash_in_an_overwrite_keeps_the_old_one(job, node):
     assert job.run(reads)[::2] == before
     job.save(30)
     assert job.names() == [["checkpoint-20", "checkpoint-30"]] * 2
-    assert [open_storage(root).read(f"checkpoint-20/{MANIFEST_NAME}") for root in job.roots] == before
+    assert [
+        open_storage(root).read(f"checkpoint-20/{MANIFEST_NAME}") for root in job.roots
+    ] == before
     assert job.restores() == 30
 
 
@@ -105,7 +114,8 @@ def test_a_crash_in_the_middle_of_retention_is_finished_by_the_next_one(job):
 
 
 def failing(job, node, at, *, overwrite, storage=lambda s: s, error=errno.EIO, after=False):
-    """Save 20 while the at-th writing operation of all ranks on one node's disk fails; what it raised and took."""
+    """Save 20 while the at-th writing operation of all ranks on one node's disk fails; what it
+    raised and took."""
     faults = [FaultStorage(storage(root)) for root in job.roots]
 
     def program(comm):
@@ -149,7 +159,9 @@ def every_operation(job, kind, overwrite, step):
     old = 19 if overwrite else 10
     failed = tried = 0
     for at in range(1, took + 1, step):
-        raised, restored, _ = failing(type(job)(folder / str(at)), 1, at, overwrite=overwrite, storage=storage)
+        raised, restored, _ = failing(
+            type(job)(folder / str(at)), 1, at, overwrite=overwrite, storage=storage
+        )
         tried += 1
         failed += raised is not None
         if raised is None:
@@ -164,7 +176,8 @@ def every_operation(job, kind, overwrite, step):
 @pytest.mark.parametrize("kind", ["local", "folder"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_fault_on_one_node_is_one_verdict_on_all_ranks(job, kind, overwrite):
-    """The save fails on all ranks, or on none; what restores is that of one save; the next one works."""
+    """The save fails on all ranks, or on none; what restores is that of one save; the next one
+    works."""
     every_operation(job, kind, overwrite, step=9)
 
 
@@ -176,8 +189,9 @@ def test_a_fault_at_every_operation_on_one_node_is_one_verdict_on_all_ranks(job,
 
 
 def every_death(job, kind, overwrite, pairs):
-    """The lowest ranks of both nodes die, one at its j-th and the other at its k-th writing operation. What restores is
-    the old one or the new one, all of it; the next save works, and nothing is left of what was begun."""
+    """The lowest ranks of both nodes die, one at its j-th and the other at its k-th writing
+    operation. What restores is the old one or the new one, all of it; the next save works, and
+    nothing is left of what was begun."""
 
     def disk(root):
         return open_storage(root) if kind == "local" else FsspecStorage(f"file://{root}", {})
@@ -190,12 +204,25 @@ def every_death(job, kind, overwrite, pairs):
         made.roots = [disk(root) for root in roots]
         made.save(10, 20)
         made.roots = roots
-        results = killed(made, 20 if overwrite else 30, 0, 1, overwrite=overwrite, disk=disk, mark=33, at=(j, k),
-                         kind=WRITE_OPERATIONS)  # fmt: skip
+        results = killed(
+            made,
+            20 if overwrite else 30,
+            0,
+            1,
+            overwrite=overwrite,
+            disk=disk,
+            mark=33,
+            at=(j, k),
+            kind=WRITE_OPERATIONS,
+        )
         made.roots = [disk(root) for root in roots]
         found = made.restores()
         # An object is withdrawn before it is replaced: what was there is gone then.
-        assert found in ((20, 33, 10) if overwrite and kind == "folder" else (20, 33)), (j, k, results)
+        assert found in ((20, 33, 10) if overwrite and kind == "folder" else (20, 33)), (
+            j,
+            k,
+            results,
+        )
         seen.add(found)
         made.save(40)
         assert made.restores() == 40

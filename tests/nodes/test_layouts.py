@@ -38,9 +38,13 @@ def test_all_six_patterns_come_back_from_each_nodes_own_disk(job, writers):
         writers_of = {key: part.writers for key, part in view.manifest.components.items()}
         lowest = ranks[:1]
         assert writers_of == {
-            "global": lowest, "same": ranks if writers == "split" else lowest, "own": ranks, "group": ranks, "node": lowest,
+            "global": lowest,
+            "same": ranks if writers == "split" else lowest,
+            "own": ranks,
+            "group": ranks,
+            "node": lowest,
             "table": ranks,
-        }  # fmt: skip
+        }
         # Rank 0's, also where no rank of this node has it.
         assert view.read("global/w").tolist() == [3.0, 4.0, 5.0, 6.0, 7.0]
         assert view.values("global")["mark"] == 3
@@ -63,10 +67,16 @@ def test_global_state_of_every_kind_is_passed_on(job):
     def state(rank):
         big = torch.arange(3_000_001, dtype=torch.int32).roll(rank)
         values = {
-            "big": big, "t": torch.arange(12.0).reshape(3, 4).t() + rank, "c": torch.full((3,), 1j + rank, dtype=torch.complex128),
-            "b": torch.tensor([True, rank > 0, False]), "none": torch.empty(0, 3), "tie": big, "at": torch.tensor(rank),
-            "n": rank, "f8": torch.arange(5.0).to(torch.float8_e4m3fn),
-        }  # fmt: skip
+            "big": big,
+            "t": torch.arange(12.0).reshape(3, 4).t() + rank,
+            "c": torch.full((3,), 1j + rank, dtype=torch.complex128),
+            "b": torch.tensor([True, rank > 0, False]),
+            "none": torch.empty(0, 3),
+            "tie": big,
+            "at": torch.tensor(rank),
+            "n": rank,
+            "f8": torch.arange(5.0).to(torch.float8_e4m3fn),
+        }
         return [StateComponent("state", values, SharingPattern.GLOBAL, validate_replication=False)]
 
     def program(comm):
@@ -86,7 +96,8 @@ def test_global_state_of_every_kind_is_passed_on(job):
 
 
 def test_what_is_compared_is_rank_0s_all_the_same(job):
-    """Within its tolerance another rank has other bytes: they are neither stored nor is what is stored described by them."""
+    """Within its tolerance another rank has other bytes: they are neither stored nor is what is
+    stored described by them."""
 
     def state(rank):
         values = {"w": torch.arange(4.0) + (rank + 1) * 1e-7}
@@ -100,7 +111,11 @@ def test_what_is_compared_is_rank_0s_all_the_same(job):
             live = [state(9), state(9)]
             for step in (1, 2):
                 ckpt.load(live[step - 1], step)
-            return [found[0].stateful["w"].tolist() for found in live], ckpt.verify(1), ckpt.verify(2)
+            return (
+                [found[0].stateful["w"].tolist() for found in live],
+                ckpt.verify(1),
+                ckpt.verify(2),
+            )
 
     assert job.run(program) == [([state(0)[0].stateful["w"].tolist()] * 2, [], [])] * 4
 
@@ -112,7 +127,9 @@ def test_bytes_that_only_another_node_has_are_named_on_all_ranks(job, on_all):
     def program(comm):
         live = torch.zeros(1, 4)
         row = 3 - comm.rank
-        state = [StateComponent("table", {"rows": Shard(live, (4, 4), (row, 0))}, SharingPattern.SHARDED)]
+        state = [
+            StateComponent("table", {"rows": Shard(live, (4, 4), (row, 0))}, SharingPattern.SHARDED)
+        ]
         with job.manager(comm) as ckpt:
             try:
                 ckpt.load(state, strict=False)
@@ -144,13 +161,19 @@ def test_nodes_that_changed_places_are_told_which_node_has_a_ranks_state(job, on
 def portable(rank, mark):
     """What any number of ranks can have."""
     return [
-        StateComponent("global", {"w": torch.full((3,), mark + 100.0 * (rank > 0)), "mark": mark}, SharingPattern.GLOBAL),
+        StateComponent(
+            "global",
+            {"w": torch.full((3,), mark + 100.0 * (rank > 0)), "mark": mark},
+            SharingPattern.GLOBAL,
+        ),
         StateComponent("same", {"w": torch.arange(6.0) + mark}, SharingPattern.REPLICATED),
         StateComponent("table", {"w": torch.arange(4.0) + mark}, SharingPattern.SHARDED),
-    ]  # fmt: skip
+    ]
 
 
-@pytest.mark.parametrize("nodes", [[[0]], [[0, 1]], [[0], [1]], [[0], [1], [2]], [[0, 1, 2], [3, 4, 5]]])
+@pytest.mark.parametrize(
+    "nodes", [[[0]], [[0, 1]], [[0], [1]], [[0], [1], [2]], [[0, 1, 2], [3, 4, 5]]]
+)
 def test_state_that_all_ranks_share_restores_on_any_number_of_nodes(job, nodes):
     def saves(comm):
         with job.manager(comm) as ckpt:
@@ -173,9 +196,9 @@ def test_state_that_all_ranks_share_restores_on_any_number_of_nodes(job, nodes):
             live[2].stateful["w"].tolist(),
         )
 
-    assert job.run(loads) == [(4, [4.0] * 3, [4.0 + n for n in range(6)], [4.0 + n for n in range(4)])] * sum(
-        map(len, nodes)
-    )
+    assert job.run(loads) == [
+        (4, [4.0] * 3, [4.0 + n for n in range(6)], [4.0 + n for n in range(4)])
+    ] * sum(map(len, nodes))
 
 
 def test_a_rank_count_that_changed_follows_on_resize(job, on_all):
@@ -195,7 +218,12 @@ def test_a_rank_count_that_changed_follows_on_resize(job, on_all):
         found = []
         for old in (2 * comm.rank, 2 * (1 - comm.rank)):
             live = [
-                StateComponent("own", {"x": torch.zeros(1)}, SharingPattern.PER_RANK, on_resize=lambda *_, o=old: o)
+                StateComponent(
+                    "own",
+                    {"x": torch.zeros(1)},
+                    SharingPattern.PER_RANK,
+                    on_resize=lambda *_, o=old: o,
+                )
             ]
             with job.manager(comm) as ckpt:
                 try:
@@ -214,7 +242,10 @@ def test_a_rank_count_that_changed_follows_on_resize(job, on_all):
 def table(*layouts, shape=(4, 4)):
     """A sharded component with one tensor, held as `layouts` say: (ranks, layout)."""
     tensor = LogicalTensor(
-        "w", "F32", shape, layouts[0][1] if isinstance(layouts[0][1], MeshLayout) else WholeLayout(0)
+        "w",
+        "F32",
+        shape,
+        layouts[0][1] if isinstance(layouts[0][1], MeshLayout) else WholeLayout(0),
     )
     return ShardedState(b"", [tensor], [list(layouts)])
 
@@ -223,29 +254,46 @@ def table(*layouts, shape=(4, 4)):
     "layout, nodes, held",
     [
         # Sharded over all four ranks: each node has two of the boxes.
-        (MeshLayout(Mesh((4,), (0, 1, 2, 3)), ("S0",)), [[0, 1], [2, 3]],
-         [{0: (0, 0, 1, 4), 1: (1, 0, 1, 4)}, {2: (2, 0, 1, 4), 3: (3, 0, 1, 4)}]),
+        (
+            MeshLayout(Mesh((4,), (0, 1, 2, 3)), ("S0",)),
+            [[0, 1], [2, 3]],
+            [{0: (0, 0, 1, 4), 1: (1, 0, 1, 4)}, {2: (2, 0, 1, 4), 3: (3, 0, 1, 4)}],
+        ),
         # Sharded within the node and replicated over nodes: both have all of it.
-        (MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("R", "S0")), [[0, 1], [2, 3]],
-         [{0: (0, 0, 2, 4), 1: (2, 0, 2, 4)}, {2: (0, 0, 2, 4), 3: (2, 0, 2, 4)}]),
+        (
+            MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("R", "S0")),
+            [[0, 1], [2, 3]],
+            [{0: (0, 0, 2, 4), 1: (2, 0, 2, 4)}, {2: (0, 0, 2, 4), 3: (2, 0, 2, 4)}],
+        ),
         # Replicated within the node: each box once.
-        (MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("S0", "R")), [[0, 1], [2, 3]],
-         [{0: (0, 0, 2, 4)}, {2: (0 + 2, 0, 2, 4)}]),
+        (
+            MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("S0", "R")),
+            [[0, 1], [2, 3]],
+            [{0: (0, 0, 2, 4)}, {2: (0 + 2, 0, 2, 4)}],
+        ),
         # Nodes across the mesh: of either replica one box.
-        (MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("R", "S1")), [[0, 3], [1, 2]],
-         [{0: (0, 0, 4, 2), 3: (0, 2, 4, 2)}, {2: (0, 0, 4, 2), 1: (0, 2, 4, 2)}]),
+        (
+            MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("R", "S1")),
+            [[0, 3], [1, 2]],
+            [{0: (0, 0, 4, 2), 3: (0, 2, 4, 2)}, {2: (0, 0, 4, 2), 1: (0, 2, 4, 2)}],
+        ),
         # Uneven: the last rank has nothing.
-        (MeshLayout(Mesh((3,), (0, 1, 2)), ("S0",)), [[0, 1], [2]],
-         [{0: (0, 0, 2, 4), 1: (2, 0, 2, 4)}, {}]),
+        (
+            MeshLayout(Mesh((3,), (0, 1, 2)), ("S0",)),
+            [[0, 1], [2]],
+            [{0: (0, 0, 2, 4), 1: (2, 0, 2, 4)}, {}],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_node_stores_each_box_that_its_ranks_hold_once(layout, nodes, held):
     ranks = sorted(r for node in nodes for r in node)
     state = table((ranks, layout))
     for members, expected in zip(nodes, held, strict=True):
         made = on_node(state, members, spread=False).tensors[0]
         assert isinstance(made.layout, BoxLayout)
-        assert {writer: (*offset, *size) for writer, (offset, size) in made.layout.boxes} == expected
+        assert {
+            writer: (*offset, *size) for writer, (offset, size) in made.layout.boxes
+        } == expected
         assert made.stored_nbytes == sum(4 * h * w for _, _, h, w in expected.values())
 
 
@@ -274,7 +322,10 @@ def test_the_newest_that_all_nodes_have_is_restored(job):
     shutil.rmtree(job.roots[0] / "checkpoint-2")
     assert job.restores() == 1
     assert len(job.said) == 1
-    assert "checkpoint-3: not on node 1 (ranks 2, 3); checkpoint-2: not on node 0 (ranks 0, 1)" in job.said[0]
+    assert (
+        "checkpoint-3: not on node 1 (ranks 2, 3); checkpoint-2: not on node 0 (ranks 0, 1)"
+        in job.said[0]
+    )
 
     def asks(comm):
         with job.manager(comm) as ckpt:
@@ -301,9 +352,16 @@ def test_the_newest_that_all_nodes_have_is_restored(job):
     ],
 )
 def test_a_manifest_that_makes_no_sense_of_its_node_is_refused(fields, wrong):
-    made = CheckpointManifest("id", 1, "run", "attempt", 1, "now", world_size=4, nodes=[[0, 1], [2, 3]], node=1)
+    made = CheckpointManifest(
+        "id", 1, "run", "attempt", 1, "now", world_size=4, nodes=[[0, 1], [2, 3]], node=1
+    )
     again = CheckpointManifest.decode(made.encode())
-    assert (again.node, again.storage_mode, list(again.here), again.extra) == (1, "node", [2, 3], {})
+    assert (again.node, again.storage_mode, list(again.here), again.extra) == (
+        1,
+        "node",
+        [2, 3],
+        {},
+    )
     made.node = None
     made.nodes = fields.get("nodes", made.nodes)
     made.extra = {key: value for key, value in fields.items() if key != "nodes"}
@@ -320,9 +378,14 @@ def test_damage_that_only_reading_finds_is_passed_over_by_all(job):
 
     def verifies(comm):
         with job.manager(comm) as ckpt:
-            return [(p.file, p.kind, p.message.partition(":")[0]) for p in ckpt.verify(2)], ckpt.verify(1)
+            return [
+                (p.file, p.kind, p.message.partition(":")[0]) for p in ckpt.verify(2)
+            ], ckpt.verify(1)
 
-    assert job.run(verifies) == [([("own.rank00003.safetensors", "digest", "node 1 (ranks 2, 3)")], [])] * 4
+    assert (
+        job.run(verifies)
+        == [([("own.rank00003.safetensors", "digest", "node 1 (ranks 2, 3)")], [])] * 4
+    )
     assert job.restores() == 1
     assert len(job.said) == 1
 
@@ -341,6 +404,8 @@ def test_two_ranks_that_are_two_nodes(folder):
 
         with CheckpointManager(folder / str(comm.rank), comm=comm, storage_mode="node") as ckpt:
             ckpt.save(1, {"a": {"x": 1}, "b": {"w": torch.ones(3)}})
-            return ckpt.latest().manifest.node, sorted(p.name for p in (folder / str(comm.rank)).iterdir())
+            return ckpt.latest().manifest.node, sorted(
+                p.name for p in (folder / str(comm.rank)).iterdir()
+            )
 
     assert run_ranks(2, program, nodes=[[0], [1]]) == [(0, ["checkpoint-1"]), (1, ["checkpoint-1"])]

@@ -1,4 +1,5 @@
-"""The same on real processes: two nodes by their environment, a store, and a process that dies while it publishes."""
+"""The same on real processes: two nodes by their environment, a store, and a process that dies
+while it publishes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run on two nodes with disks of their own: retention, best, pins, deletion, overwriting, saves in the background."""
+"""A run on two nodes with disks of their own: retention, best, pins, deletion, overwriting, saves
+in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def test_both_disks_keep_the_same_by_every_policy(job):
         with job.manager(comm, keep=KeepLast(2) | KeepBest("loss", "min")) as ckpt:
             for step, loss in losses.items():
                 # Metrics are known to rank 0 alone.
-                ckpt.save(step, job.state(step, comm.rank), metrics={"loss": loss} if comm.rank == 0 else None)
+                ckpt.save(
+                    step,
+                    job.state(step, comm.rank),
+                    metrics={"loss": loss} if comm.rank == 0 else None,
+                )
             best = ckpt.best()
             assert job.restored(ckpt, "load", "best") == 2
             return [info.step for info in ckpt.list()], best.step, best.metrics
@@ -136,7 +141,9 @@ def test_saves_in_the_background_commit_on_both_disks(job):
             assert handle.result().manifest.node == comm.rank // 2
             assert ckpt.wait()
             assert job.restored(ckpt) == 4
-            return [step for kind, step in events if kind == "committed"], [i.step for i in ckpt.list()]
+            return [step for kind, step in events if kind == "committed"], [
+                i.step for i in ckpt.list()
+            ]
 
     assert job.run(program) == [([1, 2, 3, 4], [3, 4])] * 4
     assert job.names() == [["checkpoint-3", "checkpoint-4"]] * 2
@@ -157,7 +164,11 @@ def test_a_failure_in_the_background_on_one_node_is_everybodys(job):
                 ckpt.save_async(1, job.state(1, comm.rank))
             assert job.restored(ckpt) == 1
             ckpt.save_async(3, job.state(3, comm.rank)).result()
-            return sorted(raised.value.causes), ckpt.failed_steps, [info.step for info in ckpt.list()]
+            return (
+                sorted(raised.value.causes),
+                ckpt.failed_steps,
+                [info.step for info in ckpt.list()],
+            )
 
     assert job.run(program) == [([2], (2,), [1, 3])] * 4
     assert job.names() == [["checkpoint-1", "checkpoint-3"]] * 2

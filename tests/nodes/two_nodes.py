@@ -1,9 +1,10 @@
-"""Four real ranks on two nodes, forked from a process that has imported torch once. Prints what each of them found.
+"""Four real ranks on two nodes, forked from a process that has imported torch once. Prints what
+each of them found.
 
     python two_nodes.py FOLDER
 
-First a job that saves five times and keeps two, whose second node's lowest rank dies while it publishes a sixth. Then
-a job that restores and saves on.
+First a job that saves five times and keeps two, whose second node's lowest rank dies while it
+publishes a sixth. Then a job that restores and saves on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptcore import CheckpointManager, CheckpointWarning, KeepLast, SharingPattern, StateComponent, open_storage
+from ckptcore import (
+    CheckpointManager,
+    CheckpointWarning,
+    KeepLast,
+    SharingPattern,
+    StateComponent,
+    open_storage,
+)
 from ckptcore.testing import KILLED_EXIT_CODE, FaultStorage
 
 RANKS = 4
@@ -29,21 +37,32 @@ torch.set_num_threads(1)
 def state(mark: int, rank: int) -> list[StateComponent]:
     return [
         StateComponent("model", {"w": torch.arange(4.0) + mark}, SharingPattern.REPLICATED),
-        StateComponent("clock", {"at": mark if rank == 0 else -rank, "t": torch.tensor(mark + rank)}, SharingPattern.GLOBAL),
+        StateComponent(
+            "clock",
+            {"at": mark if rank == 0 else -rank, "t": torch.tensor(mark + rank)},
+            SharingPattern.GLOBAL,
+        ),
         StateComponent("own", {"x": torch.tensor([100.0 * mark + rank])}, SharingPattern.PER_RANK),
-    ]  # fmt: skip
+    ]
 
 
 def restored(ckpt: CheckpointManager, rank: int) -> list[Any]:
     live = state(-1, rank)
     report = ckpt.restore(live)
-    return [report.step, live[0].stateful["w"].tolist(), report.values["clock"]["at"],
-            live[1].stateful["t"].item(), live[2].stateful["x"].tolist()]  # fmt: skip
+    return [
+        report.step,
+        live[0].stateful["w"].tolist(),
+        report.values["clock"]["at"],
+        live[1].stateful["t"].item(),
+        live[2].stateful["x"].tolist(),
+    ]
 
 
 def first(rank: int, folder: Path) -> Any:
     disk = FaultStorage(open_storage(folder / f"disk{rank // 2}"))
-    ckpt = CheckpointManager(disk, storage_mode="node", keep=KeepLast(2), run_id="run", liveness_timeout=2.0)
+    ckpt = CheckpointManager(
+        disk, storage_mode="node", keep=KeepLast(2), run_id="run", liveness_timeout=2.0
+    )
     for step in range(1, 6):
         ckpt.save(step, state(step, rank))
     ckpt.save_async(5, state(55, rank), overwrite=True).result()
@@ -64,11 +83,17 @@ def second(rank: int, folder: Path) -> Any:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CheckpointWarning)
-        with CheckpointManager(folder / f"disk{rank // 2}", storage_mode="node", run_id="run") as ckpt:
+        with CheckpointManager(
+            folder / f"disk{rank // 2}", storage_mode="node", run_id="run"
+        ) as ckpt:
             found = restored(ckpt, rank)
             ckpt.save(6, state(6, rank))
             again = restored(ckpt, rank)
-            return found, again, [str(w.message) for w in caught if issubclass(w.category, CheckpointWarning)]
+            return (
+                found,
+                again,
+                [str(w.message) for w in caught if issubclass(w.category, CheckpointWarning)],
+            )
 
 
 def job(program: Any, folder: Path) -> dict[int, Any]:
@@ -86,7 +111,13 @@ def job(program: Any, folder: Path) -> dict[int, Any]:
             if rank:
                 made.close()
             store = dist.TCPStore(
-                "127.0.0.1", port, RANKS, rank == 0, timedelta(seconds=60), wait_for_workers=False, **listens
+                "127.0.0.1",
+                port,
+                RANKS,
+                rank == 0,
+                timedelta(seconds=60),
+                wait_for_workers=False,
+                **listens,
             )
             dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
             os.write(write, json.dumps(program(rank, folder)).encode())

@@ -1,4 +1,5 @@
-"""Guards on ranks that are threads, and a schedule that decides in which order they get to the blackboard."""
+"""Guards on ranks that are threads, and a schedule that decides in which order they get to the
+blackboard."""
 
 from __future__ import annotations
 
@@ -26,13 +27,16 @@ class Instant:
 @pytest.fixture
 def main_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards may be made in the threads of virtual ranks, and wait without sleeping."""
-    fake = SimpleNamespace(current_thread=threading.main_thread, main_thread=threading.main_thread, Event=Instant)
+    fake = SimpleNamespace(
+        current_thread=threading.main_thread, main_thread=threading.main_thread, Event=Instant
+    )
     monkeypatch.setattr(ckptcore.preemption, "threading", fake)
 
 
 class Schedule:
-    """One rank runs at a time; at every word on the board a seeded choice says which. None is further ahead of the
-    last one than `skew` steps, and how eager each is differs by a factor of up to 50."""
+    """One rank runs at a time; at every word on the board a seeded choice says which. None is
+    further ahead of the last one than `skew` steps, and how eager each is differs by a factor of up
+    to 50."""
 
     def __init__(self, seed: int, world_size: int, skew: int, first: int) -> None:
         self.random, self.skew = random.Random(seed), skew
@@ -73,7 +77,9 @@ class Schedule:
 class Scheduled(Board):
     """A board at which every word waits for its turn, and a signal may come just before it."""
 
-    def __init__(self, board: Board, before: Callable[[], None], decided: Callable[[int], None]) -> None:
+    def __init__(
+        self, board: Board, before: Callable[[], None], decided: Callable[[int], None]
+    ) -> None:
         self.board, self.before, self.decided = board, before, decided
 
     def put(self, key: str, value: bytes) -> None:
@@ -100,12 +106,22 @@ class Scheduled(Board):
 
 
 class Run:
-    """A run of ranks that call `should_stop` after every step. signals: (rank, step, words before it comes)."""
+    """A run of ranks that call `should_stop` after every step. signals: (rank, step, words before
+    it comes)."""
 
-    def __init__(self, seed: int, world_size: int, skew: int, steps: range, signals: set[tuple[int, int, int]]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        world_size: int,
+        skew: int,
+        steps: range,
+        signals: set[tuple[int, int, int]],
+    ) -> None:
         self.schedule = Schedule(seed, world_size, skew, steps.start)
         self.steps, self.signals = steps, signals
-        self.furthest: int | None = None  # where the furthest rank was when the step to stop at was named
+        self.furthest: int | None = (
+            None  # where the furthest rank was when the step to stop at was named
+        )
         self.stopped: list[int | None] = self._run(world_size)
 
     def _run(self, world_size: int) -> list[int | None]:

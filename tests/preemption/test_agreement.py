@@ -23,7 +23,8 @@ Scheduled = Callable[..., Any]
 def test_all_stop_after_the_same_step_soon_after_the_signal(
     scheduled: Scheduled, world_size: int, skew: int, first: int
 ) -> None:
-    """The signal comes to any rank at any step, before its call or between any two words that it says."""
+    """The signal comes to any rank at any step, before its call or between any two words that it
+    says."""
     chance = random.Random(f"{world_size} {skew} {first}")
     steps = range(first, first + 2 * skew + 12)
     widest, moments = 0, set()
@@ -46,7 +47,9 @@ def test_all_stop_after_the_same_step_soon_after_the_signal(
 def test_signals_to_several_ranks_are_one(scheduled: Scheduled, world_size: int) -> None:
     chance = random.Random(world_size)
     for _ in range(10):
-        signals = {(rank, chance.randrange(10), chance.choice([0, 1, 2])) for rank in range(world_size)}
+        signals = {
+            (rank, chance.randrange(10), chance.choice([0, 1, 2])) for rank in range(world_size)
+        }
         run = scheduled(chance.randrange(2**32), world_size, 5, range(40), signals)
         (stopped,) = set(run.stopped)
         earliest = min(step for _, step, _ in signals)
@@ -77,8 +80,15 @@ def test_a_signal_at_the_end_stops_all_or_none(scheduled: Scheduled) -> None:
 def test_all_stop_after_the_same_step_whatever_the_order(scheduled: Scheduled) -> None:
     chance = random.Random()
     for _ in range(2000):
-        seed, world_size, skew = chance.randrange(2**32), chance.choice([2, 3, 4, 8]), chance.choice([0, 1, 2, 5, 20])
-        signals = {(chance.randrange(world_size), chance.randrange(20), chance.randrange(4)) for _ in range(2)}
+        seed, world_size, skew = (
+            chance.randrange(2**32),
+            chance.choice([2, 3, 4, 8]),
+            chance.choice([0, 1, 2, 5, 20]),
+        )
+        signals = {
+            (chance.randrange(world_size), chance.randrange(20), chance.randrange(4))
+            for _ in range(2)
+        }
         run = scheduled(seed, world_size, skew, range(20 + 2 * skew + 6), signals)
         assert len(set(run.stopped)) == 1, (seed, world_size, skew, signals, run.stopped)
 
@@ -102,7 +112,8 @@ def test_a_rank_that_skipped_calls_is_told(main_threads: None) -> None:
             return stops
         asked.wait(20)
         with pytest.raises(
-            CoordinationError, match=r"rank 1 is at step 5 and the ranks stop after 1: .* every step"
+            CoordinationError,
+            match=r"rank 1 is at step 5 and the ranks stop after 1: .* every step",
         ) as raised:
             guard.should_stop(5)
         return raised.value.ranks, raised.value.step
@@ -144,7 +155,8 @@ def test_a_lost_board_is_a_lost_rank_wherever_it_is_noticed(main_threads: None, 
     guard = PreemptionGuard(comm)
     guard.signaled = True
     guard.comm.board = Dying(guard.comm.board, words)  # type: ignore[attr-defined]
-    # Its step, the signal, the signal read back, "about to say", two steps, the step to stop at, and that read back.
+    # Its step, the signal, the signal read back, "about to say", two steps, the step to stop at,
+    # and that read back.
     if words < 8:
         with pytest.raises(
             RankLost, match=r"step 7: the connection to the store .* is lost .connection reset"
@@ -167,8 +179,11 @@ def test_a_rank_0_that_dies_while_it_names_the_step_is_lost(main_threads: None) 
     comm.close()
 
 
-def test_a_run_after_the_one_that_was_stopped_is_not_stopped_by_the_same_signal(main_threads: None) -> None:
-    """A notebook, or a trainer that is called again: the n-th guard of one rank talks to the n-th of the others."""
+def test_a_run_after_the_one_that_was_stopped_is_not_stopped_by_the_same_signal(
+    main_threads: None,
+) -> None:
+    """A notebook, or a trainer that is called again: the n-th guard of one rank talks to the n-th
+    of the others."""
 
     def program(comm: Any) -> list[int | None]:
         stops = []
@@ -214,7 +229,9 @@ class Own(Communicator):
 
 
 @pytest.mark.parametrize("signaled", [[], [0], [1], [0, 2]])
-def test_the_ranks_of_a_users_own_communicator_agree(main_threads: None, signaled: list[int]) -> None:
+def test_the_ranks_of_a_users_own_communicator_agree(
+    main_threads: None, signaled: list[int]
+) -> None:
     def program(comm: Any) -> tuple[list[bool], bool]:
         own = Own(comm)
         guard = PreemptionGuard(own)
@@ -229,7 +246,9 @@ def test_the_ranks_of_a_users_own_communicator_agree(main_threads: None, signale
 
 def test_a_rank_of_a_users_own_communicator_that_skipped_calls_is_told(main_threads: None) -> None:
     def program(comm: Any) -> Any:
-        with pytest.raises(CoordinationError, match=r"after every step, on every rank; they are at \[3, 4\]"):
+        with pytest.raises(
+            CoordinationError, match=r"after every step, on every rank; they are at \[3, 4\]"
+        ):
             PreemptionGuard(Own(comm)).should_stop(3 + comm.rank)
 
     run_ranks(2, program)

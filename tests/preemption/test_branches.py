@@ -1,4 +1,5 @@
-"""What ends with one object, and is begun again with the next on the same communicator, has nothing left in it."""
+"""What ends with one object, and is begun again with the next on the same communicator, has nothing
+left in it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from ckptcore import AsyncSaveError, CheckpointManager, SharingPattern, StateComponent, open_storage, scan_root
+from ckptcore import (
+    AsyncSaveError,
+    CheckpointManager,
+    SharingPattern,
+    StateComponent,
+    open_storage,
+    scan_root,
+)
 from ckptcore.testing.faults import FaultStorage
 from ckptcore.testing.ranks import run_ranks
 
@@ -26,8 +34,11 @@ def test_the_second_branch_of_a_name_does_not_hear_what_was_said_in_the_first() 
     assert run_ranks(2, program) == [[2, 4, 6], [2, 4, 6]]
 
 
-def test_a_save_that_fails_on_rank_0_is_no_success_of_rank_1_in_a_second_manager_either(tmp_path: Path) -> None:
-    """The verdict on the last save of the first manager is not the one on the first save of the second."""
+def test_a_save_that_fails_on_rank_0_is_no_success_of_rank_1_in_a_second_manager_either(
+    tmp_path: Path,
+) -> None:
+    """The verdict on the last save of the first manager is not the one on the first save of the
+    second."""
 
     def program(comm: Any) -> Any:
         state = [StateComponent("m", {"rank": torch.tensor(comm.rank)}, SharingPattern.PER_RANK)]
@@ -43,5 +54,9 @@ def test_a_save_that_fails_on_rank_0_is_no_success_of_rank_1_in_a_second_manager
         return second.failed_steps
 
     assert run_ranks(2, program) == [(2,), (2,)]
-    assert [(entry.step, entry.status) for entry in scan_root(str(tmp_path / "one"))] == [(1, "committed")]
-    assert [entry for entry in scan_root(str(tmp_path / "two")) if entry.status == "committed"] == []
+    assert [(entry.step, entry.status) for entry in scan_root(str(tmp_path / "one"))] == [
+        (1, "committed")
+    ]
+    assert [
+        entry for entry in scan_root(str(tmp_path / "two")) if entry.status == "committed"
+    ] == []

@@ -1,4 +1,5 @@
-"""What a signal does: the first is a wish to stop, with its doubles; the second is what it was before."""
+"""What a signal does: the first is a wish to stop, with its doubles; the second is what it was
+before."""
 
 from __future__ import annotations
 
@@ -47,12 +48,18 @@ def test_a_signal_stops_after_the_step_at_hand(handled: Handled, number: signal.
 
 
 def test_handlers_are_those_of_before_when_the_guard_is_left(handled: Handled) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+    before = [
+        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    ]
     with pytest.raises(KeyError), PreemptionGuard():
-        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] != before[:2]
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] != before[
+            :2
+        ]
         assert signal.getsignal(signal.SIGUSR2) == before[2]
         raise KeyError("the loop fails")
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    ] == before
     signal.raise_signal(signal.SIGTERM)
     assert handled == [signal.SIGTERM]
 
@@ -78,7 +85,8 @@ def test_a_second_signal_of_the_same_kind_is_for_the_handler_of_before(handled: 
 
 
 def test_a_warning_and_then_the_request_are_of_two_kinds(handled: Handled) -> None:
-    """Schedulers send SIGUSR1 some time before SIGTERM: the second is no impatience, the save may be under way."""
+    """Schedulers send SIGUSR1 some time before SIGTERM: the second is no impatience, the save may
+    be under way."""
     with PreemptionGuard(repeat_after=0) as guard:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
@@ -100,7 +108,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_same_signal_twice_at_once_is_one_request(
     handled: Handled, clock: list[float], number: signal.Signals
 ) -> None:
-    """A scheduler signals every process of a job, and torchrun passes on what it gets: the save must not die of that."""
+    """A scheduler signals every process of a job, and torchrun passes on what it gets: the save
+    must not die of that."""
     with PreemptionGuard() as guard:
         for seconds in (0.0, 0.0, 0.02, 4.9):
             clock[0] = 1000.0 + seconds
@@ -115,7 +124,8 @@ def test_the_same_signal_twice_at_once_is_one_request(
 
 
 def test_each_signal_has_a_time_of_its_own(handled: Handled, clock: list[float]) -> None:
-    """SIGTERM that comes long after SIGUSR1 is the first of its kind, and what comes with it is its double."""
+    """SIGTERM that comes long after SIGUSR1 is the first of its kind, and what comes with it is its
+    double."""
     with PreemptionGuard(repeat_after=2.0) as guard:
         signal.raise_signal(signal.SIGUSR1)
         clock[0] += 60
@@ -132,7 +142,9 @@ def test_each_signal_has_a_time_of_its_own(handled: Handled, clock: list[float])
         assert handled == [signal.SIGUSR1, signal.SIGTERM]
 
 
-def test_a_guard_does_not_know_of_signals_before_its_time(handled: Handled, clock: list[float]) -> None:
+def test_a_guard_does_not_know_of_signals_before_its_time(
+    handled: Handled, clock: list[float]
+) -> None:
     """In a second run of the same process the first signal is a first one."""
     for _ in range(2):
         with PreemptionGuard(repeat_after=2.0) as guard:
@@ -172,7 +184,9 @@ def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_two_processes_save_the_same_step_when_one_is_told_to_stop(started: Callable[..., Any], tmp_path: Path) -> None:
+def test_two_processes_save_the_same_step_when_one_is_told_to_stop(
+    started: Callable[..., Any], tmp_path: Path
+) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [started(tmp_path, rank, 2, store.port) for rank in range(2)]
     for process in ranks:

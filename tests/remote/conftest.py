@@ -20,10 +20,11 @@ FAULTS = ("drop", "lost", "500", "503", "429", "delay", "truncate")
 class Proxy(ThreadingHTTPServer):
     """rate: the part of requests that one of `kinds` is done to.
 
-    "drop": the connection is reset before anybody has seen the request. "lost": the request is done, and the answer is
-    lost. "truncate": half of the answer comes. "stall", when it is asked for: what follows the head of the request is not
-    read, and nothing answered. `asked` lists (name of the request, key) of all that came, `ranges` those that were asked
-    for; `faults` counts what was done to them.
+    "drop": the connection is reset before anybody has seen the request. "lost": the request is
+    done, and the answer is lost. "truncate": half of the answer comes. "stall", when it is asked
+    for: what follows the head of the request is not read, and nothing answered. `asked` lists (name
+    of the request, key) of all that came, `ranges` those that were asked for; `faults` counts what
+    was done to them.
     """
 
     daemon_threads = True
@@ -81,15 +82,25 @@ class _Handler(BaseHTTPRequestHandler):
         if kind in ("500", "503", "429"):
             status = int(kind)
             code = ERRORS[status]
-            text = f"<Error><Code>{code}</Code><Message>made by the proxy</Message></Error>".encode()
-            return self.answer(status, [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else text)
+            text = (
+                f"<Error><Code>{code}</Code><Message>made by the proxy</Message></Error>".encode()
+            )
+            return self.answer(
+                status,
+                [("Content-Type", "application/xml")],
+                b"" if self.command == "HEAD" else text,
+            )
         if kind == "delay":
             time.sleep(0.05)
         behind = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=60)
         behind.request(self.command, self.path, body, dict(self.headers))
         found = behind.getresponse()
         data = found.read()
-        headers = [(n, v) for n, v in found.getheaders() if n.lower() not in ("connection", "transfer-encoding")]
+        headers = [
+            (n, v)
+            for n, v in found.getheaders()
+            if n.lower() not in ("connection", "transfer-encoding")
+        ]
         behind.close()
         if kind == "lost" or (kind == "truncate" and not data):
             return self.reset()

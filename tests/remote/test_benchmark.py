@@ -1,4 +1,5 @@
-"""`python -m benchmarks remote` measures what it says, with figures that mean nothing at this size."""
+"""`python -m benchmarks remote` measures what it says, with figures that mean nothing at this
+size."""
 
 import sys
 from pathlib import Path
@@ -7,7 +8,9 @@ import pytest
 
 pytest.importorskip("boto3")
 pytest.importorskip("s3fs")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from the repository, not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2])
+)  # run from the repository, not installed
 
 from benchmarks import remote
 

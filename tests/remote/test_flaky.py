@@ -1,4 +1,5 @@
-"""A network and a service that fail: what is tried again, what is given up, and that nothing half done is ever published."""
+"""A network and a service that fail: what is tried again, what is given up, and that nothing half
+done is ever published."""
 
 import errno
 import time
@@ -17,7 +18,8 @@ def same(found, expected):
 
 
 def saves_and_loads(s3, proxy, through, state_of, count, rate):
-    """`count` saves, each loaded again, by way of a proxy that fails: the manager, and the events of the saves."""
+    """`count` saves, each loaded again, by way of a proxy that fails: the manager, and the events
+    of the saves."""
     events = []
     manager = CheckpointManager(
         s3.new_root(),
@@ -36,14 +38,17 @@ def saves_and_loads(s3, proxy, through, state_of, count, rate):
     straight = CheckpointManager(manager.root, storage_options=s3.options, run_id="run")
     assert [info.step for info in straight.list()] == [count - 1, count]
     assert [straight.verify(info.step) for info in straight.list()] == [[], []]
-    assert [entry.name for entry in straight.storage.list()] == [f"checkpoint-{step}" for step in (count - 1, count)]
+    assert [entry.name for entry in straight.storage.list()] == [
+        f"checkpoint-{step}" for step in (count - 1, count)
+    ]
     return manager, [event for event in events if event.kind == "committed"]
 
 
 def check_counts(manager, proxy, committed):
     refused = sum(proxy.faults[kind] for kind in ("500", "503", "429"))
     failed = sum(count for kind, count in proxy.faults.items() if kind != "delay")
-    # Where a connection that was used before turns out to be dead, the HTTP client below sends the request again itself.
+    # Where a connection that was used before turns out to be dead, the HTTP client below sends the
+    # request again itself.
     assert refused <= manager.storage.retries <= failed
     assert 0 < sum(event.retries for event in committed) <= manager.storage.retries
     assert len(proxy.asked) - failed <= manager.storage.requests <= len(proxy.asked)
@@ -65,7 +70,9 @@ def test_fifty_saves_and_loads_while_three_of_ten_requests_fail(s3, proxy, throu
 
 
 @pytest.mark.parametrize("kind", ["drop", "lost", "500", "503", "429"])
-def test_a_storage_that_only_fails_is_given_up_within_the_deadline(s3, proxy, through, state_of, kind):
+def test_a_storage_that_only_fails_is_given_up_within_the_deadline(
+    s3, proxy, through, state_of, kind
+):
     root = s3.new_root()
     before = CheckpointManager(root, storage_options=s3.options, run_id="run")
     before.save(1, state_of(1))
@@ -89,12 +96,18 @@ def test_a_storage_that_stops_taking_data_publishes_nothing(s3, proxy, through, 
     """It fails in the middle of a save; with the network back, nothing of that is there."""
     root = s3.new_root()
     state = {"model": {"w": torch.arange(5 << 20, dtype=torch.float32), "small": torch.ones(3)}}
-    manager = CheckpointManager(root, storage_options=through(retry_deadline=0.3), run_id="run", io_threads=2)
+    manager = CheckpointManager(
+        root, storage_options=through(retry_deadline=0.3), run_id="run", io_threads=2
+    )
     proxy.rate, proxy.kinds = 1.0, ("503",)
     proxy.only = lambda asked, key: asked == name and not key.endswith(".partial")
     with pytest.raises(StorageError, match="SlowDown"):
         manager.save(1, state)
-    assert not s3.client().list_objects_v2(Bucket=s3.bucket, Prefix=root.removeprefix("s3://runs/")).get("Contents")
+    assert (
+        not s3.client()
+        .list_objects_v2(Bucket=s3.bucket, Prefix=root.removeprefix("s3://runs/"))
+        .get("Contents")
+    )
     prefix = root.removeprefix("s3://runs/")
     begun = s3.client().list_multipart_uploads(Bucket=s3.bucket).get("Uploads", [])
     assert not [upload for upload in begun if upload["Key"].startswith(prefix)]

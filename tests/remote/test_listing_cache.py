@@ -13,7 +13,8 @@ from ckptcore import CheckpointManager, KeepLast, open_storage
 
 
 class Cached(AbstractFileSystem):
-    """One storage for all instances; each keeps its own listings, and the sizes in them, for ever."""
+    """One storage for all instances; each keeps its own listings, and the sizes in them, for
+    ever."""
 
     protocol = "cached"
     root_marker = "/"
@@ -77,9 +78,13 @@ def state(value=-1.0):
 
 @pytest.fixture(params=["cached", "s3"])
 def two(request, s3):
-    """Two managers in the place of two processes: each with a filesystem of its own over the same storage."""
+    """Two managers in the place of two processes: each with a filesystem of its own over the same
+    storage."""
     if request.param == "s3":
-        root, options = s3.new_root(), [{**s3.options, "listings_expiry_time": 1000 + n} for n in range(2)]
+        root, options = (
+            s3.new_root(),
+            [{**s3.options, "listings_expiry_time": 1000 + n} for n in range(2)],
+        )
     else:
         root, options = f"cached://{uuid.uuid4().hex}/run", [{}, {}]
     a, b = (CheckpointManager(root, storage_options=how, run_id="run") for how in options)

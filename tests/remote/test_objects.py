@@ -19,7 +19,9 @@ MIB = 1 << 20
 
 
 def keys(s3, root):
-    found = s3.client().list_objects_v2(Bucket=s3.bucket, Prefix=root.removeprefix(f"s3://{s3.bucket}/"))
+    found = s3.client().list_objects_v2(
+        Bucket=s3.bucket, Prefix=root.removeprefix(f"s3://{s3.bucket}/")
+    )
     return [item["Key"].rpartition("/run/")[2] for item in found.get("Contents", ())]
 
 
@@ -36,13 +38,17 @@ def test_nothing_is_there_before_it_is_complete(s3, size):
     data = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tobytes()
     writer = storage.create("folder/file", size)
     for at in range(0, size, MIB):
-        writer.write_at(at, [memoryview(data)[at : at + 1000], memoryview(data)[at + 1000 : at + MIB]])
+        writer.write_at(
+            at, [memoryview(data)[at : at + 1000], memoryview(data)[at + 1000 : at + MIB]]
+        )
         assert keys(s3, root) == []
     writer.close()
     assert keys(s3, root) == ["folder/file"]
     assert begun(s3, root) == []
     assert storage.read("folder/file") == data
-    plain = s3.client().get_object(Bucket=s3.bucket, Key=f"{root.removeprefix('s3://runs/')}/folder/file")
+    plain = s3.client().get_object(
+        Bucket=s3.bucket, Key=f"{root.removeprefix('s3://runs/')}/folder/file"
+    )
     assert plain["Body"].read() == data
 
 
@@ -90,7 +96,9 @@ def test_what_a_killed_process_had_begun_goes_with_the_folder(s3):
         writer.write_at(PIECE_BYTES + 1, [memoryview(bytes(PIECE_BYTES))])
         writer.close()
     with pytest.raises(StorageError, match="NoSuchKey"):
-        storage.read("folder/file")  # an answer: it is not the whole storage that fails, so that what follows is tried
+        storage.read(
+            "folder/file"
+        )  # an answer: it is not the whole storage that fails, so that what follows is tried
     writer.abort()
     other.abort()
     assert (keys(s3, root), begun(s3, root)) == ([], [])
@@ -113,7 +121,8 @@ def test_part_buffers_are_bounded_and_used_again():
 
 
 def test_of_two_jobs_that_commit_one_step_one_succeeds(s3, state_of):
-    """The second one finds out at the last moment: its look at the place was right, and then somebody was quicker."""
+    """The second one finds out at the last moment: its look at the place was right, and then
+    somebody was quicker."""
     root, name = s3.new_root(), "checkpoint-1/checkpoint_manifest.json"
     first = CheckpointManager(s3.new_root(), storage_options=s3.options, run_id="one")
     first.save(1, state_of(1))
@@ -149,17 +158,28 @@ def test_a_server_that_does_not_know_create_only(s3, proxy, through, state_of):
 
 
 def test_requests_of_a_run(s3, proxy, through, state_of):
-    manager = CheckpointManager(s3.new_root(), storage_options=through(), keep=KeepLast(2), run_id="run")
+    manager = CheckpointManager(
+        s3.new_root(), storage_options=through(), keep=KeepLast(2), run_id="run"
+    )
     costs = []
     for step in range(1, 6):
         proxy.asked.clear()
         manager.save(step, state_of(step))
         costs.append(proxy.counted())
-    # The mark of the attempt, a tensor file, an index, the manifest: one put for each and no question before it.
+    # The mark of the attempt, a tensor file, an index, the manifest: one put for each and no
+    # question before it.
     assert costs[0] == {"list": 5, "put": 4, "delete": 1}
-    # With the older checkpoints' manifests read, and one of them deleted: no more from there on, however many came before.
+    # With the older checkpoints' manifests read, and one of them deleted: no more from there on,
+    # however many came before.
     assert costs[3] == costs[4]
-    assert costs[4] == {"list": 8, "put": 5, "get": 4, "delete": 4, "delete many": 1, "list uploads": 1}
+    assert costs[4] == {
+        "list": 8,
+        "put": 5,
+        "get": 4,
+        "delete": 4,
+        "delete many": 1,
+        "list uploads": 1,
+    }
     proxy.asked.clear()
     assert manager.latest().step == 5
     assert proxy.counted() == {"list": 1, "get": 2}
@@ -184,7 +204,9 @@ for _ in range(3):
 """
     manager = CheckpointManager(root, storage_options=s3.options, run_id="run")
     command = [sys.executable, "-c", program, root, json.dumps(s3.options)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         try:
             found = [json.loads(child.stdout.readline())]
             for act in (
@@ -215,7 +237,8 @@ def test_a_forked_child_makes_its_own_connections(s3):
 
 
 def test_a_save_in_the_background_at_the_end_of_a_program(s3, state_of):
-    """By the name of a host, which is looked up for each connection while the interpreter is on its way out."""
+    """By the name of a host, which is looked up for each connection while the interpreter is on its
+    way out."""
     root = s3.new_root()
     anew = {"connector_args": {"use_dns_cache": False}}
     options = {**s3.options, "endpoint_url": f"http://localhost:{s3.port}", "config_kwargs": anew}

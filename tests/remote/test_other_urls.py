@@ -1,4 +1,5 @@
-"""Roots at chained URLs, at the top of a storage, in an archive, at a web server; and texts that have been URLs."""
+"""Roots at chained URLs, at the top of a storage, in an archive, at a web server; and texts that
+have been URLs."""
 
 import errno
 import json
@@ -42,7 +43,8 @@ def cwd(tmp_path, monkeypatch):
 
 @pytest.fixture
 def ckpt(capsys):
-    """ckpt(*arguments): the exit code of the command, what it printed, and what it complained of."""
+    """ckpt(*arguments): the exit code of the command, what it printed, and what it complained
+    of."""
 
     def run(*arguments):
         capsys.readouterr()
@@ -65,16 +67,25 @@ def told(ckpt):
 def check_reading(root, told, options=None):
     """Steps 1 and 2 are at `root`, whole, and can be read by whatever reads."""
     manager = CheckpointManager(root, storage_options=options)
-    assert [(info.step, info.status) for info in manager.list()] == [(1, "committed"), (2, "committed")]
+    assert [(info.step, info.status) for info in manager.list()] == [
+        (1, "committed"),
+        (2, "committed"),
+    ]
     live = state()
     assert manager.restore(live).step == 2
     assert live["m"]["a"].tolist() == [2.0] * 3
     for step, info in enumerate(manager.list(), 1):
         report = manager.load(live := state(), info.url)
-        assert (report.step, report.values["m"]["n"], live["m"]["a"].tolist()) == (step, step, [step] * 3)
+        assert (report.step, report.values["m"]["n"], live["m"]["a"].tolist()) == (
+            step,
+            step,
+            [step] * 3,
+        )
         with open_checkpoint(info.url, storage_options=options) as view:
             assert (view.name, view.url, view.verify()) == (f"checkpoint-{step}", info.url, [])
-    given = [f"--storage-option={name}={json.dumps(value)}" for name, value in (options or {}).items()]
+    given = [
+        f"--storage-option={name}={json.dumps(value)}" for name, value in (options or {}).items()
+    ]
     newest = manager.latest().url
     assert [entry["step"] for entry in told("ls", root, *given)["checkpoints"]] == [1, 2]
     for what in (root, newest):
@@ -99,7 +110,10 @@ def test_b26_chained_urls_stay_urls(s3, told, tmp_path, cwd, place):
     straight = s3.options if place == "s3" else None
     assert [info.step for info in scan_root(inside, storage_options=straight)] == [1, 2]
     copy = copy_checkpoint(
-        infos[1].url, tmp_path / "copies" / "checkpoint-2", storage_options=options, target_options={}
+        infos[1].url,
+        tmp_path / "copies" / "checkpoint-2",
+        storage_options=options,
+        target_options={},
     )
     assert open_checkpoint(copy.url).read("m/a").tolist() == [2.0] * 3
     with CheckpointManager(root, storage_options=options) as manager:
@@ -130,7 +144,11 @@ def test_an_archive(ckpt, told, tmp_path, cwd):
     assert CheckpointManager(root).latest().url == f"zip://run/checkpoint-2::{archive}"
     check_reading(root, told)
     one = f"zip://run/checkpoint-1::{archive}"
-    done = told("cp", root, tmp_path / "a"), told("cp", one, tmp_path / "b"), told("cp", one, "memory://from-zip/c")
+    done = (
+        told("cp", root, tmp_path / "a"),
+        told("cp", one, tmp_path / "b"),
+        told("cp", one, "memory://from-zip/c"),
+    )
     assert [(copy["source"], copy["target"]) for copy in done] == [
         (f"zip://run/checkpoint-2::{archive}", str(tmp_path / "a" / "checkpoint-2")),
         (one, str(tmp_path / "b" / "checkpoint-1")),
@@ -139,7 +157,11 @@ def test_an_archive(ckpt, told, tmp_path, cwd):
     assert [info.step for place in ("a", "b") for info in scan_root(tmp_path / place)] == [2, 1]
     assert open_checkpoint("memory://from-zip/c/checkpoint-1").verify() == []
     code, out, err = ckpt("inspect", f"zip://run/checkpoint-3::{archive}")
-    assert (code, out, err.count("\n")) == (3, "", 1) and f"zip://run/checkpoint-3::{archive}" in err
+    assert (code, out, err.count("\n")) == (
+        3,
+        "",
+        1,
+    ) and f"zip://run/checkpoint-3::{archive}" in err
     assert list(cwd.iterdir()) == []
 
 
@@ -158,7 +180,9 @@ def web(tmp_path):
     """The URL of a server for the files in tmp_path / "web"."""
     pytest.importorskip("fsspec.implementations.http", exc_type=ImportError)
     (tmp_path / "web").mkdir()
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "web"))) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "web"))
+    ) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -170,7 +194,9 @@ def test_a_web_server(web, told, tmp_path, cwd):
     files = sorted(path.name for path in (tmp_path / "web" / "run").rglob("*"))
     check_reading(f"{web}/run", told)
     check_reading(f"{web}/run/", told)
-    assert told("cp", f"{web}/run", tmp_path / "copies")["target"] == str(tmp_path / "copies" / "checkpoint-2")
+    assert told("cp", f"{web}/run", tmp_path / "copies")["target"] == str(
+        tmp_path / "copies" / "checkpoint-2"
+    )
     with pytest.raises(StorageError) as caught:
         CheckpointManager(f"{web}/run").save(3, state(3))
     assert type(caught.value) is StorageError and f"{web}/run/checkpoint-3" in str(caught.value)
@@ -179,7 +205,8 @@ def test_a_web_server(web, told, tmp_path, cwd):
 
 
 def test_files_of_a_web_server_are_read_in_pieces(web, tmp_path, monkeypatch):
-    """Each from an answer with all of it, when the server knows no ranges; a damaged one is found."""
+    """Each from an answer with all of it, when the server knows no ranges; a damaged one is
+    found."""
     monkeypatch.setattr("ckptcore.storage.remote.PIECE_BYTES", 5000)
     with CheckpointManager(tmp_path / "web" / "run") as manager:
         manager.save(1, {"m": {"a": torch.arange(1500), "b": torch.ones(3)}})
@@ -240,14 +267,18 @@ def test_the_command_refuses_it_too(ckpt, text, meant, command, tmp_path, cwd):
 @pytest.mark.parametrize("name", ["c:/x", "my:run/x", "my:/x", "s3:run", "a::b/x", "1://x"])
 def test_other_names_with_a_colon_are_local_folders(name, told, cwd):
     infos = save_two(name)
-    assert [info.url for info in infos] == [str(cwd / name / f"checkpoint-{step}") for step in (1, 2)]
+    assert [info.url for info in infos] == [
+        str(cwd / name / f"checkpoint-{step}") for step in (1, 2)
+    ]
     assert sorted(path.name for path in (cwd / name).iterdir()) == ["checkpoint-1", "checkpoint-2"]
     check_reading(name, told)
 
 
 def test_a_file_url_may_name_this_machine(tmp_path, told, cwd):
     infos = save_two(f"file://localhost{tmp_path}/run")
-    assert [info.url for info in infos] == [str(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2)]
+    assert [info.url for info in infos] == [
+        str(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2)
+    ]
     check_reading(f"{tmp_path}/run", told)
     for host in ("", "localhost"):
         url = f"file://{host}{tmp_path}/run"

@@ -49,7 +49,9 @@ def everything_said(error):
     return "".join(traceback.format_exception(error)) + repr(error) + str(vars(error))
 
 
-@pytest.mark.parametrize("options", [{"token": SECRET}, {"client_kwargs": {"headers": [{"Authorization": SECRET}]}}])
+@pytest.mark.parametrize(
+    "options", [{"token": SECRET}, {"client_kwargs": {"headers": [{"Authorization": SECRET}]}}]
+)
 def test_an_error_of_a_filesystem_that_repeats_them(options):
     ckpt = CheckpointManager("talkative://bucket/run", storage_options=options)
     with pytest.raises(StorageError, match=r"denied to .*\*\*\*") as caught:
@@ -79,8 +81,12 @@ def test_a_run_and_its_failures(s3, proxy, through, caplog, capfd):
     with pytest.raises(StorageError) as caught:
         ckpt.save(2, {"m": {"a": torch.ones(3)}})
     out, err = capfd.readouterr()
-    ours = "".join(record.getMessage() for record in caplog.records if record.name.startswith("ckptcore"))
-    assert SECRET not in everything_said(caught.value) + ours + out + err + repr(events) + repr(info)
+    ours = "".join(
+        record.getMessage() for record in caplog.records if record.name.startswith("ckptcore")
+    )
+    assert SECRET not in everything_said(caught.value) + ours + out + err + repr(events) + repr(
+        info
+    )
     assert SECRET.encode() not in info.manifest.encode()
 
 
@@ -101,7 +107,9 @@ class Vault(MemoryFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path):
-        return super()._strip_protocol(infer_storage_options(path)["path"] if "://" in path else path)
+        return super()._strip_protocol(
+            infer_storage_options(path)["path"] if "://" in path else path
+        )
 
 
 fsspec.register_implementation("vault", Vault, clobber=True)
@@ -134,7 +142,15 @@ def test_a_run_at_a_url_with_a_password(vault, caplog, capfd):
         assert live["m"]["a"].tolist() == [info.step] * 3
     view = open_checkpoint(f"{url}/checkpoint-1")
     assert (view.url, view.verify()) == (infos[0].url, [])
-    said = repr(ckpt) + repr(ckpt.storage) + ckpt.root + repr(infos) + repr(events) + repr(view) + caplog.text
+    said = (
+        repr(ckpt)
+        + repr(ckpt.storage)
+        + ckpt.root
+        + repr(infos)
+        + repr(events)
+        + repr(view)
+        + caplog.text
+    )
     assert secret not in said + "".join(capfd.readouterr())
     assert not [name for name, file in Vault.store.items() if secret.encode() in file.getvalue()]
 
@@ -155,10 +171,14 @@ def test_failures_at_a_url_with_a_password(vault, tmp_path, monkeypatch):
             ask()
         assert shown in str(caught.value)
         assert secret not in everything_said(caught.value)
-    with pytest.raises(StorageError, match=r"host/run/checkpoint-1: connecting failed: wrong password \*\*\*"):
+    with pytest.raises(
+        StorageError, match=r"host/run/checkpoint-1: connecting failed: wrong password \*\*\*"
+    ):
         open_checkpoint(infos[0].url)  # nobody knows the password of what is shown
     monkeypatch.setattr(Vault, "password", "another")
-    with pytest.raises(StorageError, match=r"me:\*\*\*@host/run: connecting failed: wrong password \*\*\*") as caught:
+    with pytest.raises(
+        StorageError, match=r"me:\*\*\*@host/run: connecting failed: wrong password \*\*\*"
+    ) as caught:
         CheckpointManager(url)
     assert secret not in everything_said(caught.value)
 
@@ -169,7 +189,10 @@ def test_a_tier_at_a_url_with_a_password(vault, tmp_path):
     assert repr(tier) == f"Tier({shown!r}, every=1, keep=None)"
     saved(tmp_path / "fast", tiers=[tier], on_event=events.append)
     assert repr(tier) == f"Tier({shown!r}, every=1, keep=None)"
-    assert sorted((e.step, e.root) for e in events if e.kind == "uploaded") == [(1, shown), (2, shown)]
+    assert sorted((e.step, e.root) for e in events if e.kind == "uploaded") == [
+        (1, shown),
+        (2, shown),
+    ]
     assert secret not in repr(events)
 
 
@@ -197,9 +220,12 @@ def test_the_command_shows_no_password(vault, tmp_path, capsys, json):
     code, out, _ = ckpt("cp", tmp_path / "run", url.replace("/run", "/other"))
     assert code == 0 and shown.replace("/run", "/other/checkpoint-2") in out
     assert open_checkpoint(url.replace("/run", "/other/checkpoint-2")).verify() == []
-    for wrong, complaint in ((["ls", f"{url}-absent"], 3), (["inspect", f"{url}/checkpoint-3"], 3),
-                             (["cp", f"{url}/checkpoint-1", f"{url}/checkpoint-2"], 1),
-                             (["verify", url.replace("me:", "me:no-")], 4)):  # fmt: skip
+    for wrong, complaint in (
+        (["ls", f"{url}-absent"], 3),
+        (["inspect", f"{url}/checkpoint-3"], 3),
+        (["cp", f"{url}/checkpoint-1", f"{url}/checkpoint-2"], 1),
+        (["verify", url.replace("me:", "me:no-")], 4),
+    ):
         code, out, err = ckpt(*wrong)
         assert code == complaint and "vault://me:***@host/run" in out + err
     Vault.store["/run/checkpoint-2/m.safetensors"].seek(0)

@@ -1,4 +1,5 @@
-"""Servers that neither answer nor break the connection: they are left, in time, and nothing half done is published."""
+"""Servers that neither answer nor break the connection: they are left, in time, and nothing half
+done is published."""
 
 import errno
 import gc
@@ -15,7 +16,8 @@ DEADLINE = 60.0
 
 
 def within_deadline(call):
-    """What `call` returns or raises, as long as it does so in time; a server that is waited for without end fails a test."""
+    """What `call` returns or raises, as long as it does so in time; a server that is waited for
+    without end fails a test."""
     outcome = []
 
     def run():
@@ -42,7 +44,9 @@ def names_and_uploads(s3, root):
     return [item["Key"].removeprefix(prefix).strip("/") for item in [*found, *begun]]
 
 
-@pytest.mark.parametrize(("stalled", "size"), [("put", 7 << 20), ("part", 40 << 20)])  # sockets take 4 MiB in unread
+@pytest.mark.parametrize(
+    ("stalled", "size"), [("put", 7 << 20), ("part", 40 << 20)]
+)  # sockets take 4 MiB in unread
 def test_a_server_that_stops_reading(s3, proxy, through, stalled, size):
     root, state = s3.new_root(), state_of_bytes(size)
     ckpt = CheckpointManager(root, storage_options=through(retry_deadline=1), run_id="run")
@@ -80,7 +84,9 @@ def test_a_server_that_lets_in_and_never_answers(s3):
 
 def test_parts_are_sent_without_a_warning(s3):
     """aiohttp warns of large bodies, and where warnings are errors that would end the save."""
-    ckpt = CheckpointManager(s3.new_root(), storage_options=s3.options_at(s3.port, retry_deadline=5))
+    ckpt = CheckpointManager(
+        s3.new_root(), storage_options=s3.options_at(s3.port, retry_deadline=5)
+    )
     gc.collect()  # what others have left open is not to be told here
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)

@@ -1,4 +1,5 @@
-"""B26: a URL stays a URL through a whole run and the command line, and local paths may be called anything."""
+"""B26: a URL stays a URL through a whole run and the command line, and local paths may be called
+anything."""
 
 import json
 import sys
@@ -11,7 +12,14 @@ import torch
 from ckpt_tools.main import main
 from fsspec.implementations.local import LocalFileSystem
 
-from ckptcore import CheckpointManager, KeepLast, StorageError, open_checkpoint, open_storage, scan_root
+from ckptcore import (
+    CheckpointManager,
+    KeepLast,
+    StorageError,
+    open_checkpoint,
+    open_storage,
+    scan_root,
+)
 
 
 class Elsewhere(LocalFileSystem):
@@ -80,11 +88,15 @@ def test_b26_a_run_at_a_url_stays_at_that_url(place, form, capsys):
     # However it is written, it is the same place.
     assert [info.name for info in scan_root(root, options)] == ["checkpoint-4"]
     assert open_checkpoint(f"{root}/checkpoint-4", **how).read("m/a").tolist() == [4.0] * 3
-    given = [f"--storage-option={name}={json.dumps(value)}" for name, value in (options or {}).items()]
+    given = [
+        f"--storage-option={name}={json.dumps(value)}" for name, value in (options or {}).items()
+    ]
     found = told(capsys, "inspect", f"{root}/checkpoint-4", "--json", *given)["checkpoint"]
     assert (found["step"], found["status"]) == (4, "committed")
     assert scheme is None or found["url"].startswith(f"{scheme}://")
-    assert [entry["step"] for entry in told(capsys, "ls", url, "--json", *given)["checkpoints"]] == [4]
+    assert [
+        entry["step"] for entry in told(capsys, "ls", url, "--json", *given)["checkpoints"]
+    ] == [4]
     with CheckpointManager(url, **how) as ckpt:
         ckpt.delete(4)
         assert ckpt.restore(state()).fresh
@@ -145,5 +157,7 @@ def test_a_url_whose_client_is_not_installed_says_what_to_install(monkeypatch):
     for module in ("aiohttp.abc", "aiohttp.payload", "s3fs"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    with pytest.raises(StorageError, match=r"s3://user:\*\*\*@bucket/run: no filesystem .*[Ii]nstall s3fs"):
+    with pytest.raises(
+        StorageError, match=r"s3://user:\*\*\*@bucket/run: no filesystem .*[Ii]nstall s3fs"
+    ):
         open_storage("s3://user:password@bucket/run")

@@ -1,4 +1,5 @@
-"""What the tests of retention and of the corners of a commit share: states that tell which save they are from, storages."""
+"""What the tests of retention and of the corners of a commit share: states that tell which save
+they are from, storages."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import fsspec
 import pytest
 import torch
 
-from ckptcore import CheckpointManager, CheckpointWarning, SharingPattern, StateComponent, Storage, open_storage
+from ckptcore import (
+    CheckpointManager,
+    CheckpointWarning,
+    SharingPattern,
+    StateComponent,
+    Storage,
+    open_storage,
+)
 from ckptcore.format.manifest import MANIFEST_NAME
 from ckptcore.root import newest_run, scan
 from ckptcore.storage.remote import FsspecStorage
@@ -21,7 +29,8 @@ from ckptcore.testing.ranks import run_ranks
 
 
 class Marked:
-    """States in which every value tells which save (and rank) it is from; and what must lie in a root."""
+    """States in which every value tells which save (and rank) it is from; and what must lie in a
+    root."""
 
     @staticmethod
     def state(mark: int, items: int = 4) -> dict[str, Any]:
@@ -38,12 +47,15 @@ class Marked:
         assert values["progress"] == expected["progress"]
         assert values["model"].keys() == expected["model"].keys()
         for name, tensor in expected["model"].items():
-            assert torch.equal(values["model"][name], tensor), f"a mix: progress is of {mark}, {name} is not"
+            assert torch.equal(values["model"][name], tensor), (
+                f"a mix: progress is of {mark}, {name} is not"
+            )
         return mark
 
     @staticmethod
     def parts(mark: int, rank: int, items: int = 4) -> list[StateComponent]:
-        """The same for one of several ranks: something that all have, and something of each rank's own."""
+        """The same for one of several ranks: something that all have, and something of each rank's
+        own."""
         state = Marked.state(mark, items)
         own = {"x": torch.full((items,), mark * 100.0 + rank)}
         return [
@@ -53,8 +65,11 @@ class Marked:
         ]
 
     @staticmethod
-    def loaded(load: Callable[[list[StateComponent]], Any], rank: int, items: int = 4) -> tuple[int | None, int | None]:
-        """(step, mark) of what `load` puts into the parts of one rank, all of it; (None, None) for a fresh start."""
+    def loaded(
+        load: Callable[[list[StateComponent]], Any], rank: int, items: int = 4
+    ) -> tuple[int | None, int | None]:
+        """(step, mark) of what `load` puts into the parts of one rank, all of it; (None, None) for
+        a fresh start."""
         live = Marked.parts(-1, rank, items)
         report = load(live)
         if report.fresh:
@@ -65,23 +80,33 @@ class Marked:
         return report.step, mark
 
     @staticmethod
-    def restored(root: Any, items: int = 4, which: int | str = "auto", **how: Any) -> tuple[int, int] | None:
+    def restored(
+        root: Any, items: int = 4, which: int | str = "auto", **how: Any
+    ) -> tuple[int, int] | None:
         """(step, mark) of what a new process would restore; None for a fresh start."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
-            report = CheckpointManager(root, io_threads=1, **how).restore(Marked.state(-1, items), which)
+            report = CheckpointManager(root, io_threads=1, **how).restore(
+                Marked.state(-1, items), which
+            )
         return None if report.fresh else (report.step, Marked.mark(report.values))
 
     @staticmethod
     def files(storage: Storage) -> dict[str, set[str] | None]:
         """All that lies in the root: folder -> names in it; None for a file."""
-        return {e.name: {i.name for i in storage.list(e.name)} if e.is_folder else None for e in storage.list()}
+        return {
+            e.name: {i.name for i in storage.list(e.name)} if e.is_folder else None
+            for e in storage.list()
+        }
 
     @staticmethod
     def whole(storage: Storage, steps: list[int], run: str | None = None) -> dict[str, set[str]]:
-        """What `files` must say when these steps of the run, and nothing else, are there; each is verified."""
+        """What `files` must say when these steps of the run, and nothing else, are there; each is
+        verified."""
         manager = CheckpointManager(storage, run_id=run, io_threads=1)
-        infos = [i for i in scan(storage) if i.status == "committed"]  # also what the run has gone back behind
+        infos = [
+            i for i in scan(storage) if i.status == "committed"
+        ]  # also what the run has gone back behind
         infos = [info for info in infos if info.run_id == (run or newest_run(infos))]
         assert [info.step for info in infos] == steps
         for info in infos:
@@ -96,7 +121,8 @@ def marked() -> type[Marked]:
 
 @pytest.fixture
 def quick_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: what is tested here is the order of operations, not the disk."""
+    """A folder in memory where there is one: what is tested here is the order of operations, not
+    the disk."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
         yield tmp_path
@@ -107,8 +133,8 @@ def quick_folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def make_root(quick_folder: Path) -> Iterator[Callable[[str], Storage]]:
-    """make_root(kind): a new empty root at each call. "local", "memory" and "folder", the latter two by the rules of
-    object stores."""
+    """make_root(kind): a new empty root at each call. "local", "memory" and "folder", the latter
+    two by the rules of object stores."""
     base = f"memory://retention-{uuid.uuid4().hex}"
 
     def make(kind: str) -> Storage:
@@ -133,7 +159,8 @@ def split_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def errors_of() -> Callable[..., list[Any]]:
-    """errors_of(world_size, program, ...): what every rank returned or raised, caught inside the rank, which lives on."""
+    """errors_of(world_size, program, ...): what every rank returned or raised, caught inside the
+    rank, which lives on."""
 
     def run(world_size: int, program: Callable[..., Any], **how: Any) -> list[Any]:
         def caught(comm: Any) -> Any:
@@ -142,7 +169,9 @@ def errors_of() -> Callable[..., list[Any]]:
             except Exception as error:
                 return error
             finally:
-                comm.together("every rank has its verdict", lambda: None, lambda _: None, joining=True)
+                comm.together(
+                    "every rank has its verdict", lambda: None, lambda _: None, joining=True
+                )
 
         return run_ranks(world_size, caught, **how)
 

@@ -1,4 +1,5 @@
-"""A run that goes back goes on from there: a restart, the best and retention follow what it did last."""
+"""A run that goes back goes on from there: a restart, the best and retention follow what it did
+last."""
 
 import warnings
 
@@ -43,7 +44,9 @@ def went_back(root, *, keep=None, **options):
         save(ckpt, 100, 200, 300, 400, 500)
     ckpt = CheckpointManager(root, keep=keep, io_threads=1, **options)
     ckpt.load(state(), 300)
-    with pytest.warns(CheckpointWarning, match="gone back behind what it saved of steps 400, 500:") as warned:
+    with pytest.warns(
+        CheckpointWarning, match="gone back behind what it saved of steps 400, 500:"
+    ) as warned:
         save(ckpt, 350, 360, 370)
     assert len(warned) == 1
     return ckpt
@@ -75,7 +78,10 @@ def test_abandoned_ones_do_not_grow_without_bound(tmp_path):
     with CheckpointManager(tmp_path, keep=keep, io_threads=1) as ckpt:
         save(ckpt, 10)
     for round_ in range(1, 5):
-        with CheckpointManager(tmp_path, keep=keep, io_threads=1) as ckpt, warnings.catch_warnings():
+        with (
+            CheckpointManager(tmp_path, keep=keep, io_threads=1) as ckpt,
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore", CheckpointWarning)
             ckpt.load(state(), 10)
             save(ckpt, *(round_ * 100 + n for n in range(4)))
@@ -188,7 +194,11 @@ def test_what_is_abandoned_stays_so_when_the_way_back_is_deleted(tmp_path):
     with CheckpointManager(tmp_path, run_id=scan_root(tmp_path)[0].run_id, io_threads=1) as ckpt:
         save(ckpt, 400)  # by a process that has loaded nothing
         assert [info.step for info in ckpt.list()] == [390, 400]
-    assert [(info.step, info.abandoned) for info in scan_root(tmp_path)] == [(390, False), (400, False), (500, True)]
+    assert [(info.step, info.abandoned) for info in scan_root(tmp_path)] == [
+        (390, False),
+        (400, False),
+        (500, True),
+    ]
 
 
 def test_a_damaged_commit_says_where_the_run_went(tmp_path):
@@ -228,7 +238,9 @@ def test_tiers_follow_the_run(tmp_path):
     assert restored(tmp_path / "new", tiers=tier()) == 370
 
 
-commands = st.lists(st.one_of(st.just("save"), st.just("restart"), st.integers(0, 20)), min_size=3, max_size=14)
+commands = st.lists(
+    st.one_of(st.just("save"), st.just("restart"), st.integers(0, 20)), min_size=3, max_size=14
+)
 
 
 @given(commands)
@@ -236,7 +248,11 @@ commands = st.lists(st.one_of(st.just("save"), st.just("restart"), st.integers(0
 def test_the_list_is_the_way_to_the_last_commit(tmp_path_factory, commands):
     """Against a model of commits that know their parents."""
     root = tmp_path_factory.mktemp("root")
-    there, last, at = {}, None, None  # commits by step; the last one; the one that the live state comes from
+    there, last, at = (
+        {},
+        None,
+        None,
+    )  # commits by step; the last one; the one that the live state comes from
     ckpt = CheckpointManager(root, run_id="run", io_threads=1)
     ckpt.restore(state())
     with warnings.catch_warnings():
@@ -261,4 +277,6 @@ def test_the_list_is_the_way_to_the_last_commit(tmp_path_factory, commands):
                 commit = commit["parent"]
             assert [info.step for info in ckpt.list()] == sorted(way)
     assert sorted(info.step for info in scan_root(root)) == sorted(there)
-    assert all(open_checkpoint(root / info.name).read("s/t")[0] == info.step for info in scan_root(root))
+    assert all(
+        open_checkpoint(root / info.name).read("s/t")[0] == info.step for info in scan_root(root)
+    )

@@ -1,4 +1,5 @@
-"""Cases from the field: what goes, what stays, what is best, and what a step that is saved again holds."""
+"""Cases from the field: what goes, what stays, what is best, and what a step that is saved again
+holds."""
 
 import errno
 import os
@@ -30,9 +31,12 @@ values = st.floats(allow_nan=True, width=16) | st.integers(-3, 3).map(float)
 
 
 def expected(there, limit, mode, saved):
-    """Five lines: the newest `limit`, the best (of equal ones the earliest), and the one just committed."""
+    """Five lines: the newest `limit`, the best (of equal ones the earliest), and the one just
+    committed."""
     known = [step for step, value in there.items() if value is not None and value == value]
-    best = sorted(known, key=lambda step: (there[step] if mode == "min" else -there[step], step))[:1]
+    best = sorted(known, key=lambda step: (there[step] if mode == "min" else -there[step], step))[
+        :1
+    ]
     return {*sorted(there)[-limit:], *best, saved}
 
 
@@ -40,32 +44,43 @@ def expected(there, limit, mode, saved):
 @pytest.mark.parametrize("limit", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["local", "memory"])
 @given(
-    metrics=st.lists(st.none() | values, min_size=8, max_size=8), order=st.permutations(range(8)) | st.just(range(8))
+    metrics=st.lists(st.none() | values, min_size=8, max_size=8),
+    order=st.permutations(range(8)) | st.just(range(8)),
 )
 @settings(max_examples=20)
 def test_b13_a_limit_and_the_best(make_root, marked, kind, limit, mode, metrics, order):
     storage = make_root(kind)
     there = {}
-    with CheckpointManager(storage, keep=KeepLast(limit) | KeepBest("loss", mode), io_threads=1) as ckpt:
+    with CheckpointManager(
+        storage, keep=KeepLast(limit) | KeepBest("loss", mode), io_threads=1
+    ) as ckpt:
         for step, value in zip(order, metrics, strict=True):
             ckpt.save(step, {"s": {"step": step}}, metrics={} if value is None else {"loss": value})
             there[step] = value
             there = {number: there[number] for number in expected(there, limit, mode, step)}
             assert {info.step for info in ckpt.list()} == {*there}
             assert step in there and 1 <= len(there) <= limit + 2
-            known = [number for number in there if there[number] is not None and there[number] == there[number]]
+            known = [
+                number
+                for number in there
+                if there[number] is not None and there[number] == there[number]
+            ]
             assert (ckpt.best() is None) == (not known)
             assert not known or ckpt.best().step in known
             assert ckpt.latest().step == max(there)
         assert sorted(marked.files(storage)) == sorted(f"checkpoint-{number}" for number in there)
     if kind == "memory":
-        storage.fs.rm(storage.root, recursive=True)  # memory:// looks through all that it holds, at every call
+        storage.fs.rm(
+            storage.root, recursive=True
+        )  # memory:// looks through all that it holds, at every call
 
 
 def test_b13_the_total_is_the_limit_and_the_best(tmp_path, marked):
     """In order of steps, KeepLast(n) | KeepBest(m) is at most n + 1."""
     for limit in (1, 2, 3):
-        with CheckpointManager(tmp_path / str(limit), keep=KeepLast(limit) | KeepBest("loss")) as ckpt:
+        with CheckpointManager(
+            tmp_path / str(limit), keep=KeepLast(limit) | KeepBest("loss")
+        ) as ckpt:
             counts = []
             for step in range(1, 9):
                 ckpt.save(step, marked.state(step), metrics={"loss": float(step)})
@@ -74,16 +89,23 @@ def test_b13_the_total_is_the_limit_and_the_best(tmp_path, marked):
         assert [info.step for info in ckpt.list()] == [1, *range(9 - limit, 9)]
 
 
-POLICIES = {"last": KeepLast(1), "best": KeepLast(1) | KeepBest("loss"), "every": KeepEvery(steps=50)}
+POLICIES = {
+    "last": KeepLast(1),
+    "best": KeepLast(1) | KeepBest("loss"),
+    "every": KeepEvery(steps=50),
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_b21_a_fresh_run_beside_an_old_one(make_root, marked, kind, policy):
-    """Not by time, nor by number alone: what the other run has is not counted, not best, and not removed."""
+    """Not by time, nor by number alone: what the other run has is not counted, not best, and not
+    removed."""
     storage = make_root(kind)
     for step in (500, 600, 700):
-        CheckpointManager(storage, run_id="A").save(step, marked.state(step), metrics={"loss": -1.0})
+        CheckpointManager(storage, run_id="A").save(
+            step, marked.state(step), metrics={"loss": -1.0}
+        )
     if kind == "local":
         for number, path in enumerate(storage.root.rglob("*")):
             os.utime(path, (4e9 + number, 4e9 + number))
@@ -94,7 +116,9 @@ def test_b21_a_fresh_run_beside_an_old_one(make_root, marked, kind, policy):
         kept = {"last": [200], "best": [200], "every": [100, 200]}[policy]
         assert [info.step for info in ckpt.list()] == kept
         assert ckpt.best("loss").step == 200
-    assert {name: files for name, files in marked.files(storage).items() if name in before} == before
+    assert {
+        name: files for name, files in marked.files(storage).items() if name in before
+    } == before
     assert len(marked.files(storage)) == 3 + len(kept)
     assert marked.restored(storage) == (200, 200)
     assert marked.restored(storage, run_id="A") == (700, 700)
@@ -115,7 +139,11 @@ def test_b21_numbers_not_texts(make_root, marked, kind):
         ckpt.save(1001, marked.state(1001))
         assert [info.step for info in ckpt.list()] == [1000, 1001]
     assert {"000100", "checkpoint-000100"} < {*marked.files(storage)}
-    assert marked.files(storage)["000100"] == marked.files(storage)["checkpoint-000100"] == {"mine.bin"}
+    assert (
+        marked.files(storage)["000100"]
+        == marked.files(storage)["checkpoint-000100"]
+        == {"mine.bin"}
+    )
 
 
 def evaluated(root, marked, losses, keep=None):
@@ -128,7 +156,8 @@ def evaluated(root, marked, losses, keep=None):
 
 
 def test_b32_best_is_a_step_and_moves_with_its_root(tmp_path, marked):
-    """Nothing stores a path: a root that was moved has the same best, and two more evaluations do not lose it."""
+    """Nothing stores a path: a root that was moved has the same best, and two more evaluations do
+    not lose it."""
     assert evaluated(tmp_path / "here", marked, {1: 0.9, 2: 0.1, 3: 0.8, 4: 0.7}) == (2, [2, 3, 4])
     there = tmp_path / "deep" / "there"
     there.parent.mkdir()
@@ -147,7 +176,8 @@ def test_b32_best_is_a_step_and_moves_with_its_root(tmp_path, marked):
 
 
 def test_b32_the_best_of_those_that_are_there(tmp_path, marked):
-    """Its folder is gone: the best of the others is best, the limit holds, and the end of the run does not crash."""
+    """Its folder is gone: the best of the others is best, the limit holds, and the end of the run
+    does not crash."""
     root = tmp_path / "run"
     assert evaluated(root, marked, {1: 0.9, 2: 0.1, 3: 0.8, 4: 0.7}) == (2, [2, 3, 4])
     shutil.rmtree(root / "checkpoint-2")
@@ -165,11 +195,14 @@ def test_b32_the_best_of_those_that_are_there(tmp_path, marked):
 
 
 def test_b32_a_damaged_best_is_not_best_and_not_lost_in_silence(tmp_path, marked):
-    """Damage that the manifest shows: the next best counts. Retention leaves what is damaged to people."""
+    """Damage that the manifest shows: the next best counts. Retention leaves what is damaged to
+    people."""
     root = tmp_path / "run"
     evaluated(root, marked, {1: 0.9, 2: 0.1, 3: 0.8, 4: 0.7})
     (root / "checkpoint-2" / "model.safetensors").write_bytes(b"short")
-    with CheckpointManager(root, run_id=CheckpointManager(root).list()[0].run_id, keep=KeepBest("loss")) as ckpt:
+    with CheckpointManager(
+        root, run_id=CheckpointManager(root).list()[0].run_id, keep=KeepBest("loss")
+    ) as ckpt:
         assert ckpt.best().step == 4
         ckpt.save(5, marked.state(5), metrics={"loss": 0.95})
         assert [info.step for info in ckpt.list()] == [4, 5]
@@ -180,7 +213,11 @@ def test_best_needs_to_know_by_what(tmp_path, marked):
     with CheckpointManager(tmp_path, keep=KeepLast(3)) as ckpt:
         ckpt.save(1, marked.state(1), metrics={"loss": 0.5, "score": 1.0})
         ckpt.save(2, marked.state(2), metrics={"loss": 0.7, "score": 2.0})
-        for call in (ckpt.best, lambda: ckpt.load(marked.state(-1), "best"), lambda: ckpt.verify("best")):
+        for call in (
+            ckpt.best,
+            lambda: ckpt.load(marked.state(-1), "best"),
+            lambda: ckpt.verify("best"),
+        ):
             with pytest.raises(InvalidState, match="best"):
                 call()
         assert ckpt.best("loss").step == 1
@@ -190,13 +227,16 @@ def test_best_needs_to_know_by_what(tmp_path, marked):
 
 @pytest.mark.parametrize("run", ["other", "same"])
 def test_a_source_outside_the_root_is_never_touched(tmp_path, marked, run):
-    """A fine-tuning that starts from another root, even one of the same run: not this root's to tidy."""
+    """A fine-tuning that starts from another root, even one of the same run: not this root's to
+    tidy."""
     source = tmp_path / "source"
     with CheckpointManager(source, run_id="run" if run == "same" else "base") as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, marked.state(step), metrics={"loss": 9.0})
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
-    with CheckpointManager(tmp_path / "tuned", run_id="run", keep=KeepLast(1) | KeepBest("loss")) as ckpt:
+    with CheckpointManager(
+        tmp_path / "tuned", run_id="run", keep=KeepLast(1) | KeepBest("loss")
+    ) as ckpt:
         report = ckpt.load(marked.state(-1), source / "checkpoint-2")
         assert (report.step, marked.mark(report.values)) == (2, 2)
         for step in range(3, 9):
@@ -230,7 +270,9 @@ def test_b30_four_ranks_abort_and_two_save_the_step_again(make_root, marked, err
         faults = FaultStorage(storage)
         with CheckpointManager(faults, comm=comm, run_id="run", io_threads=1) as ckpt:
             ckpt.save(10, marked.parts(10, comm.rank, 64))
-            if comm.rank == 0:  # all shards are there; then the storage dies, so that nobody can clean up either
+            if (
+                comm.rank == 0
+            ):  # all shards are there; then the storage dies, so that nobody can clean up either
                 faults.fail(kind="create", path="*" + MANIFEST_NAME)
                 faults.fail(kind=("remove", "remove_folder"), times=None)
             ckpt.save(20, marked.parts(19, comm.rank, 64))
@@ -238,7 +280,9 @@ def test_b30_four_ranks_abort_and_two_save_the_step_again(make_root, marked, err
     with pytest.warns(CheckpointWarning, match="leftovers"):
         results = errors_of(4, four)
     assert [(type(e), e.errno) for e in results] == [(StorageError, errno.EIO)] * 4, results
-    (left,) = [files for name, files in marked.files(storage).items() if name.startswith("checkpoint-20")]
+    (left,) = [
+        files for name, files in marked.files(storage).items() if name.startswith("checkpoint-20")
+    ]
     assert {f"own.rank{rank:05d}.safetensors" for rank in range(4)} <= left
 
     def two(comm):
@@ -253,15 +297,26 @@ def test_b30_four_ranks_abort_and_two_save_the_step_again(make_root, marked, err
     assert marked.files(storage) == marked.whole(storage, [10, 20])
     view = open_checkpoint(f"{storage.url}/checkpoint-20")
     assert {name for name in view.manifest.files if name.startswith("own")} == {
-        "own.rank00000.safetensors", "own.rank00001.safetensors"}  # fmt: skip
+        "own.rank00000.safetensors",
+        "own.rank00001.safetensors",
+    }
     assert view.foreign_files() == []
     if kind == "local":
-        save_file({"x": torch.zeros(3)}, storage.root / "checkpoint-20" / "own.rank00003.safetensors")
+        save_file(
+            {"x": torch.zeros(3)}, storage.root / "checkpoint-20" / "own.rank00003.safetensors"
+        )
         assert (
-            errors_of(2, lambda comm: marked.loaded(CheckpointManager(storage, comm=comm).restore, comm.rank, 64))
+            errors_of(
+                2,
+                lambda comm: marked.loaded(
+                    CheckpointManager(storage, comm=comm).restore, comm.rank, 64
+                ),
+            )
             == [(20, 21)] * 2
         )
-        assert open_checkpoint(storage.root / "checkpoint-20").foreign_files() == ["own.rank00003.safetensors"]
+        assert open_checkpoint(storage.root / "checkpoint-20").foreign_files() == [
+            "own.rank00003.safetensors"
+        ]
 
 
 def test_pins_go_with_a_copy(tmp_path, marked):

@@ -1,4 +1,5 @@
-"""Four ranks, and storage that fails one of them at every operation that writes: one verdict, nothing of it stays."""
+"""Four ranks, and storage that fails one of them at every operation that writes: one verdict,
+nothing of it stays."""
 
 import errno
 import warnings
@@ -17,13 +18,18 @@ pytestmark = pytest.mark.usefixtures("split_everything")
 
 def manager_of(storage, comm, how):
     return CheckpointManager(
-        storage, comm=comm, run_id="run", io_threads=1, keep=KeepLast(1) if how.get("keep") else None
+        storage,
+        comm=comm,
+        run_id="run",
+        io_threads=1,
+        keep=KeepLast(1) if how.get("keep") else None,
     )
 
 
 def save_with_fault(storage, marked, errors_of, how, bad=None, at=0, error=errno.EIO, after=False):
-    """Step 20 is saved over step 10 while the `at`-th writing operation of rank `bad` fails; then it is saved again where
-    that failed, and step 30: by rank what step 20 raised, what restored after it, and how many operations it took."""
+    """Step 20 is saved over step 10 while the `at`-th writing operation of rank `bad` fails; then
+    it is saved again where that failed, and step 30: by rank what step 20 raised, what restored
+    after it, and how many operations it took."""
     faults = [FaultStorage(storage) for _ in range(RANKS)]
 
     def program(comm):
@@ -47,7 +53,9 @@ def save_with_fault(storage, marked, errors_of, how, bad=None, at=0, error=errno
             mine.clear()
             with manager_of(storage, comm, how) as fresh:
                 restored = marked.loaded(fresh.restore, rank)
-            left = comm.together("what is left", lambda: sorted(marked.files(storage)), lambda found: found[0])
+            left = comm.together(
+                "what is left", lambda: sorted(marked.files(storage)), lambda found: found[0]
+            )
             if raised is not None:
                 ckpt.save(20, marked.parts(21, rank), overwrite=overwrite or after)
                 assert marked.loaded(ckpt.load, rank) == (20, 21)
@@ -63,7 +71,8 @@ def save_with_fault(storage, marked, errors_of, how, bad=None, at=0, error=errno
 
 
 def check(storage, marked, results, told, how, bad, error):
-    """Whether the save failed; AssertionError unless what came of it is the same, and right, on all ranks."""
+    """Whether the save failed; AssertionError unless what came of it is the same, and right, on all
+    ranks."""
     raised = [result[0] for result in results]
     left = results[0][3]
     if failed := raised[0] is not None:
@@ -94,11 +103,15 @@ def check(storage, marked, results, told, how, bad, error):
     return failed
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, id="all", marks=pytest.mark.stress), pytest.param(11, id="sample")])
+@pytest.mark.parametrize(
+    "every", [pytest.param(1, id="all", marks=pytest.mark.stress), pytest.param(11, id="sample")]
+)
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_b48_a_failure_at_every_writing_operation_of_every_rank(make_root, marked, errors_of, kind, how, error, every):
+def test_b48_a_failure_at_every_writing_operation_of_every_rank(
+    make_root, marked, errors_of, kind, how, error, every
+):
     results, _ = save_with_fault(make_root(kind), marked, errors_of, HOW[how])
     took = [result[2] for result in results]
     assert min(took) >= 7, took
@@ -114,15 +127,23 @@ def test_b48_a_failure_at_every_writing_operation_of_every_rank(make_root, marke
         except (Exception, pytest.fail.Exception) as trouble:
             troubles.setdefault(f"{type(trouble).__name__}: {trouble}"[:400], []).append((bad, at))
     tried = len(range(0, len(points), every))
-    print(f"\n{kind} {how}: {tried} of {len(points)} writing operations failed in turn, {failed} saves with them")
+    print(
+        f"\n{kind} {how}: {tried} of {len(points)} writing operations failed in turn, {failed} "
+        "saves with them"
+    )
     assert troubles == {}
     assert failed >= tried // 2
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, id="all", marks=pytest.mark.stress), pytest.param(9, id="sample")])
+@pytest.mark.parametrize(
+    "every", [pytest.param(1, id="all", marks=pytest.mark.stress), pytest.param(9, id="sample")]
+)
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_b48_an_operation_that_took_effect_and_failed_all_the_same(make_root, marked, errors_of, kind, every):
-    """As when the answer of a server was lost. What the ranks are told is one thing, and the root is whole either way."""
+def test_b48_an_operation_that_took_effect_and_failed_all_the_same(
+    make_root, marked, errors_of, kind, every
+):
+    """As when the answer of a server was lost. What the ranks are told is one thing, and the root
+    is whole either way."""
     results, _ = save_with_fault(make_root(kind), marked, errors_of, {})
     points = [(bad, at) for bad in range(RANKS) for at in range(1, results[bad][2] + 1)][::every]
     troubles = {}
@@ -130,7 +151,9 @@ def test_b48_an_operation_that_took_effect_and_failed_all_the_same(make_root, ma
         storage = make_root(kind)
         try:
             results, _ = save_with_fault(storage, marked, errors_of, {}, bad, at, after=True)
-            assert len({(type(result[0]), str(result[0]), result[1]) for result in results}) == 1, results
+            assert len({(type(result[0]), str(result[0]), result[1]) for result in results}) == 1, (
+                results
+            )
             assert results[0][1] in ((10, 10), (20, 20))
             if results[0][0] is None:
                 assert results[0][1] == (20, 20), "a save that returned is committed"

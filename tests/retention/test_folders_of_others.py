@@ -1,4 +1,5 @@
-"""Folders that are named like checkpoints and hold what others put there are called what they are."""
+"""Folders that are named like checkpoints and hold what others put there are called what they
+are."""
 
 import pytest
 
@@ -14,7 +15,11 @@ def test_what_a_deleted_checkpoint_leaves_of_others_is_not_damaged(tmp_path, mar
         for step in () if how == "retention" else (0, 1):
             ckpt.delete(step)
         ckpt.save(3, marked.state(3))
-    left = {info.name: (info.status, info.reason) for info in scan_root(tmp_path) if info.status != "committed"}
+    left = {
+        info.name: (info.status, info.reason)
+        for info in scan_root(tmp_path)
+        if info.status != "committed"
+    }
     assert set(left) >= {"checkpoint-0", "checkpoint-1"}
     for name, (status, reason) in left.items():
         assert status == "partial" and "never committed" not in reason and "config.json" in reason
@@ -27,10 +32,19 @@ def test_what_a_deleted_checkpoint_leaves_of_others_is_not_damaged(tmp_path, mar
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (["config.json", "model.safetensors"], "model.safetensors: it looks like a Hugging Face folder"),
-        (["pytorch_model.bin", "optimizer.pt"], "pytorch_model.bin: it looks like a Hugging Face folder"),
+        (
+            ["config.json", "model.safetensors"],
+            "model.safetensors: it looks like a Hugging Face folder",
+        ),
+        (
+            ["pytorch_model.bin", "optimizer.pt"],
+            "pytorch_model.bin: it looks like a Hugging Face folder",
+        ),
         (["optimizer.pt", "scheduler.pt"], "optimizer.pt: it looks like a folder of torch.save"),
-        ([".metadata", "__0_0.distcp"], ".metadata: it looks like a folder of torch.distributed.checkpoint"),
+        (
+            [".metadata", "__0_0.distcp"],
+            ".metadata: it looks like a folder of torch.distributed.checkpoint",
+        ),
         (["model.safetensors", "index.rank00000.msgpack"], "it was never committed, or damaged"),
     ],
 )

@@ -1,4 +1,5 @@
-"""A real disk of 64 MiB that real saves fill: a typed error with the numbers, nothing left, the next save works."""
+"""A real disk of 64 MiB that real saves fill: a typed error with the numbers, nothing left, the
+next save works."""
 
 import os
 import subprocess
@@ -18,7 +19,9 @@ def disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
     )
     if made.returncode:
         pytest.skip(f"no small disk can be mounted here: {made.stderr.strip()}")
@@ -57,7 +60,11 @@ def test_b48_saves_fill_the_disk(disk, marked):
         check_numbers(caught.value, NBYTES, "checkpoint-40")
         assert left_on(disk) == before, "bytes or inodes of the attempt were left"
         assert marked.files(open_storage(root)) == marked.whole(open_storage(root), [10, 20, 30])
-    assert [marked.restored(root, ITEMS, step) for step in (10, 20, 30)] == [(10, 10), (20, 20), (30, 30)]
+    assert [marked.restored(root, ITEMS, step) for step in (10, 20, 30)] == [
+        (10, 10),
+        (20, 20),
+        (30, 30),
+    ]
     assert marked.restored(root, ITEMS) == (30, 30)
     manager.delete(10)
     manager.save(40, marked.state(40, ITEMS))
@@ -104,12 +111,17 @@ def test_b48_retention_needs_room_for_one_more_than_it_keeps(disk, marked):
         assert (manager.best().step, manager.latest().step) == (9, 11)
         assert left_on(disk) == before
     assert marked.files(open_storage(root)) == marked.whole(open_storage(root), [9, 10, 11])
-    assert [marked.restored(root, ITEMS, step) for step in (9, 10, 11)] == [(9, 9), (10, 10), (11, 11)]
+    assert [marked.restored(root, ITEMS, step) for step in (9, 10, 11)] == [
+        (9, 9),
+        (10, 10),
+        (11, 11),
+    ]
 
 
 @pytest.mark.usefixtures("split_everything")
 def test_b48_saves_of_four_ranks_fill_the_disk(disk, marked, errors_of):
-    """Each of the ranks writes a part, some run out of space: the same error on all, nothing of any of them stays."""
+    """Each of the ranks writes a part, some run out of space: the same error on all, nothing of any
+    of them stays."""
     root = disk / "run"
     items = ITEMS * 13 // 32  # 7.3 MiB that all have, and 2.4 MiB of each rank's own: 17.1 MiB
 
@@ -119,13 +131,21 @@ def test_b48_saves_of_four_ranks_fill_the_disk(disk, marked, errors_of):
             for step in (10, 20, 30):
                 ckpt.save(step, marked.parts(step, comm.rank, items))
             for _ in range(3):
-                before = comm.together("before", lambda: list(left_on(disk)), lambda found: found[0])
+                before = comm.together(
+                    "before", lambda: list(left_on(disk)), lambda found: found[0]
+                )
                 with pytest.raises(NoSpace) as caught:
                     ckpt.save(40, marked.parts(40, comm.rank, items))
                 seen.append(caught.value)
-                assert comm.together("after", lambda: list(left_on(disk)), lambda found: found[0]) == before
+                assert (
+                    comm.together("after", lambda: list(left_on(disk)), lambda found: found[0])
+                    == before
+                )
                 assert marked.loaded(ckpt.restore, comm.rank, items) == (30, 30)
-            older = [marked.loaded(lambda s, n=n: ckpt.load(s, n), comm.rank, items) for n in (10, 20, 30)]
+            older = [
+                marked.loaded(lambda s, n=n: ckpt.load(s, n), comm.rank, items)
+                for n in (10, 20, 30)
+            ]
             assert older == [(10, 10), (20, 20), (30, 30)]
             ckpt.delete(10)
             ckpt.save(40, marked.parts(40, comm.rank, items))
@@ -135,8 +155,17 @@ def test_b48_saves_of_four_ranks_fill_the_disk(disk, marked, errors_of):
     results = errors_of(RANKS, program)
     assert [type(result) for result in results] == [list] * RANKS, results
     for errors in zip(*results, strict=True):
-        assert {(type(e), str(e), e.needed, e.free, e.path, tuple(e.causes.items())) for e in errors} == {
-            (NoSpace, str(errors[0]), errors[0].needed, errors[0].free, errors[0].path, tuple(errors[0].causes.items()))
+        assert {
+            (type(e), str(e), e.needed, e.free, e.path, tuple(e.causes.items())) for e in errors
+        } == {
+            (
+                NoSpace,
+                str(errors[0]),
+                errors[0].needed,
+                errors[0].free,
+                errors[0].path,
+                tuple(errors[0].causes.items()),
+            )
         }
         check_numbers(errors[0], items * 4, "checkpoint-40.partial-")
         assert all(cause.startswith("NoSpace: ") for cause in errors[0].causes.values())

@@ -1,4 +1,5 @@
-"""A checkpoint folder that is a link to another disk is refused by its name: never passed over, never deleted."""
+"""A checkpoint folder that is a link to another disk is refused by its name: never passed over,
+never deleted."""
 
 import pytest
 
@@ -26,7 +27,9 @@ def test_it_is_seen_and_refused_by_name(root, marked, only, mounted):
     assert [(i.name, i.status) for i in scan_root(root)][-1] == ("checkpoint-2", "unreadable")
     with CheckpointManager(root, run_id="run") as ckpt:
         for call in (ckpt.restore, ckpt.load, lambda state: ckpt.load(state, 2)):
-            with pytest.raises(StorageError, match=r"checkpoint-2 is a symbolic link; refused.*disk/checkpoint-2"):
+            with pytest.raises(
+                StorageError, match=r"checkpoint-2 is a symbolic link; refused.*disk/checkpoint-2"
+            ):
                 call(marked.state(-1))
     if mounted:
         assert open_checkpoint(root / "checkpoint-2").manifest.step == 2
@@ -34,7 +37,10 @@ def test_it_is_seen_and_refused_by_name(root, marked, only, mounted):
 
 def test_nothing_behind_it_is_deleted_or_replaced(root, marked):
     def kept():
-        return {path.name: path.read_bytes() for path in (root.parent / "disk" / "checkpoint-2").iterdir()}
+        return {
+            path.name: path.read_bytes()
+            for path in (root.parent / "disk" / "checkpoint-2").iterdir()
+        }
 
     before = kept()
     with CheckpointManager(root, run_id="run", keep=KeepLast(1)) as ckpt:

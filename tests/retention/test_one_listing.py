@@ -1,4 +1,5 @@
-"""A save lists its root once, reads each manifest there once, and still goes by what others did meanwhile."""
+"""A save lists its root once, reads each manifest there once, and still goes by what others did
+meanwhile."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ def asked(root: Any, marked: Any, keep: RetentionPolicy | None) -> tuple[int, Co
     faults = FaultStorage(root)
     with CheckpointManager(faults, run_id="run", keep=keep, io_threads=1) as ckpt:
         ckpt.save(11, marked.state(11))
-    opened = {step: faults.count("open", f"checkpoint-{step}/{MANIFEST_NAME}") for step in (*STEPS, 11)}
-    return faults.count("list", ""), Counter({f"{step}": count for step, count in opened.items() if count})
+    opened = {
+        step: faults.count("open", f"checkpoint-{step}/{MANIFEST_NAME}") for step in (*STEPS, 11)
+    }
+    return faults.count("list", ""), Counter(
+        {f"{step}": count for step, count in opened.items() if count}
+    )
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
@@ -43,7 +48,9 @@ def test_a_save_after_which_all_stay_lists_once_and_reads_each_manifest_once(
     filled(root, marked)
     listed, read = asked(root, marked, keep)
     assert listed == 1
-    assert {step: count for step, count in read.items() if step != "11"} == {f"{step}": 1 for step in STEPS}
+    assert {step: count for step, count in read.items() if step != "11"} == {
+        f"{step}": 1 for step in STEPS
+    }
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
@@ -54,12 +61,15 @@ def test_a_save_that_deletes_lists_once_more_and_reads_only_what_it_deletes(
     filled(root, marked)
     listed, read = asked(root, marked, KeepLast(10))
     assert listed == 2
-    assert {step: count for step, count in read.items() if step != "11"} == {"1": 2} | {f"{n}": 1 for n in STEPS[1:]}
+    assert {step: count for step, count in read.items() if step != "11"} == {"1": 2} | {
+        f"{n}": 1 for n in STEPS[1:]
+    }
     assert marked.files(root).keys() == {f"checkpoint-{step}" for step in range(2, 12)}
 
 
 class Held:
-    """A save of step 11 that waits between its listing and its commit, while others work on the root."""
+    """A save of step 11 that waits between its listing and its commit, while others work on the
+    root."""
 
     def __init__(self, root: Any, marked: Any, keep: RetentionPolicy) -> None:
         self.faults = FaultStorage(root)
@@ -90,17 +100,23 @@ def root(quick_folder: Path, marked: Any) -> Any:
     return storage
 
 
-def test_what_others_delete_while_a_save_is_written_does_not_count_as_kept(root: Any, marked: Any) -> None:
+def test_what_others_delete_while_a_save_is_written_does_not_count_as_kept(
+    root: Any, marked: Any
+) -> None:
     Held(root, marked, KeepLast(3)).during(lambda: delete_checkpoint(root, "checkpoint-10"))
     assert steps(root) == {"checkpoint-8", "checkpoint-9", "checkpoint-11"}
 
 
-def test_what_is_pinned_while_a_save_is_written_stays_without_a_word(root: Any, marked: Any) -> None:
+def test_what_is_pinned_while_a_save_is_written_stays_without_a_word(
+    root: Any, marked: Any
+) -> None:
     Held(root, marked, KeepLast(3)).during(lambda: pin_checkpoint(root, "checkpoint-4"))
     assert steps(root) == {f"checkpoint-{step}" for step in (4, 9, 10, 11)}
 
 
-def test_what_another_job_puts_in_a_place_while_a_save_is_written_is_not_deleted(root: Any, marked: Any) -> None:
+def test_what_another_job_puts_in_a_place_while_a_save_is_written_is_not_deleted(
+    root: Any, marked: Any
+) -> None:
     def replace() -> None:
         with CheckpointManager(root, run_id="other", io_threads=1) as other:
             other.save(4, marked.state(44), overwrite=True)

@@ -1,4 +1,5 @@
-"""Any run against a small oracle: what stays after every save, and what is there at every operation in between."""
+"""Any run against a small oracle: what stays after every save, and what is there at every operation
+in between."""
 
 import math
 import sys
@@ -41,10 +42,14 @@ class Kept:
     left: frozenset = frozenset()  # marks of what the run had gone back behind by then
 
 
-# A policy as the oracle sees it: ("last", n), ("best", metric, mode, n), ("steps", n), ("seconds", n).
+# A policy as the oracle sees it: ("last", n), ("best", metric, mode, n), ("steps", n), ("seconds",
+# n).
 def oracle(rules, there, saved=None):
-    """The steps that stay when `saved` was just committed; of what the run has left, without it. there: step -> Kept."""
-    keep = {step for step, info in there.items() if info.pinned} | ({saved, max(there)} if saved is not None else set())
+    """The steps that stay when `saved` was just committed; of what the run has left, without it.
+    there: step -> Kept."""
+    keep = {step for step, info in there.items() if info.pinned} | (
+        {saved, max(there)} if saved is not None else set()
+    )
     for rule, *numbers in rules:
         if rule == "last":
             keep |= {*sorted(there)[-numbers[0] :]}
@@ -72,16 +77,20 @@ def split(whole):
 def ranking(there, metric, mode):
     """The steps that have the metric, best first; of equal ones the earlier."""
     known = [step for step in there if not math.isnan(there[step].metrics.get(metric, math.nan))]
-    return sorted(known, key=lambda step: (there[step].metrics[metric] * (1 if mode == "min" else -1), step))
+    return sorted(
+        known, key=lambda step: (there[step].metrics[metric] * (1 if mode == "min" else -1), step)
+    )
 
 
 def policy_of(rules):
     made = None
     for rule, *numbers in rules:
         one = {
-            "last": KeepLast, "best": KeepBest,
-            "steps": lambda n: KeepEvery(steps=n), "seconds": lambda n: KeepEvery(seconds=n),
-        }[rule](*numbers)  # fmt: skip
+            "last": KeepLast,
+            "best": KeepBest,
+            "steps": lambda n: KeepEvery(steps=n),
+            "seconds": lambda n: KeepEvery(seconds=n),
+        }[rule](*numbers)
         made = one if made is None else made | one
     return made
 
@@ -128,7 +137,8 @@ class Run:
         self.manager = CheckpointManager(self.watched, run_id="run", keep=self.keep, io_threads=1)
 
     def visible(self):
-        """Step -> mark of what a new process sees; what is newest and best in it loads, whenever that changes."""
+        """Step -> mark of what a new process sees; what is newest and best in it loads, whenever
+        that changes."""
         reader = CheckpointManager(self.storage, run_id="run", keep=self.keep, io_threads=1)
         infos = reader.list()
         marks = {info.step: info.manifest.metadata["mark"] for info in infos}
@@ -155,7 +165,9 @@ class Run:
         self.marks += 1
         self.clock[0] += 1 + self.marks % 4
         last = max(self.whole.values(), key=lambda info: info.mark, default=Kept(0, {}, 0))
-        new = Kept(self.marks, metrics, self.clock[0], left=last.left if self.left is None else self.left)
+        new = Kept(
+            self.marks, metrics, self.clock[0], left=last.left if self.left is None else self.left
+        )
         whole = {**self.whole, step: new}
         after, behind = split(whole)
         allowed = {number: info.mark for number, info in after.items()}
@@ -171,7 +183,9 @@ class Run:
                     assert stay <= marks.keys(), f"{stay - marks.keys()} must stay"
                 else:
                     assert marks.items() <= before.items(), "something else is there"
-                    assert before.keys() - withdrawn <= marks.keys(), "something went before the commit"
+                    assert before.keys() - withdrawn <= marks.keys(), (
+                        "something went before the commit"
+                    )
                 if before.keys() - withdrawn:
                     assert marks, "nothing is left"
             except (Exception, pytest.fail.Exception) as trouble:
@@ -188,7 +202,11 @@ class Run:
             warnings.simplefilter("always", CheckpointWarning)
             try:
                 self.manager.save(
-                    step, self.marked.state(new.mark), metrics=metrics, metadata={"mark": new.mark}, overwrite=True
+                    step,
+                    self.marked.state(new.mark),
+                    metrics=metrics,
+                    metadata={"mark": new.mark},
+                    overwrite=True,
                 )
             except (StorageError, CheckpointExists) as error:
                 raised = error
@@ -204,7 +222,10 @@ class Run:
             return
         assert failed or raised is None
         said = [str(warning.message) for warning in caught]
-        expected = ("had gone back behind", "KeepBest goes by")  # once each; see test_branches.py and test_cases.py
+        expected = (
+            "had gone back behind",
+            "KeepBest goes by",
+        )  # once each; see test_branches.py and test_cases.py
         assert failed or [text for text in said if not any(part in text for part in expected)] == []
         event(f"fault: {failed}, raised: {type(raised).__name__}, warned: {len(caught)}")
         if marks.get(step) == new.mark:
@@ -213,14 +234,22 @@ class Run:
         if not failed:
             assert marks.keys() == stay, f"{marks.keys()} instead of {stay} of {[*after]}"
         scanned = {
-            (info.step, info.manifest.metadata["mark"]): info for info in scan(self.storage) if info.run_id == "run"
+            (info.step, info.manifest.metadata["mark"]): info
+            for info in scan(self.storage)
+            if info.run_id == "run"
         }
-        assert {number for (number, _), info in scanned.items() if info.abandoned and info.status == "committed"} <= {
-            *behind
-        }
+        assert {
+            number
+            for (number, _), info in scanned.items()
+            if info.abandoned and info.status == "committed"
+        } <= {*behind}
         if not failed:
-            assert oracle(self.rules, behind) == {number for (number, _), info in scanned.items() if info.abandoned}
-        self.whole = {number: info for number, info in self.whole.items() if (number, info.mark) in scanned}
+            assert oracle(self.rules, behind) == {
+                number for (number, _), info in scanned.items() if info.abandoned
+            }
+        self.whole = {
+            number: info for number, info in self.whole.items() if (number, info.mark) in scanned
+        }
 
     def some(self, number):
         """One of the steps that are there."""
@@ -263,7 +292,10 @@ class Run:
             self.left = frozenset({*(mark for mark in loaded.left if mark <= loaded.mark), *later})
         else:
             self.left = max(self.whole.values(), key=lambda info: info.mark).left
-        assert (report.step, self.marked.mark(report.values)) == (expected, self.there[expected].mark)
+        assert (report.step, self.marked.mark(report.values)) == (
+            expected,
+            self.there[expected].mark,
+        )
 
 
 steps = st.integers(0, STEPS - 1)
@@ -274,29 +306,37 @@ metrics = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, values)) | st.
 rules = st.lists(
     st.one_of(
         st.tuples(st.just("last"), st.integers(1, 3)),
-        st.tuples(st.just("best"), st.sampled_from(NAMES), st.sampled_from(["min", "max"]), st.integers(1, 2)),
+        st.tuples(
+            st.just("best"),
+            st.sampled_from(NAMES),
+            st.sampled_from(["min", "max"]),
+            st.integers(1, 2),
+        ),
         st.tuples(st.just("steps"), st.integers(1, 5)),
         st.tuples(st.just("seconds"), st.integers(1, 7)),
     ),
     min_size=1,
     max_size=3,
-)  # fmt: skip
+)
 faults = st.none() | st.tuples(st.integers(1, 26), st.sampled_from([5, 28, 13]), st.booleans())
 saves = st.tuples(st.just("save"), steps, metrics, faults)
 operations = st.lists(
     st.one_of(
-        saves, saves, saves,
+        saves,
+        saves,
+        saves,
         st.tuples(st.just("pin"), steps, st.booleans()),
         st.tuples(st.just("delete"), steps),
         st.tuples(st.just("resume"), steps),
     ),
     min_size=4,
     max_size=16,
-)  # fmt: skip
+)
 
 
 def others(storage, marked):
-    """What is not this run's: another run's checkpoints, foreign files and folders. Its content, to compare."""
+    """What is not this run's: another run's checkpoints, foreign files and folders. Its content, to
+    compare."""
     for step in (STEPS + 1, STEPS + 5):
         CheckpointManager(storage, run_id="other").save(step, marked.state(1000 + step))
     for path in (
@@ -334,7 +374,11 @@ def check_any_run(make_root, marked, monkeypatch, kind, rules, operations):
     # All that the failures left is gone by now, and what is another's has not been touched.
     left = marked.files(storage)
     assert {name: left.get(name) for name in foreign} == foreign
-    pins = {f"checkpoint-{step}": {"checkpoint.pinned"} for step, info in run.whole.items() if info.pinned}
+    pins = {
+        f"checkpoint-{step}": {"checkpoint.pinned"}
+        for step, info in run.whole.items()
+        if info.pinned
+    }
     whole = marked.whole(storage, sorted(run.whole), run="run")
     assert {name: left[name] for name in left if name not in foreign} == {
         n: f | pins.get(n, set()) for n, f in whole.items()
@@ -345,7 +389,9 @@ def check_any_run(make_root, marked, monkeypatch, kind, rules, operations):
         (STEPS + 5, []),
     ]
     if kind != "local":
-        storage.fs.rm(storage.root, recursive=True)  # memory:// looks through all that it holds, at every call
+        storage.fs.rm(
+            storage.root, recursive=True
+        )  # memory:// looks through all that it holds, at every call
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
@@ -361,6 +407,8 @@ def test_retention_keeps_what_the_oracle_keeps(make_root, marked, kind, rules, o
 @pytest.mark.parametrize("kind", ["local", "memory", "folder"])
 @given(rules=rules, operations=operations)
 @settings(max_examples=400, phases=PHASES)
-def test_retention_keeps_what_the_oracle_keeps_at_length(make_root, marked, kind, rules, operations):
+def test_retention_keeps_what_the_oracle_keeps_at_length(
+    make_root, marked, kind, rules, operations
+):
     with pytest.MonkeyPatch.context() as monkeypatch:
         check_any_run(make_root, marked, monkeypatch, kind, rules, operations)

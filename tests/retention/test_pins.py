@@ -1,4 +1,5 @@
-"""Pins: a pinned checkpoint stays whatever its state, and up to the last moment; only who has seen the damage replaces it."""
+"""Pins: a pinned checkpoint stays whatever its state, and up to the last moment; only who has seen
+the damage replaces it."""
 
 import pytest
 
@@ -31,7 +32,9 @@ def put(storage, path, data):
 def newer(storage, path):
     from ckptcore.format.digest import content_digest
 
-    body = storage.read(path, 1 << 20)[:-50].replace(b'"format_version": "1.0"', b'"format_version": "2.0"')
+    body = storage.read(path, 1 << 20)[:-50].replace(
+        b'"format_version": "1.0"', b'"format_version": "2.0"'
+    )
     put(storage, path, body + b',\n "digest": "%s"\n}\n' % content_digest(body).encode())
 
 
@@ -51,11 +54,16 @@ def test_a_pinned_one_is_pinned_whatever_its_state(make_root, marked, kind, dama
     storage = make_root(kind)
     before = pinned(storage, marked, damage)
     status = "damaged" if damage == "unverified" else damage
-    assert [(i.step, i.status, i.pinned) for i in scan(storage)] == [(5, "committed", False), (10, status, True)]
+    assert [(i.step, i.status, i.pinned) for i in scan(storage)] == [
+        (5, "committed", False),
+        (10, status, True),
+    ]
     with CheckpointManager(storage, run_id="run", keep=KeepLast(1)) as ckpt:
         with pytest.raises(InvalidState, match="pinned"):
             ckpt.delete(10)
-        with pytest.raises(CheckpointExists, match="format" if damage == "unsupported" else "pinned") as caught:
+        with pytest.raises(
+            CheckpointExists, match="format" if damage == "unsupported" else "pinned"
+        ) as caught:
             ckpt.save(10, marked.state(11))
         assert caught.value.step == 10
         assert marked.files(storage) == before
@@ -84,7 +92,9 @@ def test_pinning_what_lost_its_manifest_does_not_unpin_it(make_root, marked, kin
 @pytest.mark.parametrize("damage", ["damaged", "unverified", "uncommitted"])
 @pytest.mark.parametrize("how", ["restore has skipped it", "overwrite"])
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_a_run_that_skipped_a_damaged_pinned_one_saves_the_step_again(make_root, marked, kind, how, damage):
+def test_a_run_that_skipped_a_damaged_pinned_one_saves_the_step_again(
+    make_root, marked, kind, how, damage
+):
     storage = make_root(kind)
     pinned(storage, marked, damage)
     with CheckpointManager(storage, run_id="run") as ckpt:
@@ -94,12 +104,17 @@ def test_a_run_that_skipped_a_damaged_pinned_one_saves_the_step_again(make_root,
             with pytest.warns(CheckpointWarning, match="skipped checkpoint-10"):
                 assert ckpt.restore(marked.state(-1)).step == 5
             ckpt.save(10, marked.state(11))
-    assert [(i.step, i.status, i.pinned) for i in scan(storage)] == [(5, "committed", False), (10, "committed", False)]
+    assert [(i.step, i.status, i.pinned) for i in scan(storage)] == [
+        (5, "committed", False),
+        (10, "committed", False),
+    ]
     assert marked.files(storage) == marked.whole(storage, [5, 10])
     assert marked.restored(storage) == (10, 11)
 
 
-@pytest.mark.parametrize("left", [{PIN_NAME}, {PIN_NAME, WITHDRAWN_NAME}], ids=["pin", "pin and withdrawn"])
+@pytest.mark.parametrize(
+    "left", [{PIN_NAME}, {PIN_NAME, WITHDRAWN_NAME}], ids=["pin", "pin and withdrawn"]
+)
 @pytest.mark.parametrize("then", ["save", "sweep"])
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_the_pin_of_one_that_was_withdrawn_is_in_nobodys_way(make_root, marked, kind, then, left):
@@ -127,7 +142,9 @@ def test_a_pin_that_came_after_the_scan_counts(make_root, marked, kind):
         def list(self, path=""):
             found = super().list(path)
             # The first listing of the folder after the commit is that of the scan.
-            met = path == "checkpoint-10" and self.count("close", f"*checkpoint-20*/{MANIFEST_NAME}")
+            met = path == "checkpoint-10" and self.count(
+                "close", f"*checkpoint-20*/{MANIFEST_NAME}"
+            )
             if met and PIN_NAME not in [entry.name for entry in found]:
                 CheckpointManager(storage, run_id="run").pin(10)
             return found
@@ -136,7 +153,10 @@ def test_a_pin_that_came_after_the_scan_counts(make_root, marked, kind):
     faults = Pinned(storage)
     with pytest.warns(CheckpointWarning, match="pinned"):
         CheckpointManager(faults, run_id="run", keep=KeepLast(1)).save(20, marked.state(20))
-    assert [(i.step, i.status, i.pinned) for i in scan(storage)] == [(10, "committed", True), (20, "committed", False)]
+    assert [(i.step, i.status, i.pinned) for i in scan(storage)] == [
+        (10, "committed", True),
+        (20, "committed", False),
+    ]
     assert marked.restored(storage, which=10) == (10, 10)
 
 

@@ -1,4 +1,5 @@
-"""Object stores have no rename: attempts are built where checkpoints lie. Two jobs that meet there harm neither's commit.
+"""Object stores have no rename: attempts are built where checkpoints lie. Two jobs that meet there
+harm neither's commit.
 
 Each test holds one job at a chosen operation and lets the other one pass it.
 """
@@ -43,7 +44,9 @@ class Other:
         self.error = None
         faults = FaultStorage(storage)
         self.gate = faults.block(**block)
-        self.thread = threading.Thread(target=self._save, args=(faults, marked, run, step, mark), daemon=True)
+        self.thread = threading.Thread(
+            target=self._save, args=(faults, marked, run, step, mark), daemon=True
+        )
         self.thread.start()
         self.gate.wait_reached(30)
 
@@ -68,24 +71,34 @@ def test_what_another_job_commits_while_leftovers_are_swept_stays(make_root, mar
     """The sweep has seen an attempt; by the time that it comes to it, it is a checkpoint."""
     storage = make_root(kind)
     storage.make_folder("")
-    other = Other(storage, marked, "B", 75, 75, kind="create", path=f"checkpoint-75/{MANIFEST_NAME}")
+    other = Other(
+        storage, marked, "B", 75, 75, kind="create", path=f"checkpoint-75/{MANIFEST_NAME}"
+    )
     mine = Meeting(storage)
-    mine.when = lambda kind, path: path == "checkpoint-75" and mine.count("close", f"checkpoint-10/{MANIFEST_NAME}") > 0
+    mine.when = lambda kind, path: (
+        path == "checkpoint-75" and mine.count("close", f"checkpoint-10/{MANIFEST_NAME}") > 0
+    )
     mine.then = other.finish
     CheckpointManager(mine, run_id="A", keep=KeepLast(1)).save(10, marked.state(10))
     assert mine.when is None, "the two have met"
     assert other.error is None
-    assert steps_of(storage, "B") == [(75, [])], "a committed checkpoint of another run was swept away"
+    assert steps_of(storage, "B") == [(75, [])], (
+        "a committed checkpoint of another run was swept away"
+    )
     assert steps_of(storage, "A") == [(10, [])]
     assert marked.restored(storage, run_id="B") == (75, 75)
 
 
-def test_a_folder_that_another_job_has_just_made_is_not_swept_from_under_it(make_root, marked, kind):
+def test_a_folder_that_another_job_has_just_made_is_not_swept_from_under_it(
+    make_root, marked, kind
+):
     storage = make_root(kind)
     storage.make_folder("")
     mine = Meeting(storage)
     mine.when = lambda kind, path: kind == "make_folder" and path == "checkpoint-75"
-    mine.then = lambda: CheckpointManager(storage, run_id="A", keep=KeepLast(1)).save(10, marked.state(10))
+    mine.then = lambda: CheckpointManager(storage, run_id="A", keep=KeepLast(1)).save(
+        10, marked.state(10)
+    )
     CheckpointManager(mine, run_id="B").save(75, marked.state(75))
     assert mine.when is None, "the two have met"
     assert steps_of(storage, "B") == [(75, [])]
@@ -96,7 +109,8 @@ def test_a_folder_that_another_job_has_just_made_is_not_swept_from_under_it(make
 @pytest.mark.parametrize("held", ["create", "close"])
 @pytest.mark.parametrize("file", ["model.safetensors", MANIFEST_NAME])
 def test_two_jobs_that_save_the_same_step(make_root, marked, kind, runs, held, file):
-    """Whoever is told that it saved the step has saved it; who is refused takes nothing of the other away."""
+    """Whoever is told that it saved the step has saved it; who is refused takes nothing of the
+    other away."""
     storage = make_root(kind)
     storage.make_folder("")
     CheckpointManager(storage, run_id=runs[0]).save(10, marked.state(10))
@@ -107,7 +121,9 @@ def test_two_jobs_that_save_the_same_step(make_root, marked, kind, runs, held, f
     except (CheckpointExists, StorageError) as error:
         mine = error
     after_mine = (
-        [(i.step, i.run_id) for i in CheckpointManager(storage, run_id=runs[0]).list()] if mine is None else None
+        [(i.step, i.run_id) for i in CheckpointManager(storage, run_id=runs[0]).list()]
+        if mine is None
+        else None
     )
     other.finish()
     errors = [error for error in (mine, other.error) if error is not None]
@@ -123,9 +139,12 @@ def test_two_jobs_that_save_the_same_step(make_root, marked, kind, runs, held, f
     }
 
 
-@pytest.mark.parametrize("at", [("list", "checkpoint-75"), ("make_folder", "checkpoint-75")], ids=lambda at: at[0])
+@pytest.mark.parametrize(
+    "at", [("list", "checkpoint-75"), ("make_folder", "checkpoint-75")], ids=lambda at: at[0]
+)
 def test_what_another_job_commits_while_this_one_makes_its_place_stays(make_root, marked, kind, at):
-    """The place was looked at and found empty; before anything is put there, the other job has come and gone."""
+    """The place was looked at and found empty; before anything is put there, the other job has come
+    and gone."""
     storage = make_root(kind)
     storage.make_folder("")
     mine = Meeting(storage)
@@ -142,12 +161,20 @@ def test_what_another_job_commits_while_this_one_makes_its_place_stays(make_root
 
 
 @pytest.mark.parametrize("gone", ["the mark", "a file"])
-def test_an_attempt_that_another_job_has_cleared_away_is_not_committed(make_root, marked, kind, gone):
+def test_an_attempt_that_another_job_has_cleared_away_is_not_committed(
+    make_root, marked, kind, gone
+):
     storage = make_root(kind)
     storage.make_folder("")
-    other = Other(storage, marked, "A", 75, 1, kind="create", path="checkpoint-75/index.rank00000.msgpack")
+    other = Other(
+        storage, marked, "A", 75, 1, kind="create", path="checkpoint-75/index.rank00000.msgpack"
+    )
     names = marked.files(storage)["checkpoint-75"]
-    (name,) = [n for n in names if n.startswith("attempt.")] if gone == "the mark" else names & {"model.safetensors"}
+    (name,) = (
+        [n for n in names if n.startswith("attempt.")]
+        if gone == "the mark"
+        else names & {"model.safetensors"}
+    )
     storage.remove(f"checkpoint-75/{name}")
     other.finish()
     assert type(other.error) is CheckpointExists, other.error

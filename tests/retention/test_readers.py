@@ -1,4 +1,5 @@
-"""Readers change nothing: a root that may only be read can be listed, inspected, verified and loaded by anybody."""
+"""Readers change nothing: a root that may only be read can be listed, inspected, verified and
+loaded by anybody."""
 
 import errno
 import json
@@ -36,7 +37,8 @@ def refusing(storage):
 
 
 def untidy(storage, marked):
-    """Everything that a writer would tidy up: attempts of dead processes, an interrupted deletion, foreign files."""
+    """Everything that a writer would tidy up: attempts of dead processes, an interrupted deletion,
+    foreign files."""
     with CheckpointManager(storage, run_id="run", io_threads=1) as ckpt:
         for step in (1, 2, 3, 4):
             ckpt.save(step, marked.state(step), metrics={"loss": float(abs(step - 2))})
@@ -58,7 +60,11 @@ def test_no_reader_asks_for_a_write(make_root, marked, kind):
     before = marked.files(storage)
     faults = refusing(storage)
     with CheckpointManager(faults, keep=KeepLast(1) | KeepBest("loss")) as ckpt:
-        assert [(info.step, info.pinned) for info in ckpt.list()] == [(1, True), (2, False), (3, False)]
+        assert [(info.step, info.pinned) for info in ckpt.list()] == [
+            (1, True),
+            (2, False),
+            (3, False),
+        ]
         assert (ckpt.latest().step, ckpt.best().step) == (3, 2)
         assert [ckpt.verify(which) for which in ("latest", "best", 1)] == [[], [], []]
         for which, step in (("latest", 3), ("best", 2), (1, 1), ("auto", 3)):
@@ -67,7 +73,13 @@ def test_no_reader_asks_for_a_write(make_root, marked, kind):
         with pytest.raises(CheckpointNotFound):
             ckpt.load(marked.state(-1), 99)
     statuses = [(info.step, info.status) for info in scan(faults)]
-    assert statuses == [(1, "committed"), (2, "committed"), (3, "committed"), (4, "partial"), (9, "partial")]
+    assert statuses == [
+        (1, "committed"),
+        (2, "committed"),
+        (3, "committed"),
+        (4, "partial"),
+        (9, "partial"),
+    ]
     assert faults.count(WRITE_OPERATIONS) == 0
     assert marked.files(storage) == before
 
@@ -88,7 +100,9 @@ def test_a_writer_is_told_and_changes_nothing(make_root, marked, kind):
             try:
                 with pytest.raises(StorageError) as caught:
                     call()
-            except CheckpointWarning as warned:  # what is left of an attempt cannot be removed either
+            except (
+                CheckpointWarning
+            ) as warned:  # what is left of an attempt cannot be removed either
                 raise AssertionError(f"a warning in the place of the error: {warned}") from warned
             assert caught.value.errno == errno.EROFS
     assert marked.files(storage) == before
@@ -101,7 +115,8 @@ from ckptcore import CheckpointManager, KeepBest, open_checkpoint, scan_root, St
 root = sys.argv[1]
 import torch
 if os.getuid() == 0:
-    CheckpointManager(root).verify()  # imports all that is needed, from folders that are perhaps root's alone
+    # imports all that is needed, from folders that are perhaps root's alone
+    CheckpointManager(root).verify()
     os.setgid({nobody}); os.setuid({nobody})
 live = {{"model": {{f"w{{n}}": torch.zeros(4) for n in range(3)}}, "progress": {{"mark": -1, "big": 0}}}}
 with CheckpointManager(root, keep=KeepBest("loss")) as ckpt:
@@ -144,19 +159,31 @@ def shared(marked):
 
 
 def test_another_user_reads_what_it_may_not_write(shared, marked):
-    """By real permission bits: as nobody when the tests run as root, else as the owner of folders that are read-only."""
+    """By real permission bits: as nobody when the tests run as root, else as the owner of folders
+    that are read-only."""
     program = READER.format(nobody=NOBODY)
     ran = subprocess.run(
-        [sys.executable, "-c", program, str(shared)], capture_output=True, text=True, timeout=60,
-        cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1", "HOME": "/tmp"})  # fmt: skip
+        [sys.executable, "-c", program, str(shared)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HOME": "/tmp"},
+    )
     if ran.returncode and "PermissionError" in ran.stderr and "setuid" in ran.stderr:
         pytest.skip("this user may not become another one")
     assert ran.returncode == 0, ran.stderr[-2000:]
     said = json.loads(ran.stdout)
     assert said == {
-        "steps": [1, 2, 3], "latest": 3, "best": 2, "problems": 0, "loaded": 3,
-        "w0": marked.state(3)["model"]["w0"].tolist(), "scanned": [[n, "committed"] for n in (1, 2, 3)],
-        "read": marked.state(2)["model"]["w1"].tolist(), "refused": [errno.EACCES] * 3,
-    }  # fmt: skip
+        "steps": [1, 2, 3],
+        "latest": 3,
+        "best": 2,
+        "problems": 0,
+        "loaded": 3,
+        "w0": marked.state(3)["model"]["w0"].tolist(),
+        "scanned": [[n, "committed"] for n in (1, 2, 3)],
+        "read": marked.state(2)["model"]["w1"].tolist(),
+        "refused": [errno.EACCES] * 3,
+    }
     assert [info.step for info in scan_root(shared)] == [1, 2, 3]
     assert open_checkpoint(shared / "checkpoint-2").verify() == []

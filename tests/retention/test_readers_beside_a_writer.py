@@ -1,4 +1,5 @@
-"""Readers beside a writer that keeps few: what they conclude holds, however late their listings and reads are."""
+"""Readers beside a writer that keeps few: what they conclude holds, however late their listings and
+reads are."""
 
 import errno
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class Writer:
 
 
 class Late(LocalStorage):
-    """A reader's storage: `meanwhile` is called after the answer to an operation was made, and before it arrives."""
+    """A reader's storage: `meanwhile` is called after the answer to an operation was made, and
+    before it arrives."""
 
     def __init__(self, root, meanwhile):
         super().__init__(open_storage(root).root)
@@ -62,7 +64,10 @@ class Late(LocalStorage):
 
 
 def state(value):
-    return {"model": {"a": torch.full((3,), float(value)), "n": value}, "other": {"b": torch.full((2,), float(value))}}
+    return {
+        "model": {"a": torch.full((3,), float(value)), "n": value},
+        "other": {"b": torch.full((2,), float(value))},
+    }
 
 
 def held(live):
@@ -72,7 +77,11 @@ def held(live):
 def restored(ckpt):
     live = state(-1)
     report = ckpt.restore(live)
-    assert not report.fresh and held(live) == {float(report.step)} and report.values["model"]["n"] == report.step
+    assert (
+        not report.fresh
+        and held(live) == {float(report.step)}
+        and report.values["model"]["n"] == report.step
+    )
     return report.step
 
 
@@ -93,7 +102,9 @@ CALLS = {
     "latest": lambda ckpt: ckpt.latest().step,
     "best": lambda ckpt: ckpt.best().step,
     "list": lambda ckpt: [info.step for info in ckpt.list()][-1],
-    "scan": lambda ckpt: [info.step for info in scan(ckpt.storage) if info.status == "committed"][-1],
+    "scan": lambda ckpt: [info.step for info in scan(ckpt.storage) if info.status == "committed"][
+        -1
+    ],
     "verify": lambda ckpt: ckpt.verify() == [] and ckpt.latest().step,
 }
 
@@ -117,7 +128,9 @@ def test_listings_that_are_out_of_date_when_they_arrive(tmp_path, call, outdated
     assert CALLS[call](reader(str(tmp_path), meanwhile)) == writer.step == outdated + 1
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if name not in ("scan", "latest", "best", "list", "verify")])
+@pytest.mark.parametrize(
+    "call", [name for name in CALLS if name not in ("scan", "latest", "best", "list", "verify")]
+)
 @pytest.mark.parametrize("times", [1, 4])
 def test_a_checkpoint_that_goes_while_it_is_read(tmp_path, call, times):
     """The next newer one is loaded, all of it; what was read of the other does not stay."""
@@ -185,7 +198,9 @@ def test_a_step_that_was_deleted_while_it_was_read_is_not_found(tmp_path):
     with pytest.raises(CheckpointNotFound, match=r"no checkpoint of step 1; steps there: 2"):
         reader(str(tmp_path), meanwhile).load(state(-1), 1)
     with pytest.raises(CheckpointNotFound, match="deleted or replaced while it was copied"):
-        source = Late(str(tmp_path / "checkpoint-2"), lambda kind, _: kind == "file" and deleted(tmp_path))
+        source = Late(
+            str(tmp_path / "checkpoint-2"), lambda kind, _: kind == "file" and deleted(tmp_path)
+        )
         copied(source, tmp_path / "copy")
 
 
@@ -218,7 +233,9 @@ def test_a_root_that_never_stands_still_is_an_error_that_says_so(tmp_path):
 
     def meanwhile(kind, _):
         if kind == "list ":
-            (tmp_path / f"checkpoint-{writer.step}").rename(tmp_path / f"checkpoint-{writer.step + 1}")
+            (tmp_path / f"checkpoint-{writer.step}").rename(
+                tmp_path / f"checkpoint-{writer.step + 1}"
+            )
             writer.step += 1
 
     for call in (CALLS["latest"], CALLS["restore"]):
@@ -228,11 +245,14 @@ def test_a_root_that_never_stands_still_is_an_error_that_says_so(tmp_path):
     assert writer.step == 1 + 2 * LOOKS
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if name != "verify"])  # what goes meanwhile has no verdict
+@pytest.mark.parametrize(
+    "call", [name for name in CALLS if name != "verify"]
+)  # what goes meanwhile has no verdict
 @given(when=st.sets(st.integers(1, 40), max_size=4))
 @settings(max_examples=12, deadline=None)
 def test_whenever_others_save_and_delete(tmp_path_factory, call, when):
-    """However the operations of a reader and of a writer follow each other, no answer is older than the call."""
+    """However the operations of a reader and of a writer follow each other, no answer is older than
+    the call."""
     root = tmp_path_factory.mktemp("root")
     writer = Writer(str(root))
     writer.save()

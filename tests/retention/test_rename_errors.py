@@ -1,8 +1,10 @@
-"""Network filesystems: a rename that is done and reported as failed, or refused for files that are held open.
+"""Network filesystems: a rename that is done and reported as failed, or refused for files that are
+held open.
 
-A client that sends a rename again because the first answer was lost is told ENOENT (the source is gone), EEXIST or
-ENOTEMPTY (the target is there) or ESTALE, of something that has happened. A folder in which somebody has a removed file
-open holds a `.nfs...` file, and cannot be renamed (EBUSY) or removed (ENOTEMPTY).
+A client that sends a rename again because the first answer was lost is told ENOENT (the source is
+gone), EEXIST or ENOTEMPTY (the target is there) or ESTALE, of something that has happened. A folder
+in which somebody has a removed file open holds a `.nfs...` file, and cannot be renamed (EBUSY) or
+removed (ENOTEMPTY).
 """
 
 import errno
@@ -10,7 +12,14 @@ import warnings
 
 import pytest
 
-from ckptcore import CheckpointExists, CheckpointManager, CheckpointWarning, KeepLast, StorageError, open_storage
+from ckptcore import (
+    CheckpointExists,
+    CheckpointManager,
+    CheckpointWarning,
+    KeepLast,
+    StorageError,
+    open_storage,
+)
 from ckptcore.testing import FaultStorage
 
 LOST = [errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.EIO]
@@ -35,12 +44,15 @@ def outcome(call):
 
 @pytest.mark.parametrize("error", LOST, ids=names_of)
 def test_b15_a_rename_that_published_and_reports_an_error(quick_folder, marked, error):
-    """The verdict is what is on disk: committed, or an error and nothing of it. Never an error about a commit."""
+    """The verdict is what is on disk: committed, or an error and nothing of it. Never an error
+    about a commit."""
     storage = open_storage(quick_folder / "run")
     saved(storage, [10], marked)
     faults = FaultStorage(storage)
     faults.fail(kind="rename", path="checkpoint-20", error=error, after=True)
-    result, told = outcome(lambda: CheckpointManager(faults, run_id="run").save(20, marked.state(20)))
+    result, told = outcome(
+        lambda: CheckpointManager(faults, run_id="run").save(20, marked.state(20))
+    )
     assert faults.count("rename", "checkpoint-20") >= 1
     if isinstance(result, Exception):
         assert type(result) is StorageError, "nobody else made it"
@@ -90,7 +102,9 @@ def test_a_rename_that_is_refused_leaves_no_trace(quick_folder, marked, error):
 
 @pytest.mark.parametrize("error", [errno.EBUSY, errno.EACCES], ids=names_of)
 @pytest.mark.parametrize("which", [1, 2], ids=["old put aside", "new put in place"])
-def test_an_overwrite_whose_rename_is_refused_leaves_the_old_one(quick_folder, marked, which, error):
+def test_an_overwrite_whose_rename_is_refused_leaves_the_old_one(
+    quick_folder, marked, which, error
+):
     storage = open_storage(quick_folder / "run")
     saved(storage, [10, 20], marked)
     faults = FaultStorage(storage)
@@ -105,8 +119,11 @@ def test_an_overwrite_whose_rename_is_refused_leaves_the_old_one(quick_folder, m
 @pytest.mark.parametrize("after", [False, True], ids=["refused", "done"])
 @pytest.mark.parametrize("error", [*LOST, errno.EBUSY], ids=names_of)
 @pytest.mark.parametrize("kind", ["rename", "remove", "remove_folder"])
-def test_a_deletion_that_reports_an_error_is_finished_later(quick_folder, marked, kind, error, after):
-    """Retention withdraws the old one; whatever the filesystem says, it is whole or it is gone, and gone in the end."""
+def test_a_deletion_that_reports_an_error_is_finished_later(
+    quick_folder, marked, kind, error, after
+):
+    """Retention withdraws the old one; whatever the filesystem says, it is whole or it is gone, and
+    gone in the end."""
     storage = open_storage(quick_folder / "run")
     saved(storage, [10], marked)
     faults = FaultStorage(storage)
@@ -124,7 +141,8 @@ def test_a_deletion_that_reports_an_error_is_finished_later(quick_folder, marked
 
 
 def test_a_folder_that_holds_an_nfs_file_goes_when_it_is_gone(quick_folder, marked):
-    """A reader has a file of the old checkpoint open: its folder stays, empty but for that, and nothing is lost."""
+    """A reader has a file of the old checkpoint open: its folder stays, empty but for that, and
+    nothing is lost."""
     root = quick_folder / "run"
     storage = open_storage(root)
     saved(storage, [10], marked)
@@ -134,18 +152,25 @@ def test_a_folder_that_holds_an_nfs_file_goes_when_it_is_gone(quick_folder, mark
     for step in (20, 30):
         result, told = outcome(lambda step=step: manager.save(step, marked.state(step)))
         assert (result.step, told) == (step, [])
-        assert marked.files(storage) == {**marked.whole(storage, [step]), "checkpoint-10": {held.name}}
+        assert marked.files(storage) == {
+            **marked.whole(storage, [step]),
+            "checkpoint-10": {held.name},
+        }
         assert marked.restored(storage) == (step, step)
     held.unlink()
-    # The server removed it; what is left is an empty folder with the name of a checkpoint, which is swept.
+    # The server removed it; what is left is an empty folder with the name of a checkpoint, which is
+    # swept.
     manager.save(40, marked.state(40))
     assert marked.files(storage) == marked.whole(storage, [40])
     assert marked.restored(storage) == (40, 40)
 
 
 @pytest.mark.parametrize("undo", [1, 2], ids=["the new one", "the old one"])
-def test_an_undo_that_fails_hides_no_error_and_leaves_the_rest_undone_no_longer_than_needed(quick_folder, marked, undo):
-    """The error is the one of the save, the other rename is made all the same, and the old checkpoint counts."""
+def test_an_undo_that_fails_hides_no_error_and_leaves_the_rest_undone_no_longer_than_needed(
+    quick_folder, marked, undo
+):
+    """The error is the one of the save, the other rename is made all the same, and the old
+    checkpoint counts."""
     storage = open_storage(quick_folder / "run")
     saved(storage, [10, 20], marked)
     faults = FaultStorage(storage)

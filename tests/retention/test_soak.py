@@ -1,4 +1,5 @@
-"""Thousands of saves with retention in one process: open files, threads, memory and the root stay as they were."""
+"""Thousands of saves with retention in one process: open files, threads, memory and the root stay
+as they were."""
 
 import ctypes
 import gc
@@ -14,15 +15,18 @@ import pytest
 from ckptcore import CheckpointManager, KeepBest, KeepLast
 
 WARM_UP = 20
-ITEMS = 1 << 15  # 3 x 128 KiB of replicated state: a save that is not let go of would show after some dozens
+ITEMS = (
+    1 << 15
+)  # 3 x 128 KiB of replicated state: a save that is not let go of would show after some dozens
 RANKS = 4
 KEEP = KeepLast(3) | KeepBest("loss", count=2) | KeepBest("accuracy", mode="max")
 MOST = 3 + 2 + 1
 GROWTH = 8 << 20
-# What the kernel and other threads of the process do to its memory (huge pages put together, say) comes once; a save
-# that is not let go of adds to every window.
+# What the kernel and other threads of the process do to its memory (huge pages put together, say)
+# comes once; a save that is not let go of adds to every window.
 WINDOWS = 3
-# Caches of the interpreter and of the allocator still settle after the warm-up, by far fewer objects than saves.
+# Caches of the interpreter and of the allocator still settle after the warm-up, by far fewer
+# objects than saves.
 OBJECTS = 60
 
 if not Path("/proc/self/statm").exists():
@@ -41,7 +45,8 @@ def know_the_others():
 
 
 def usage():
-    """What the process holds now: open files, threads, resident bytes, objects that the garbage collector knows."""
+    """What the process holds now: open files, threads, resident bytes, objects that the garbage
+    collector knows."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -61,14 +66,18 @@ def shown(name, saves, seen):
 
 
 def check_flat(seen):
-    """Files and threads at every look; memory and objects in one window between two looks at least."""
+    """Files and threads at every look; memory and objects in one window between two looks at
+    least."""
     assert [look["files"] for look in seen] == [seen[0]["files"]] * len(seen)
     assert [look["threads"] for look in seen] == [seen[0]["threads"]] * len(seen)
     assert any(flat(first, last) for first, last in itertools.pairwise(seen)), seen
 
 
 def flat(first, last):
-    return last["resident"] - first["resident"] < GROWTH and last["objects"] - first["objects"] < OBJECTS
+    return (
+        last["resident"] - first["resident"] < GROWTH
+        and last["objects"] - first["objects"] < OBJECTS
+    )
 
 
 def enough(seen):
@@ -77,10 +86,13 @@ def enough(seen):
 
 
 def metrics_of(step, rng):
-    """Now and then a best one, a missing one, one that is no number. At first all: that one is missing is a warning."""
+    """Now and then a best one, a missing one, one that is no number. At first all: that one is
+    missing is a warning."""
     loss = rng.choice([math.nan, rng.random(), rng.random() / (step + 1)])
     accuracy = rng.random()
-    return {"loss": loss} if rng.random() < 0.5 and step > 1 else {"loss": loss, "accuracy": accuracy}
+    return (
+        {"loss": loss} if rng.random() < 0.5 and step > 1 else {"loss": loss, "accuracy": accuracy}
+    )
 
 
 @pytest.mark.parametrize("saves", [100, pytest.param(2000, marks=pytest.mark.stress)])
@@ -125,7 +137,11 @@ def test_soak_four_ranks(make_root, marked, errors_of, saves):
         rng = random.Random(saves)
         with CheckpointManager(storage, keep=KEEP, run_id="run", comm=comm, io_threads=1) as ckpt:
             for step in itertools.count(1):
-                ckpt.save(step, marked.parts(step, comm.rank, ITEMS // RANKS), metrics=metrics_of(step, rng))
+                ckpt.save(
+                    step,
+                    marked.parts(step, comm.rank, ITEMS // RANKS),
+                    metrics=metrics_of(step, rng),
+                )
                 if step >= WARM_UP and (step - WARM_UP) % saves == 0:
                     # On rank 0 while the others wait for its answer.
                     comm.together("usage", lambda: None, lambda _: seen.append(usage()))
@@ -133,7 +149,10 @@ def test_soak_four_ranks(make_root, marked, errors_of, saves):
                         break
             assert marked.loaded(ckpt.restore, comm.rank, ITEMS // RANKS) == (step, step)
             best = ckpt.best().step
-            assert marked.loaded(lambda s: ckpt.load(s, "best"), comm.rank, ITEMS // RANKS) == (best, best)
+            assert marked.loaded(lambda s: ckpt.load(s, "best"), comm.rank, ITEMS // RANKS) == (
+                best,
+                best,
+            )
         return step, [info.step for info in ckpt.list()]
 
     results = errors_of(RANKS, program, deadline=500)

@@ -1,4 +1,5 @@
-"""What the tests of sharded state share: slices by any layout on virtual ranks, counted reads, real ranks by fork."""
+"""What the tests of sharded state share: slices by any layout on virtual ranks, counted reads, real
+ranks by fork."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CHUNK = 64
 
 
 class MeshShard(Shard):
-    """A slice with a layout over a mesh: a DTensor on a virtual rank, where torch has no process group."""
+    """A slice with a layout over a mesh: a DTensor on a virtual rank, where torch has no process
+    group."""
 
     __slots__ = ("layout", "outside")
 
@@ -71,7 +73,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 class CountingStorage(Storage):
-    """A storage that remembers (file, first byte, end) of every read, and the files that were opened."""
+    """A storage that remembers (file, first byte, end) of every read, and the files that were
+    opened."""
 
     def __init__(self, url: Any) -> None:
         self.inner = open_storage(url)
@@ -137,7 +140,8 @@ def on_all() -> Callable[..., Any]:
 
 @pytest.fixture
 def errors_of() -> Callable[..., list[Any]]:
-    """errors_of(world_size, program): what every rank returned, or the error of ours that it raised."""
+    """errors_of(world_size, program): what every rank returned, or the error of ours that it
+    raised."""
 
     def run(world_size: int, program: Callable[[Any], Any]) -> list[Any]:
         def caught(comm: Any) -> Any:
@@ -153,11 +157,16 @@ def errors_of() -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def words() -> Callable[[Any], np.ndarray]:
-    """The items of a tensor or array as integers of the same width (complex128: pairs), to compare to the bit."""
+    """The items of a tensor or array as integers of the same width (complex128: pairs), to compare
+    to the bit."""
 
     def of(value: Any) -> np.ndarray:
         if isinstance(value, torch.Tensor):
-            plain = torch.view_as_real(value.detach()) if value.dtype == torch.complex128 else value.detach()
+            plain = (
+                torch.view_as_real(value.detach())
+                if value.dtype == torch.complex128
+                else value.detach()
+            )
             kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
             return plain.view(kinds[plain.element_size()]).numpy()
         array = np.asarray(value)
@@ -169,22 +178,30 @@ def words() -> Callable[[Any], np.ndarray]:
 
 
 class Gang:
-    """Runs the programs of programs.py on real ranks, forked from one process that has imported torch already."""
+    """Runs the programs of programs.py on real ranks, forked from one process that has imported
+    torch already."""
 
     def __init__(self) -> None:
         command = [sys.executable, str(HERE / "zygote.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
 
-    def run(self, program: str, world: int, *, deadline: float = 60, **arguments: Any) -> dict[int, Any]:
-        """What the program returned on every rank; {"error": text} where it raised or did not end in time."""
+    def run(
+        self, program: str, world: int, *, deadline: float = 60, **arguments: Any
+    ) -> dict[int, Any]:
+        """What the program returned on every rank; {"error": text} where it raised or did not end
+        in time."""
         assert self.process.stdin is not None and self.process.stdout is not None
         order = {"program": program, "world": world, "deadline": deadline, "arguments": arguments}
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], deadline + 40)
         assert ready, "the zygote does not answer"
-        return {int(rank): result for rank, result in json.loads(self.process.stdout.readline()).items()}
+        return {
+            int(rank): result for rank, result in json.loads(self.process.stdout.readline()).items()
+        }
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -194,7 +211,8 @@ class Gang:
 
 @pytest.fixture(scope="session")
 def gang() -> Iterator[Gang]:
-    """gang.run(program, world_size, ...): programs of tests/sharded/programs.py on real ranks over gloo."""
+    """gang.run(program, world_size, ...): programs of tests/sharded/programs.py on real ranks over
+    gloo."""
     started = Gang()
     yield started
     started.close()

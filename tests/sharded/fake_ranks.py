@@ -1,6 +1,8 @@
-"""Prints what torch says of layouts on many meshes, and what ckptcore reads from real DTensors, one rank after another.
+"""Prints what torch says of layouts on many meshes, and what ckptcore reads from real DTensors, one
+rank after another.
 
-Run as a program by test_torch_layouts.py: torch's "fake" process group makes any rank of any world in one process.
+Run as a program by test_torch_layouts.py: torch's "fake" process group makes any rank of any world
+in one process.
 """
 
 from __future__ import annotations
@@ -23,7 +25,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptcore.state.layout import local_part
 
-MESHES = [(1,), (2,), (3,), (5,), (8,), (2, 2), (2, 3), (3, 2), (4, 4), (2, 2, 2), (2, 3, 2), (1, 4), (64,), (8, 16)]
+MESHES = [
+    (1,),
+    (2,),
+    (3,),
+    (5,),
+    (8,),
+    (2, 2),
+    (2, 3),
+    (3, 2),
+    (4, 4),
+    (2, 2, 2),
+    (2, 3, 2),
+    (1, 4),
+    (64,),
+    (8, 16),
+]
 SHAPES = [(), (0,), (1,), (2, 5), (7, 3), (16,), (3, 1, 4), (0, 3), (65, 2), (33, 17)]
 
 
@@ -31,9 +48,13 @@ def told(tensor: Any) -> dict[str, Any]:
     part = local_part(tensor)
     assert part.layout is not None and part.layout != "box"
     return {
-        "mesh": part.layout.mesh.shape, "ranks": part.layout.mesh.ranks, "placements": part.layout.placements,
-        "shape": part.shape, "box": part.box, "local": list(part.tensor.shape),
-    }  # fmt: skip
+        "mesh": part.layout.mesh.shape,
+        "ranks": part.layout.mesh.ranks,
+        "placements": part.layout.placements,
+        "shape": part.shape,
+        "box": part.box,
+        "local": list(part.tensor.shape),
+    }
 
 
 def holds_its_box(full: torch.Tensor, tensor: Any) -> bool:
@@ -52,9 +73,16 @@ def plain_layouts(shape: tuple[int, ...], rank: int, chance: random.Random) -> l
         placements = [chance.choice(cuts) for _ in shape]
         full = torch.arange(prod(size)).reshape(size)
         tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
-        local, offset = compute_local_shape_and_global_offset(torch.Size(size), mesh, tensor.placements)
+        local, offset = compute_local_shape_and_global_offset(
+            torch.Size(size), mesh, tensor.placements
+        )
         rows.append(
-            {**told(tensor), "torch": [list(offset), list(local)], "holds": holds_its_box(full, tensor), "rank": rank}
+            {
+                **told(tensor),
+                "torch": [list(offset), list(local)],
+                "holds": holds_its_box(full, tensor),
+                "rank": rank,
+            }
         )
     return rows
 
@@ -66,7 +94,9 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(deep)
 
 
-def models(shape: tuple[int, ...], names: tuple[str, ...], sizes: tuple[int, int], rank: int) -> list[dict[str, Any]]:
+def models(
+    shape: tuple[int, ...], names: tuple[str, ...], sizes: tuple[int, int], rank: int
+) -> list[dict[str, Any]]:
     """FSDP2, over tensor parallelism where the mesh has "tp", with replicas where it has "rep"."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = Block(*sizes)
@@ -86,13 +116,19 @@ def models(shape: tuple[int, ...], names: tuple[str, ...], sizes: tuple[int, int
             local, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-            row = {**told(parameter), "torch": [list(offset), list(local)], "rank": rank, "name": name}
+            row = {
+                **told(parameter),
+                "torch": [list(offset), list(local)],
+                "rank": rank,
+                "name": name,
+            }
             rows.append({**row, "holds": holds_its_box(full[name], parameter)})
     return rows
 
 
 def at_rank(rank: int, world: int, call: Any) -> list[dict[str, Any]]:
-    """In a process of its own, because torch caches meshes, and with them the rank that it was first."""
+    """In a process of its own, because torch caches meshes, and with them the rank that it was
+    first."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         os.close(read)
@@ -110,16 +146,25 @@ def at_rank(rank: int, world: int, call: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     chance = random.Random(5)
-    # Imports what torch imports late, once and not in every rank; the one rank of a world of one stays the same.
+    # Imports what torch imports late, once and not in every rank; the one rank of a world of one
+    # stays the same.
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     plain_layouts((1,), 0, random.Random(0))
     models((1,), ("dp",), (4, 4), 0)
     dist.destroy_process_group()
-    found: dict[str, list[dict[str, Any]]] = {"plain": [], "fsdp": [], "tp": [], "hsdp": [], "fsdp over tp": []}
+    found: dict[str, list[dict[str, Any]]] = {
+        "plain": [],
+        "fsdp": [],
+        "tp": [],
+        "hsdp": [],
+        "fsdp over tp": [],
+    }
     for shape in MESHES:
         world = prod(shape)
         for rank in sorted({0, world - 1, *chance.sample(range(world), min(world, 4))}):
-            found["plain"] += at_rank(rank, world, lambda s=shape, r=rank: plain_layouts(s, r, chance))
+            found["plain"] += at_rank(
+                rank, world, lambda s=shape, r=rank: plain_layouts(s, r, chance)
+            )
     jobs = [
         ("fsdp", (4,), ("dp",), (7, 3)),
         ("tp", (4,), ("tp",), (8, 4)),
@@ -131,7 +176,9 @@ def main() -> None:
     ]
     for kind, shape, names, sizes in jobs:
         for rank in range(prod(shape)):
-            found[kind] += at_rank(rank, prod(shape), lambda j=(shape, names, sizes, rank): models(*j))
+            found[kind] += at_rank(
+                rank, prod(shape), lambda j=(shape, names, sizes, rank): models(*j)
+            )
     print(json.dumps(found))
 
 

@@ -1,4 +1,5 @@
-"""What real ranks do in the tests of sharded state: each function is a program that every process of a job runs.
+"""What real ranks do in the tests of sharded state: each function is a program that every process
+of a job runs.
 
 Processes are forked by zygote.py, which has made the process group.
 """
@@ -56,25 +57,32 @@ class Pipe(nn.Module):
 
 def values(name: str, step: int, shape: Any) -> torch.Tensor:
     """Numbers that depend on nothing but name and step."""
-    own = torch.Generator().manual_seed(7919 * step + sum(n * ord(c) for n, c in enumerate(name, 1)))
+    own = torch.Generator().manual_seed(
+        7919 * step + sum(n * ord(c) for n, c in enumerate(name, 1))
+    )
     return torch.randn(tuple(shape), generator=own)
 
 
 def fill(model: nn.Module, number: float | None) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(values(name, 0, parameter.shape)) if number is None else parameter.fill_(number)
+            parameter.copy_(
+                values(name, 0, parameter.shape)
+            ) if number is None else parameter.fill_(number)
 
 
 def cut(model: nn.Module, mesh: Any, dim: int) -> None:
-    """Every matrix cut along `dim`, everything else replicated: DTensors without FSDP. Ties stay."""
+    """Every matrix cut along `dim`, everything else replicated: DTensors without FSDP. Ties
+    stay."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = [Shard(dim) if parameter.ndim == 2 else Replicate()]
             if parameter not in made:
                 whole = parameter.detach()
-                made[parameter] = nn.Parameter(distribute_tensor(whole, mesh, placement, src_data_rank=None))
+                made[parameter] = nn.Parameter(
+                    distribute_tensor(whole, mesh, placement, src_data_rank=None)
+                )
             setattr(module, name, made[parameter])
 
 
@@ -87,12 +95,19 @@ def build(kind: str, rank: int, world: int, number: float | None) -> nn.Module:
     if kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     elif kind == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rep", "dp")))
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rep", "dp"))
+        )
     elif kind in ("rows", "columns"):
         cut(model, init_device_mesh("cpu", (world,)), ["rows", "columns"].index(kind))
     elif kind == "fsdp over tp":
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}, src_data_rank=None)
+        parallelize_module(
+            model,
+            mesh["tp"],
+            {"up": ColwiseParallel(), "down": RowwiseParallel()},
+            src_data_rank=None,
+        )
         fully_shard(model, mesh=mesh["dp"])
     else:
         assert kind == "plain" and rank >= 0
@@ -100,7 +115,8 @@ def build(kind: str, rank: int, world: int, number: float | None) -> nn.Module:
 
 
 def build_pipe(kind: str, rank: int, world: int, number: float | None) -> nn.Module:
-    """ "pipe" (as many stages as ranks), "pipe of 2" (virtual stages a rank), "pipe x fsdp" (2 stages)."""
+    """ "pipe" (as many stages as ranks), "pipe of 2" (virtual stages a rank), "pipe x fsdp" (2
+    stages)."""
     if kind == "pipe x fsdp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
         stage = mesh["pp"].get_local_rank()
@@ -109,7 +125,13 @@ def build_pipe(kind: str, rank: int, world: int, number: float | None) -> nn.Mod
         return fully_shard(model, mesh=mesh["dp"])
     virtual = 2 if kind == "pipe of 2" else 1
     size = 8 // (world * virtual)
-    model = Pipe([n for v in range(virtual) for n in range((rank + v * world) * size, (rank + v * world + 1) * size)])
+    model = Pipe(
+        [
+            n
+            for v in range(virtual)
+            for n in range((rank + v * world) * size, (rank + v * world + 1) * size)
+        ]
+    )
     fill(model, number)
     if kind == "pipe fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
@@ -117,7 +139,8 @@ def build_pipe(kind: str, rank: int, world: int, number: float | None) -> nn.Mod
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
-    """Gradients by name and step alone, so that every layout must make the same steps, bit for bit."""
+    """Gradients by name and step alone, so that every layout must make the same steps, bit for
+    bit."""
     for step in range(first, first + steps):
         for name, parameter in model.named_parameters():
             if name == "never":
@@ -126,11 +149,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps:
             if isinstance(parameter, DTensor):
                 box = local_part(parameter).box
                 assert box is not None
-                local = gradient[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].contiguous()
+                local = gradient[
+                    tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
+                ].contiguous()
                 gradient = DTensor.from_local(
-                    local.reshape(parameter.to_local().shape), parameter.device_mesh, parameter.placements,
-                    run_check=False, shape=parameter.shape, stride=parameter.stride(),
-                )  # fmt: skip
+                    local.reshape(parameter.to_local().shape),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
             parameter.grad = gradient
         optimizer.step()
         if hasattr(model, "seen"):
@@ -156,7 +185,12 @@ def components(model: nn.Module, optimizer: Any, plain: bool) -> Any:
         return {"model": model, "opt": optimizer}
     return [
         StateComponent("model", model, SharingPattern.SHARDED, validation_level="TENSOR"),
-        StateComponent("opt", OptimizerState(optimizer, model), SharingPattern.SHARDED, validation_level="TENSOR"),
+        StateComponent(
+            "opt",
+            OptimizerState(optimizer, model),
+            SharingPattern.SHARDED,
+            validation_level="TENSOR",
+        ),
     ]
 
 
@@ -177,14 +211,24 @@ def save(rank: int, world: int, kind: str, root: str, real: bool = False) -> dic
     then = snapshot(model, optimizer)
     train(model, optimizer, 4, 1)
     patterns = {key: component.pattern for key, component in info.manifest.components.items()}
-    return {"then": then, "later": snapshot(model, optimizer), "patterns": patterns, "bytes": {
-        key: component.size_bytes for key, component in info.manifest.components.items()}}  # fmt: skip
+    return {
+        "then": then,
+        "later": snapshot(model, optimizer),
+        "patterns": patterns,
+        "bytes": {key: component.size_bytes for key, component in info.manifest.components.items()},
+    }
 
 
 def load(
-    rank: int, world: int, kind: str, root: str, how: dict[str, Any] | None = None, again: str | None = None
+    rank: int,
+    world: int,
+    kind: str,
+    root: str,
+    how: dict[str, Any] | None = None,
+    again: str | None = None,
 ) -> dict[str, Any]:
-    """Into fresh objects of other values: the state then, and after one step more. again: root to save to."""
+    """Into fresh objects of other values: the state then, and after one step more. again: root to
+    save to."""
     model = build(kind, rank, world, -3.0)
     optimizer = torch.optim.AdamW(model.parameters(), 0.9, amsgrad=True)
     state = components(model, optimizer, plain=kind in ("fsdp", "plain", "hsdp"))
@@ -197,17 +241,25 @@ def load(
     tied = not hasattr(model, "emb") or model.emb.weight is model.head.weight
     assert all(parameter.grad is None for parameter in model.parameters())
     train(model, optimizer, 4, 1)
-    return {"then": then, "later": snapshot(model, optimizer), "tied": tied, "lr": optimizer.param_groups[0]["lr"]}
+    return {
+        "then": then,
+        "later": snapshot(model, optimizer),
+        "tied": tied,
+        "lr": optimizer.param_groups[0]["lr"],
+    }
 
 
 def pipeline_run(rank: int, world: int, root: str) -> dict[str, Any]:
-    """Two real stages of torch's pipelining, trained by 1F1B, saved, and restored into one model on every rank."""
+    """Two real stages of torch's pipelining, trained by 1F1B, saved, and restored into one model on
+    every rank."""
     device, stages = torch.device("cpu"), world
     model = Pipe([n for n in range(8) if n * stages // 8 == rank])
     fill(model, None)
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
     stage = PipelineStage(model, rank, stages, device)
-    schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=lambda out, target: (out - target).pow(2).mean())
+    schedule = Schedule1F1B(
+        stage, n_microbatches=2, loss_fn=lambda out, target: (out - target).pow(2).mean()
+    )
     for step in range(2):
         batch = values("batch", step, (4, 3))
         if rank == 0:

@@ -1,4 +1,5 @@
-"""What is known of a mesh and of a table of tensors is computed once, not at each tensor and each save."""
+"""What is known of a mesh and of a table of tensors is computed once, not at each tensor and each
+save."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ckptcore.ranks.sharding import merge_descriptions
 
 from .test_planning import described, matrices
 
-# Counts how often torch is asked to describe a mesh, for 40 tensors on two meshes, and what is kept when they are gone.
+# Counts how often torch is asked to describe a mesh, for 40 tensors on two meshes, and what is kept
+# when they are gone.
 PROGRAM = """
 import gc, json, torch, torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,12 +50,18 @@ print(json.dumps(found))
 
 
 def test_a_mesh_is_described_once() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == {
-        "asked": 2, "boxes": [[[2, 0], [2, 3]], [[0, 0], [2, 3]]], "meshes": [[4], [2, 2]],
-        "kept": 2, "still": 1, "gone": 0,
-    }  # fmt: skip
+        "asked": 2,
+        "boxes": [[[2, 0], [2, 3]], [[0, 0], [2, 3]]],
+        "meshes": [[4], [2, 2]],
+        "kept": 2,
+        "still": 1,
+        "gone": 0,
+    }
 
 
 def test_values_that_change_leave_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,21 +69,32 @@ def test_values_that_change_leave_the_table(monkeypatch: pytest.MonkeyPatch) -> 
     groups = [list(range(8))]
     calls = []
     planned = sharding._layout
-    monkeypatch.setattr(sharding, "_layout", lambda *given: calls.append(given[1]) or planned(*given))
-    states = [merge_descriptions("steps", [described(matrices(5, layout), step)], groups) for step in (1, 2, 3)]
+    monkeypatch.setattr(
+        sharding, "_layout", lambda *given: calls.append(given[1]) or planned(*given)
+    )
+    states = [
+        merge_descriptions("steps", [described(matrices(5, layout), step)], groups)
+        for step in (1, 2, 3)
+    ]
     assert len(calls) == 5  # once for each tensor, at the first save
     assert states[0].tensors == states[1].tensors == states[2].tensors
     assert len({state.tree for state in states}) == 3
     other = merge_descriptions("steps", [described(matrices(6, layout), 1)], groups)
-    assert len(calls) == 5 + 6 and [t.name for t in other.tensors][:5] == [t.name for t in states[0].tensors]
+    assert len(calls) == 5 + 6 and [t.name for t in other.tensors][:5] == [
+        t.name for t in states[0].tensors
+    ]
 
 
 def test_a_table_from_one_description_refers_to_its_tensors_by_their_names() -> None:
-    """One description keeps its tree; several are put together and numbered anew. Both refer to the same tensors."""
+    """One description keeps its tree; several are put together and numbered anew. Both refer to the
+    same tensors."""
     layout = MeshLayout(Mesh((8,), tuple(range(8))), ("S0",))
     text = described(matrices(4, layout))
     alone = merge_descriptions("m", [text], [list(range(8))])
-    several = merge_descriptions("m", [text, described(matrices(4, layout) | {"own": ((3,), None)})], [
-        list(range(4)), list(range(4, 8))])  # fmt: skip
+    several = merge_descriptions(
+        "m",
+        [text, described(matrices(4, layout) | {"own": ((3,), None)})],
+        [list(range(4)), list(range(4, 8))],
+    )
     assert [t.name for t in several.tensors] == [*(t.name for t in alone.tensors), "own"]
     assert alone.tree == sharding.decode(text)["tree"]

@@ -1,4 +1,5 @@
-"""At TENSOR level a replica inside a sharded component is hashed when it is compared, and not again when it is written."""
+"""At TENSOR level a replica inside a sharded component is hashed when it is compared, and not again
+when it is written."""
 
 from __future__ import annotations
 
@@ -8,11 +9,19 @@ import pytest
 import torch
 
 import ckptcore.saving.writer as writer
-from ckptcore import CheckpointManager, SharingPattern, StateComponent, ValidationLevel, open_checkpoint
+from ckptcore import (
+    CheckpointManager,
+    SharingPattern,
+    StateComponent,
+    ValidationLevel,
+    open_checkpoint,
+)
 from ckptcore.testing.ranks import run_ranks
 
 
-@pytest.mark.parametrize(("level", "hashed"), [(ValidationLevel.TENSOR, 0), (ValidationLevel.QUICK, 1)])
+@pytest.mark.parametrize(
+    ("level", "hashed"), [(ValidationLevel.TENSOR, 0), (ValidationLevel.QUICK, 1)]
+)
 def test_a_replica_is_hashed_once(
     level: ValidationLevel, hashed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -27,7 +36,9 @@ def test_a_replica_is_hashed_once(
     monkeypatch.setattr(writer, "chunk_digest", counted)
 
     def save(comm) -> str:
-        part = StateComponent("m", {"norm": state.clone()}, SharingPattern.SHARDED, validation_level=level)
+        part = StateComponent(
+            "m", {"norm": state.clone()}, SharingPattern.SHARDED, validation_level=level
+        )
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             return ckpt.save(1, [part]).url
 

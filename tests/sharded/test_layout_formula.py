@@ -1,4 +1,5 @@
-"""The formula of format/layout.py: boxes cover a tensor exactly, and are found again from any side."""
+"""The formula of format/layout.py: boxes cover a tensor exactly, and are found again from any
+side."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ from ckptcore.format.layout import (
     volume,
 )
 
-NOT_A_TABLE = (ValueError, TypeError, KeyError, IndexError, AttributeError)  # what view.py takes for damage
+NOT_A_TABLE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+)  # what view.py takes for damage
 covered = {"examples": 0, "ranks": 0, "most ranks": 0, "empty parts": 0}
 
 
@@ -34,7 +41,13 @@ def meshes(draw, most: int = 4096) -> Mesh:
     """1 to `most` ranks in 1 to 4 dimensions, in any order, of a world that may be larger."""
     shape: list[int] = []
     for _ in range(draw(st.integers(1, 4))):
-        shape.append(draw(st.integers(1, max(1, min(most // prod(shape), draw(st.sampled_from([2, 4, 64, most])))))))
+        shape.append(
+            draw(
+                st.integers(
+                    1, max(1, min(most // prod(shape), draw(st.sampled_from([2, 4, 64, most]))))
+                )
+            )
+        )
     order = random.Random(draw(st.integers(0, 99)))
     size = prod(shape)
     ranks = list(range(size)) if draw(st.booleans()) else order.sample(range(size + 7), size)
@@ -44,7 +57,9 @@ def meshes(draw, most: int = 4096) -> Mesh:
 @st.composite
 def layouts(draw, most: int = 4096) -> tuple[MeshLayout, tuple[int, ...]]:
     mesh = draw(meshes(most))
-    shape = draw(st.lists(st.integers(0, 9) | st.sampled_from([1, 16, 33, 64]), max_size=3).map(tuple))
+    shape = draw(
+        st.lists(st.integers(0, 9) | st.sampled_from([1, 16, 33, 64]), max_size=3).map(tuple)
+    )
     cuts = [f"{kind}{dim}" for kind in "Ss" for dim in range(len(shape))]
     placements = tuple(draw(st.sampled_from(["R", *cuts, *cuts])) for _ in mesh.shape)
     layout = MeshLayout(mesh, placements)
@@ -57,7 +72,9 @@ def boxes(draw, shape: tuple[int, ...]) -> Box:
     return offset, tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
 
 
-def reference_box(layout: MeshLayout, shape: tuple[int, ...], at: tuple[int, ...]) -> list[list[int]]:
+def reference_box(
+    layout: MeshLayout, shape: tuple[int, ...], at: tuple[int, ...]
+) -> list[list[int]]:
     """The items that the rank at a place holds, by cutting lists of numbers as torch.chunk does."""
     held = [list(range(n)) for n in shape]
     plain = [m for m, p in enumerate(layout.placements) if p[0] == "S"]
@@ -78,7 +95,9 @@ def check_layout(layout: MeshLayout, shape: tuple[int, ...], box: Box) -> None:
     for rank, at in zip(mesh.ranks, places, strict=True):
         held = layout.box_at(shape, at)
         expected = reference_box(layout, shape, at)
-        assert [list(range(o, o + n)) for o, n in zip(*held, strict=True)] == expected or not volume(held[1])
+        assert [
+            list(range(o, o + n)) for o, n in zip(*held, strict=True)
+        ] == expected or not volume(held[1])
         assert volume(held[1]) == prod(map(len, expected))
         replica = layout.replica_at(at)
         replicas[replica] = replicas.get(replica, 0) + 1
@@ -111,7 +130,9 @@ def check_layout(layout: MeshLayout, shape: tuple[int, ...], box: Box) -> None:
 
 @given(layouts(64), st.data())
 @settings(max_examples=150)
-def test_boxes_cover_the_tensor_and_are_found(made: tuple[MeshLayout, tuple[int, ...]], data: Any) -> None:
+def test_boxes_cover_the_tensor_and_are_found(
+    made: tuple[MeshLayout, tuple[int, ...]], data: Any
+) -> None:
     check_layout(*made, data.draw(boxes(made[1])))
 
 
@@ -138,18 +159,36 @@ def test_cuts_of_a_wide_job_are_found_without_a_search() -> None:
     # Rank 4095 needs one row: the formula says whose box it is, whatever the number of ranks.
     mesh = Mesh((8, 16, 32), tuple(range(4096)))
     layout = MeshLayout(mesh, ("R", "S0", "S1"), 5)
-    assert list(layout.cuts((160, 640), ((37, 61), (1, 1)))) == [(5 * 512 + 3 * 32 + 3, ((30, 60), (10, 20)))]
+    assert list(layout.cuts((160, 640), ((37, 61), (1, 1)))) == [
+        (5 * 512 + 3 * 32 + 3, ((30, 60), (10, 20)))
+    ]
     assert layout.box_of((160, 640), 5 * 512 + 3 * 32 + 3) == ((30, 60), (10, 20))
     assert layout.box_of((160, 640), 4 * 512 + 3 * 32 + 3) is None
 
 
 def test_an_uneven_two_dimensional_cut_by_hand() -> None:
-    # 7 items over tp=2 are 4 and 3; each of these over dp=2: 2+2 and 2+1 ("s": data parallel cuts come last).
+    # 7 items over tp=2 are 4 and 3; each of these over dp=2: 2+2 and 2+1 ("s": data parallel cuts
+    # come last).
     layout = MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("s0", "S0"))
-    assert [layout.box_of((7,), rank) for rank in range(4)] == [((0,), (2,)), ((4,), (2,)), ((2,), (2,)), ((6,), (1,))]
+    assert [layout.box_of((7,), rank) for rank in range(4)] == [
+        ((0,), (2,)),
+        ((4,), (2,)),
+        ((2,), (2,)),
+        ((6,), (1,)),
+    ]
     plain = MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("S0", "S0"))
-    assert [plain.box_of((7,), rank) for rank in range(4)] == [((0,), (2,)), ((2,), (2,)), ((4,), (2,)), ((6,), (1,))]
-    assert [plain.box_of((2,), rank) for rank in range(4)] == [((0,), (1,)), None, ((1,), (1,)), None]
+    assert [plain.box_of((7,), rank) for rank in range(4)] == [
+        ((0,), (2,)),
+        ((2,), (2,)),
+        ((4,), (2,)),
+        ((6,), (1,)),
+    ]
+    assert [plain.box_of((2,), rank) for rank in range(4)] == [
+        ((0,), (1,)),
+        None,
+        ((1,), (1,)),
+        None,
+    ]
 
 
 def test_zero_dimensional_and_empty_tensors() -> None:
@@ -168,7 +207,9 @@ def tables(draw) -> list[LogicalTensor]:
     tensors: list[LogicalTensor] = []
     for number in range(draw(st.integers(1, 6))):
         kind = draw(st.sampled_from(["mesh", "whole", "boxes", "alias"]))
-        if kind == "alias" and (targets := [n for n, t in enumerate(tensors) if t.alias_of is None]):
+        if kind == "alias" and (
+            targets := [n for n, t in enumerate(tensors) if t.alias_of is None]
+        ):
             target = draw(st.sampled_from(targets))
             first = tensors[target]
             tensors.append(LogicalTensor(f"t{number}", first.dtype, first.shape, None, target))
@@ -179,7 +220,11 @@ def tables(draw) -> list[LogicalTensor]:
             made = WholeLayout(draw(st.integers(0, 30)))
         elif kind == "boxes":
             made = BoxLayout(tuple(layout.cuts(shape, ((0,) * len(shape), shape))))
-        tensors.append(LogicalTensor(f"t{number}", draw(st.sampled_from(["F32", "complex128", "U8"])), shape, made))
+        tensors.append(
+            LogicalTensor(
+                f"t{number}", draw(st.sampled_from(["F32", "complex128", "U8"])), shape, made
+            )
+        )
     return tensors
 
 
@@ -191,7 +236,9 @@ def sent(table: dict[str, Any]) -> dict[str, Any]:
 def test_tables_round_trip(tensors: list[LogicalTensor]) -> None:
     table = sent(encode_layouts(tensors))
     assert decode_layouts(table, 31) == tensors
-    assert len(table["meshes"]) == len({t.layout.mesh for t in tensors if isinstance(t.layout, MeshLayout)})
+    assert len(table["meshes"]) == len(
+        {t.layout.mesh for t in tensors if isinstance(t.layout, MeshLayout)}
+    )
 
 
 def mutated(value: Any, chance: random.Random) -> Any:
@@ -234,7 +281,9 @@ def use(tensors: list[LogicalTensor]) -> None:
             for rank in range(31):
                 t.layout.box_of(t.shape, rank)
             boxes_found = [box for _, box in t.layout.cuts(t.shape, ((0,) * len(t.shape), t.shape))]
-            assert sum(volume(box[1]) for box in boxes_found) == volume(t.shape), f"{t} has holes or overlaps"
+            assert sum(volume(box[1]) for box in boxes_found) == volume(t.shape), (
+                f"{t} has holes or overlaps"
+            )
 
 
 @given(tables(), st.integers(0, 2**32))
@@ -251,24 +300,45 @@ def test_mutated_tables_are_refused_or_harmless(tensors: list[LogicalTensor], se
 
 
 BAD_TABLES = {
-    "a mesh without ranks": {"meshes": [[[0], []]], "tensors": [["a", "F32", [4], None, [0, "S0", 0]]]},
-    "boxes with a hole": {"meshes": [], "tensors": [["a", "F32", [4], None, {"boxes": [[0, [0], [2]]]}]]},
+    "a mesh without ranks": {
+        "meshes": [[[0], []]],
+        "tensors": [["a", "F32", [4], None, [0, "S0", 0]]],
+    },
+    "boxes with a hole": {
+        "meshes": [],
+        "tensors": [["a", "F32", [4], None, {"boxes": [[0, [0], [2]]]}]],
+    },
     "boxes that overlap": {
         "meshes": [],
         "tensors": [["a", "F32", [4], None, {"boxes": [[0, [0], [3]], [1, [2], [2]]]}]],
     },
-    "an alias of another shape": {"meshes": [], "tensors": [["a", "F32", [4], None, 0], ["b", "F32", [5], 0, None]]},
-    "an alias of another dtype": {"meshes": [], "tensors": [["a", "F32", [4], None, 0], ["b", "F64", [4], 0, None]]},
+    "an alias of another shape": {
+        "meshes": [],
+        "tensors": [["a", "F32", [4], None, 0], ["b", "F32", [5], 0, None]],
+    },
+    "an alias of another dtype": {
+        "meshes": [],
+        "tensors": [["a", "F32", [4], None, 0], ["b", "F64", [4], 0, None]],
+    },
     "a dtype that is not one": {"meshes": [], "tensors": [["a", "F33", [4], None, 0]]},
     "a rank twice": {"meshes": [[[2], [1, 1]]], "tensors": [["a", "F32", [4], None, [0, "S0", 0]]]},
-    "a rank outside the world": {"meshes": [[[2], [1, 31]]], "tensors": [["a", "F32", [4], None, [0, "S0", 0]]]},
-    "a replica too many": {"meshes": [[[2], [0, 1]]], "tensors": [["a", "F32", [4], None, [0, "R", 2]]]},
+    "a rank outside the world": {
+        "meshes": [[[2], [1, 31]]],
+        "tensors": [["a", "F32", [4], None, [0, "S0", 0]]],
+    },
+    "a replica too many": {
+        "meshes": [[[2], [0, 1]]],
+        "tensors": [["a", "F32", [4], None, [0, "R", 2]]],
+    },
     "a cut of a dimension that is not there": {
         "meshes": [[[2], [0, 1]]],
         "tensors": [["a", "F32", [4], None, [0, "S1", 0]]],
     },
     "an alias of nothing": {"meshes": [], "tensors": [["a", "F32", [4], 7, None]]},
-    "an alias of an alias": {"meshes": [], "tensors": [["a", "F32", [4], 1, None], ["b", "F32", [4], 0, None]]},
+    "an alias of an alias": {
+        "meshes": [],
+        "tensors": [["a", "F32", [4], 1, None], ["b", "F32", [4], 0, None]],
+    },
     "no layout": {"meshes": [], "tensors": [["a", "F32", [4], None, None]]},
 }
 

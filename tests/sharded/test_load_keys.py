@@ -1,4 +1,5 @@
-"""A part of sharded state, on other numbers of ranks, whose live names may differ from rank to rank."""
+"""A part of sharded state, on other numbers of ranks, whose live names may differ from rank to
+rank."""
 
 from __future__ import annotations
 
@@ -14,13 +15,19 @@ W = torch.arange(24.0).reshape(8, 3)
 
 def shard(tensor: torch.Tensor, rank: int, size: int) -> Shard:
     rows = len(tensor) // size
-    return Shard(tensor[rank * rows : (rank + 1) * rows].clone(), tuple(tensor.shape), (rank * rows, 0))
+    return Shard(
+        tensor[rank * rows : (rank + 1) * rows].clone(), tuple(tensor.shape), (rank * rows, 0)
+    )
 
 
 @pytest.fixture
 def root(tmp_path):
     def save(comm):
-        state = {"w": shard(W, comm.rank, 4), "v": shard(W + 100, comm.rank, 4), "n": {"at": 5, "k": 6}}
+        state = {
+            "w": shard(W, comm.rank, 4),
+            "v": shard(W + 100, comm.rank, 4),
+            "n": {"at": 5, "k": 6},
+        }
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.save(1, {"m": state})
 
@@ -31,11 +38,17 @@ def root(tmp_path):
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_some_tensors_of_a_sharded_state(root, size, broadcast) -> None:
-    """One is read under another name, one under its own; a third, of another shape than was saved, is not asked for."""
+    """One is read under another name, one under its own; a third, of another shape than was saved,
+    is not asked for."""
 
     def load(comm):
         other = torch.full((2,), -1.0)
-        state = {"u": shard(W * 0, comm.rank, size), "w": shard(W * 0, comm.rank, size), "v": other, "n": {"at": 0}}
+        state = {
+            "u": shard(W * 0, comm.rank, size),
+            "w": shard(W * 0, comm.rank, size),
+            "v": other,
+            "n": {"at": 0},
+        }
         with CheckpointManager(root, comm=comm, load_broadcast=broadcast) as ckpt:
             table = {"m/u": "m/v", "m/w": True, "m/n/at": "m/n/k"}
             component = StateComponent("m", state, SharingPattern.SHARDED)
@@ -51,7 +64,8 @@ def test_some_tensors_of_a_sharded_state(root, size, broadcast) -> None:
 
 
 def test_strictness_is_over_all_ranks(root) -> None:
-    """A name that is asked for is missing where a rank has it and the checkpoint has not, and unexpected where no rank has it."""
+    """A name that is asked for is missing where a rank has it and the checkpoint has not, and
+    unexpected where no rank has it."""
 
     def load(comm, keys):
         name = ["w", "v"][comm.rank]
@@ -74,7 +88,8 @@ def test_strictness_is_over_all_ranks(root) -> None:
 
 
 def test_moments_of_one_stage(tmp_path) -> None:
-    """A pipeline's stages have their own names: layer 0 of two ranks comes to one, with its moments, and no other."""
+    """A pipeline's stages have their own names: layer 0 of two ranks comes to one, with its
+    moments, and no other."""
 
     def made(names, number):
         model = nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
@@ -88,7 +103,9 @@ def test_moments_of_one_stage(tmp_path) -> None:
 
     def parts(model, optimizer):
         sharded = {"model": model, "optimizer": optimizer}
-        return [StateComponent(key, value, SharingPattern.SHARDED) for key, value in sharded.items()]
+        return [
+            StateComponent(key, value, SharingPattern.SHARDED) for key, value in sharded.items()
+        ]
 
     def save(comm):
         with CheckpointManager(tmp_path, comm=comm) as ckpt:

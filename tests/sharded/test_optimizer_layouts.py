@@ -1,4 +1,5 @@
-"""OptimizerState over stages and slices: by name, complete, without side effects, and regroupings refused."""
+"""OptimizerState over stages and slices: by name, complete, without side effects, and regroupings
+refused."""
 
 from __future__ import annotations
 
@@ -49,8 +50,10 @@ class Stage(nn.Module):
 
 def stages(world: int, rank: int, virtual: int = 1) -> list[Stage]:
     """The layers of a rank's stages, dealt out in turn over all virtual stages."""
-    cuts = [list(range(LAYERS))[n * LAYERS // (world * virtual) : (n + 1) * LAYERS // (world * virtual)]
-            for n in range(world * virtual)]  # fmt: skip
+    cuts = [
+        list(range(LAYERS))[n * LAYERS // (world * virtual) : (n + 1) * LAYERS // (world * virtual)]
+        for n in range(world * virtual)
+    ]
     return [Stage(cuts[rank + world * n]) for n in range(virtual)]
 
 
@@ -60,10 +63,14 @@ def adamw(models: list[Stage], groups: int = 2, **how: Any) -> torch.optim.Optim
         return torch.optim.AdamW([p for _, p in named], lr=0.01, **how)
     decay = [p for n, p in named if n.endswith("weight")]
     rest = [p for n, p in named if not n.endswith("weight")]
-    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.3}, {"params": rest, "lr": 0.05}], lr=0.01, **how)
+    return torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.3}, {"params": rest, "lr": 0.05}], lr=0.01, **how
+    )
 
 
-def train(models: list[Stage], optimizer: torch.optim.Optimizer, steps: int, frozen: tuple[str, ...] = ()) -> None:
+def train(
+    models: list[Stage], optimizer: torch.optim.Optimizer, steps: int, frozen: tuple[str, ...] = ()
+) -> None:
     """Gradients that depend on name and step alone, so that every layout does the same."""
     for step in range(1, steps + 1):
         optimizer.zero_grad()
@@ -85,7 +92,9 @@ def snapshot(models: list[Stage], optimizer: torch.optim.Optimizer) -> dict[str,
     return found
 
 
-def components(models: list[Stage], optimizer: torch.optim.Optimizer, *others: StateComponent) -> list[StateComponent]:
+def components(
+    models: list[Stage], optimizer: torch.optim.Optimizer, *others: StateComponent
+) -> list[StateComponent]:
     merged = {str(n): model for n, model in enumerate(models)}
     model = Union(list(merged.values()))
     return [
@@ -211,11 +220,16 @@ def test_b51_a_rank_whose_parameters_never_had_a_gradient(tmp_path: Path) -> Non
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.load(components(models, optimizer))
         names = {p: n for model in models for n, p in model.named_parameters()}
-        return sorted(names[p] for p in optimizer.state), {s["step"].item() for s in optimizer.state.values()}
+        return sorted(names[p] for p in optimizer.state), {
+            s["step"].item() for s in optimizer.state.values()
+        }
 
     run_ranks(1, save)
     first, second = run_ranks(2, load)
-    assert first == ([f"layers.{n}.{kind}" for n in (0, 1, 2) for kind in ("bias", "weight")], {2.0})
+    assert first == (
+        [f"layers.{n}.{kind}" for n in (0, 1, 2) for kind in ("bias", "weight")],
+        {2.0},
+    )
     assert second == ([], set())
 
 
@@ -246,7 +260,9 @@ def test_a_state_of_one_process_goes_to_the_stages_of_a_pipeline(tmp_path: Path,
     train(models, optimizer, 2)
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(2, {"model": models[0], "opt": OptimizerState(optimizer, models)})
-    assert open_checkpoint(tmp_path / "checkpoint-2").manifest.components["model"].pattern == "GLOBAL"
+    assert (
+        open_checkpoint(tmp_path / "checkpoint-2").manifest.components["model"].pattern == "GLOBAL"
+    )
     then = snapshot(models, optimizer)
 
     def load(comm: Any) -> dict[str, Any]:
@@ -285,14 +301,23 @@ def of_pipeline(comm: Any, groups: int = 2, **how: Any) -> list[StateComponent]:
 
 def test_b51_regrouping_is_refused_with_names(tmp_path: Path, errors_of, on_all) -> None:
     saving(tmp_path, 3, of_pipeline)
-    error = on_all(errors_of(2, loading(tmp_path, lambda comm: of_pipeline(comm, groups=1))), StateMismatch)
+    error = on_all(
+        errors_of(2, loading(tmp_path, lambda comm: of_pipeline(comm, groups=1))), StateMismatch
+    )
     assert "2 were saved" in error.message and "layers.0.bias" in error.message
-    assert error.mismatched is not None and error.mismatched["layers.0.bias"] == ("group 1", "group 0")
+    assert error.mismatched is not None and error.mismatched["layers.0.bias"] == (
+        "group 1",
+        "group 0",
+    )
 
     def swapped(comm: Any) -> list[StateComponent]:
         models = stages(comm.world_size, comm.rank)
         named = [(n, p) for model in models for n, p in model.named_parameters()]
-        one = [p for n, p in named if (n != "layers.4.bias" and n.endswith("weight")) or n == "layers.4.bias"]
+        one = [
+            p
+            for n, p in named
+            if (n != "layers.4.bias" and n.endswith("weight")) or n == "layers.4.bias"
+        ]
         two = [p for n, p in named if not any(p is q for q in one)]
         optimizer = torch.optim.AdamW([{"params": one}, {"params": two}])
         return components(models, optimizer)
@@ -332,7 +357,10 @@ def test_b51_options_that_are_new_or_gone_warn(tmp_path: Path) -> None:
     with pytest.warns(CheckpointWarning, match=r"'fancy'.*'differentiable'"):
         run_ranks(1, program)
     groups = live[0][1].stateful.optimizer.param_groups
-    assert [(g["fancy"], g["differentiable"], g["lr"]) for g in groups] == [(5, False, 0.01), (5, False, 0.05)]
+    assert [(g["fancy"], g["differentiable"], g["lr"]) for g in groups] == [
+        (5, False, 0.01),
+        (5, False, 0.05),
+    ]
 
 
 def test_stages_with_one_name_for_two_parameters(tmp_path: Path) -> None:
@@ -342,7 +370,11 @@ def test_stages_with_one_name_for_two_parameters(tmp_path: Path) -> None:
         OptimizerState(optimizer, [one, two])
     assert caught.value.key == "layers.0.weight"
     assert set(OptimizerState(optimizer, {"a": one, "b": two}).state_dict()["group_of"]) == {
-        "a.layers.0.weight", "a.layers.0.bias", "b.layers.0.weight", "b.layers.0.bias"}  # fmt: skip
+        "a.layers.0.weight",
+        "a.layers.0.bias",
+        "b.layers.0.weight",
+        "b.layers.0.bias",
+    }
 
 
 @pytest.mark.parametrize("pattern", ["SHARDED", "REPLICATED"])

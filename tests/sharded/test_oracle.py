@@ -1,5 +1,6 @@
-"""The oracle: whatever layout a state was saved in, and whatever part of it a rank asks for, it gets the items of the
-full tensors, to the bit, having read the chunks that hold them and nothing else."""
+"""The oracle: whatever layout a state was saved in, and whatever part of it a rank asks for, it
+gets the items of the full tensors, to the bit, having read the chunks that hold them and nothing
+else."""
 
 from __future__ import annotations
 
@@ -22,9 +23,18 @@ from ckptcore.format.layout import Mesh, MeshLayout
 from ckptcore.testing.ranks import run_ranks
 
 DTYPES = [
-    torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn, torch.int64, torch.uint16,
-    torch.float64, torch.complex64, torch.float8_e5m2, torch.int8,
-]  # fmt: skip
+    torch.float32,
+    torch.bfloat16,
+    torch.bool,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.uint16,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e5m2,
+    torch.int8,
+]
 NAMES = [
     ("w",),
     ("model", "layers.0.weight"),
@@ -33,7 +43,15 @@ NAMES = [
     ("", "é"),
     ("x", "y"),
 ]
-covered = {"examples": 0, "tensors": 0, "leaves": 0, "empty leaves": 0, "mesh leaves": 0, "bytes": 0, "ranks": 0}
+covered = {
+    "examples": 0,
+    "tensors": 0,
+    "leaves": 0,
+    "empty leaves": 0,
+    "mesh leaves": 0,
+    "bytes": 0,
+    "ranks": 0,
+}
 
 Path_ = tuple[str, ...]
 Slices = tuple[slice, ...]
@@ -41,7 +59,8 @@ Slices = tuple[slice, ...]
 
 @dataclass
 class Case:
-    """Full tensors by path; what each rank saves; what each rank asks for, with the slices that it must get."""
+    """Full tensors by path; what each rank saves; what each rank asks for, with the slices that it
+    must get."""
 
     full: dict[Path_, torch.Tensor] = field(default_factory=dict)
     saves: list[dict[Path_, Any]] = field(default_factory=list)
@@ -63,7 +82,9 @@ def slices(offset: Any, size: Any) -> Slices:
     return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
 
 
-def partition(chance: random.Random, shape: tuple[int, ...], most: int) -> list[tuple[list[int], list[int]]]:
+def partition(
+    chance: random.Random, shape: tuple[int, ...], most: int
+) -> list[tuple[list[int], list[int]]]:
     """Boxes without a rule: cut again and again, anywhere; some may be empty."""
     boxes = [([0] * len(shape), list(shape))]
     while shape and len(boxes) < most and chance.random() < 0.85:
@@ -102,11 +123,15 @@ def put_saved(case: Case, chance: random.Random, path: Path_, mesh_shard: Any) -
     elif kind == "boxes":
         boxes = partition(chance, shape, len(holders))
         given_out = boxes + [chance.choice(boxes) for _ in range(len(holders) - len(boxes))]
-        for rank, (offset, size) in zip(chance.sample(holders, len(holders)), given_out, strict=True):
+        for rank, (offset, size) in zip(
+            chance.sample(holders, len(holders)), given_out, strict=True
+        ):
             leaves[rank] = Shard(full[slices(offset, size)].clone(), shape, tuple(offset))
     else:
         layout = random_mesh(chance, holders, full.ndim)
-        outside = [rank for rank in holders if rank not in layout.mesh.ranks and chance.random() < 0.5]
+        outside = [
+            rank for rank in holders if rank not in layout.mesh.ranks and chance.random() < 0.5
+        ]
         leaves = {rank: mesh_shard(full, layout, rank) for rank in (*layout.mesh.ranks, *outside)}
         covered["mesh leaves"] += len(leaves)
     for rank, leaf in leaves.items():
@@ -142,7 +167,10 @@ def put_wanted(case: Case, chance: random.Random, path: Path_, mesh_shard: Any) 
         else:
             offset = [chance.randint(0, n) for n in shape]
             size = [chance.randint(0, n - o) for n, o in zip(shape, offset, strict=True)]
-            leaf, box = Shard(place_for(chance, full.dtype, size), shape, tuple(offset)), (offset, size)
+            leaf, box = (
+                Shard(place_for(chance, full.dtype, size), shape, tuple(offset)),
+                (offset, size),
+            )
         case.wants[rank][path] = leaf
         case.expected[rank][path] = slices(*box)
 
@@ -155,7 +183,8 @@ def make_case(chance: random.Random, mesh_shard: Any, most: int) -> Case:
     paths = chance.sample(NAMES, chance.randint(1, len(NAMES)))
     for path in paths:
         shape = tuple(
-            chance.choice([1, 2, 3, 5, 8, 17, 0 if chance.random() < 0.2 else 4]) for _ in range(chance.randint(0, 3))
+            chance.choice([1, 2, 3, 5, 8, 17, 0 if chance.random() < 0.2 else 4])
+            for _ in range(chance.randint(0, 3))
         )
         case.full[path] = filled(chance, chance.choice(DTYPES), shape)
         if chance.random() < 0.2:
@@ -191,11 +220,18 @@ def check_stored(case: Case, folder: Path) -> None:
     """Every byte of every tensor is stored exactly once, and nothing else is there."""
     view = open_checkpoint(folder)
     assert view.verify() == [] and view.foreign_files() == []
-    assert {entry.name for entry in folder.iterdir()} == {*view.manifest.files, "checkpoint_manifest.json"}
+    assert {entry.name for entry in folder.iterdir()} == {
+        *view.manifest.files,
+        "checkpoint_manifest.json",
+    }
     indexes = [Index.decode(file.read_bytes()) for file in sorted(folder.glob("index.*"))]
     stored = view.component("s")
     data = sum(file.size - file.header_size for index in indexes for file in index.files.values())
-    logical = sum(t.numel() * t.element_size() for path, t in case.full.items() if path not in case.ties.values())
+    logical = sum(
+        t.numel() * t.element_size()
+        for path, t in case.full.items()
+        if path not in case.ties.values()
+    )
     assert data == logical == view.manifest.components["s"].size_bytes
     assert {f"s/{t.name}" for t in stored.tensors} == set(map(named, case.full))
     for number, tensor in enumerate(stored.tensors):
@@ -208,7 +244,8 @@ def check_stored(case: Case, folder: Path) -> None:
 
 
 def chunk_bytes_needed(folder: Path, expected: dict[Path_, Slices], chunk: int) -> int:
-    """The sizes of the chunks that hold an item of a wanted part, each piece counted for each wanted part of it."""
+    """The sizes of the chunks that hold an item of a wanted part, each piece counted for each
+    wanted part of it."""
     view = open_checkpoint(folder)
     stored = view.component("s")
     numbers = {f"s/{t.name}": number for number, t in enumerate(stored.tensors)}
@@ -235,25 +272,40 @@ def check_case(case: Case, root: Path, counting: Any, words: Any, chunk: int) ->
 
     def load(comm: Any) -> tuple[Any, Any]:
         storage = counting(root)
-        with CheckpointManager(storage, comm=comm, io_threads=2, load_broadcast=comm.world_size % 2 == 0) as ckpt:
-            report = ckpt.load(component(nested(case.wants[comm.rank], step=0)), transactional=comm.world_size % 3 == 2)
+        with CheckpointManager(
+            storage, comm=comm, io_threads=2, load_broadcast=comm.world_size % 2 == 0
+        ) as ckpt:
+            report = ckpt.load(
+                component(nested(case.wants[comm.rank], step=0)),
+                transactional=comm.world_size % 3 == 2,
+            )
         return report, storage
 
     run_ranks(len(case.saves), save)
     folder = root / "checkpoint-1"
     check_stored(case, folder)
-    headers = {name: entry.header_size for file in folder.glob("index.*")
-               for name, entry in Index.decode(file.read_bytes()).files.items()}  # fmt: skip
+    headers = {
+        name: entry.header_size
+        for file in folder.glob("index.*")
+        for name, entry in Index.decode(file.read_bytes()).files.items()
+    }
     for rank, (report, storage) in enumerate(run_ranks(len(case.wants), load)):
         assert (report.missing, report.unexpected, report.cast) == ([], [], {})
-        assert (report.values["s"]["step"], report.values["s"]["lr"]) == (7, {"base": 0.1, "at": (1, None, "x")})
+        assert (report.values["s"]["step"], report.values["s"]["lr"]) == (
+            7,
+            {"base": 0.1, "at": (1, None, "x")},
+        )
         for path, leaf in case.wants[rank].items():
             part = case.expected[rank][path]
             found = leaf.tensor if isinstance(leaf, Shard) else leaf
             assert np.array_equal(words(found), words(case.full[path][part])), (path, part, rank)
             covered["leaves"] += 1
             covered["empty leaves"] += found.numel() == 0
-        data = sum(end - start for name, start, end in storage.reads if name in headers and start >= headers[name])
+        data = sum(
+            end - start
+            for name, start, end in storage.reads
+            if name in headers and start >= headers[name]
+        )
         assert data <= 1.05 * chunk_bytes_needed(folder, case.expected[rank], chunk), rank
         covered["bytes"] += data
     covered["examples"] += 1
@@ -262,14 +314,18 @@ def check_case(case: Case, root: Path, counting: Any, words: Any, chunk: int) ->
 
 
 def check_boxes(case: Case, folder: Path, chance: random.Random, words: Any) -> None:
-    """Any box of any tensor, read without ranks and without torch, is numpy's slice of the full tensor."""
+    """Any box of any tensor, read without ranks and without torch, is numpy's slice of the full
+    tensor."""
     view = open_checkpoint(folder)
     for path, full in case.full.items():
         for _ in range(3):
             offset = [chance.randint(0, n) for n in full.shape]
             size = [chance.randint(0, n - o) for n, o in zip(full.shape, offset, strict=True)]
             part = slices(offset, size)
-            assert np.array_equal(words(view.read(named(path), part)), words(full[part])), (path, part)
+            assert np.array_equal(words(view.read(named(path), part)), words(full[part])), (
+                path,
+                part,
+            )
         assert np.array_equal(words(view.read(named(path))), words(full)), path
 
 

@@ -1,4 +1,5 @@
-"""Sharded state of which a rank has a part: it is handed its own keys, and what it has something else for."""
+"""Sharded state of which a rank has a part: it is handed its own keys, and what it has something
+else for."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ register_codec(Table, dict, lambda p: Table({key: item.clone() for key, item in 
 
 
 class Stage:
-    """A Stateful around a module, whose state_dict is an OrderedDict and whose load_state_dict is strict."""
+    """A Stateful around a module, whose state_dict is an OrderedDict and whose load_state_dict is
+    strict."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -77,7 +79,11 @@ def saved(root: Path, world: int, state_of: Any, pattern: Any = SHARDED, **how: 
 
 
 def handed(
-    root: Path, world: int, state_of: Any, pattern: Any = SHARDED, how: tuple[bool, bool] = (False, False)
+    root: Path,
+    world: int,
+    state_of: Any,
+    pattern: Any = SHARDED,
+    how: tuple[bool, bool] = (False, False),
 ) -> list[Any]:
     """What each rank is handed: a Holder's state, or the report's values."""
 
@@ -97,17 +103,29 @@ def plain(value: Any) -> Any:
         return type(value).__name__, value.tolist()
     if isinstance(value, dict):
         return type(value)({key: plain(item) for key, item in value.items()})
-    return type(value)(plain(item) for item in value) if isinstance(value, list | tuple | deque) else value
+    return (
+        type(value)(plain(item) for item in value)
+        if isinstance(value, list | tuple | deque)
+        else value
+    )
 
 
 @pytest.mark.parametrize("how", HOW, ids=HOW_NAMES)
-def test_stages_that_a_stateful_holds_get_their_own_keys(tmp_path: Path, how: tuple[bool, bool]) -> None:
+def test_stages_that_a_stateful_holds_get_their_own_keys(
+    tmp_path: Path, how: tuple[bool, bool]
+) -> None:
     saved(tmp_path, 2, lambda rank: Stage(stage(rank, rank + 1.0)))
     for rank, live in enumerate(handed(tmp_path, 2, lambda rank: Stage(stage(rank, 0.0)), how=how)):
         assert list(live.state_dict()) == [f"l{rank}.weight", f"l{rank}.bias"]
-        assert [p.flatten().tolist() for p in live.module.parameters()] == [[rank + 1.0] * 4, [rank + 1.0] * 2]
+        assert [p.flatten().tolist() for p in live.module.parameters()] == [
+            [rank + 1.0] * 4,
+            [rank + 1.0] * 2,
+        ]
     swapped = handed(tmp_path, 2, lambda rank: Stage(stage(1 - rank, 0.0)), how=how)
-    assert [next(live.module.parameters()).flatten().tolist() for live in swapped] == [[2.0] * 4, [1.0] * 4]
+    assert [next(live.module.parameters()).flatten().tolist() for live in swapped] == [
+        [2.0] * 4,
+        [1.0] * 4,
+    ]
 
 
 def full(number: int, value: float) -> torch.Tensor:
@@ -117,11 +135,20 @@ def full(number: int, value: float) -> torch.Tensor:
 OWN = {
     "ordered": lambda n, v: OrderedDict({f"r{n}": full(n, v)}),
     "ordered below": lambda n, v: {"all": torch.ones(1), "o": OrderedDict({f"r{n}": full(n, v)})},
-    "ordered that others have": lambda n, v: {"all": torch.ones(1), f"o{n}": OrderedDict(x=full(n, v), n=n)},
+    "ordered that others have": lambda n, v: {
+        "all": torch.ones(1),
+        f"o{n}": OrderedDict(x=full(n, v), n=n),
+    },
     "dict": lambda n, v: {f"r{n}": {"x": full(n, v)}},
-    "deque": lambda n, v: {f"r{n}": deque([full(n, v)], maxlen=3), "all": OrderedDict(x=torch.ones(1))},
+    "deque": lambda n, v: {
+        f"r{n}": deque([full(n, v)], maxlen=3),
+        "all": OrderedDict(x=torch.ones(1)),
+    },
     "deque below": lambda n, v: {"d": {f"r{n}": deque([(full(n, v), "x")])}, "all": torch.ones(1)},
-    "dict of a type of its own": lambda n, v: {"t": Table({f"r{n}": full(n, v)}), "all": torch.ones(1)},
+    "dict of a type of its own": lambda n, v: {
+        "t": Table({f"r{n}": full(n, v)}),
+        "all": torch.ones(1),
+    },
     "dicts in a list": lambda n, v: {"chunks": [{f"l{n}": full(n, v)}, {f"l{n + 2}": full(n, v)}]},
     "ordered in a list": lambda n, v: {"chunks": [OrderedDict({f"l{n}": full(n, v)})]},
 }
@@ -130,10 +157,14 @@ OWN = {
 @pytest.mark.parametrize("how", [HOW[0], HOW[3]], ids=[HOW_NAMES[0], HOW_NAMES[3]])
 @pytest.mark.parametrize("wrap", [lambda state: state, Holder], ids=["plain", "stateful"])
 @pytest.mark.parametrize("what", OWN)
-def test_keys_of_other_ranks_are_not_handed_over(tmp_path: Path, what: str, wrap: Any, how: tuple[bool, bool]) -> None:
+def test_keys_of_other_ranks_are_not_handed_over(
+    tmp_path: Path, what: str, wrap: Any, how: tuple[bool, bool]
+) -> None:
     state = OWN[what]
     saved(tmp_path, 2, lambda rank: wrap(state(rank, 1.0)))
-    found = [plain(got) for got in handed(tmp_path, 2, lambda rank: wrap(state(rank, 0.0)), how=how)]
+    found = [
+        plain(got) for got in handed(tmp_path, 2, lambda rank: wrap(state(rank, 0.0)), how=how)
+    ]
     for rank in range(2):
         own = plain(state(rank, 1.0))
         # Plain values are small, and everybody's.
@@ -166,7 +197,10 @@ SOMETHING_ELSE = {
     "shorter list": ({"l": [torch.ones(1), torch.ones(2)]}, {"l": [torch.zeros(1)]}),
     "much shorter list": ({"l": [torch.ones(n) for n in range(4)]}, {"l": [torch.zeros(0)]}),
     "empty list": ({"l": [torch.ones(1), (torch.ones(2), 5)]}, {"l": []}),
-    "shorter list in a list": ({"l": [[torch.ones(1), torch.ones(2)], 1]}, {"l": [[torch.zeros(1)], 0]}),
+    "shorter list in a list": (
+        {"l": [[torch.ones(1), torch.ones(2)], 1]},
+        {"l": [[torch.zeros(1)], 0]},
+    ),
     "shorter deque": ({"d": deque([torch.ones(1), torch.ones(2)])}, {"d": deque([torch.zeros(1)])}),
     "small array": ({"h": BIG}, {"h": np.zeros(3)}),
     "key like a path": ({"a/b~c": torch.ones(2)}, {"a/b~c": None}),
@@ -206,7 +240,9 @@ def test_something_else_on_one_rank_alone(tmp_path: Path, pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["REPLICATED", "SHARDED"])
 @pytest.mark.parametrize("how", HOW, ids=HOW_NAMES)
-def test_extra_state_of_a_module_that_has_none_yet(tmp_path: Path, pattern: str, how: tuple[bool, bool]) -> None:
+def test_extra_state_of_a_module_that_has_none_yet(
+    tmp_path: Path, pattern: str, how: tuple[bool, bool]
+) -> None:
     saved(tmp_path, 2, lambda _: Extra(torch.ones(3), 4.0), pattern)
     for model in handed(tmp_path, 2, lambda _: Extra(None), pattern, how):
         assert (model.extra.tolist(), model.w.tolist()) == ([1, 1, 1], [4, 4])
@@ -236,7 +272,9 @@ def test_an_option_that_was_a_tensor_comes_back_as_one(tmp_path: Path, pattern: 
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_stateful_that_has_nothing_yet_gets_all_of_it_on_one_rank(tmp_path: Path, strict: bool) -> None:
+def test_a_stateful_that_has_nothing_yet_gets_all_of_it_on_one_rank(
+    tmp_path: Path, strict: bool
+) -> None:
     saved(tmp_path, 2, lambda _: Holder({"a": torch.ones(3), "n": {"b": torch.ones(2)}}))
     live = Holder({})
     with CheckpointManager(tmp_path) as ckpt:
@@ -246,7 +284,9 @@ def test_a_stateful_that_has_nothing_yet_gets_all_of_it_on_one_rank(tmp_path: Pa
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("world", [2])
-def test_a_stateful_that_has_nothing_yet_is_told(tmp_path: Path, errors_of, on_all, world: int, strict: bool) -> None:
+def test_a_stateful_that_has_nothing_yet_is_told(
+    tmp_path: Path, errors_of, on_all, world: int, strict: bool
+) -> None:
     saved(tmp_path, 1, lambda _: Holder({"a": torch.ones(3), "n": {"b": torch.ones(2)}}))
     live = [Holder({}) for _ in range(world)]
 
@@ -269,8 +309,11 @@ def test_a_stateful_that_has_nothing_on_one_rank_gets_nothing_there(tmp_path: Pa
 @pytest.mark.parametrize("level", ["NONE", "QUICK", "TENSOR", "FULL"])
 @pytest.mark.parametrize("rank_1_by", [0, 1])
 @pytest.mark.parametrize("writers", ["split", "lowest"])
-def test_two_meshes_that_share_a_rank(tmp_path: Path, mesh_shard, writers: str, rank_1_by: int, level: str) -> None:
-    """Rank 1 is the second of one mesh and the first of the other, and holds its half by one of them."""
+def test_two_meshes_that_share_a_rank(
+    tmp_path: Path, mesh_shard, writers: str, rank_1_by: int, level: str
+) -> None:
+    """Rank 1 is the second of one mesh and the first of the other, and holds its half by one of
+    them."""
     layouts = [MeshLayout(Mesh((2,), (0, 1)), ("S0",)), MeshLayout(Mesh((2,), (1, 2)), ("S0",))]
     whole = torch.arange(8.0)
     by = [0, rank_1_by, 1]  # where rank 1 goes by the first, ranks 0 and 1 have all of it
@@ -290,11 +333,15 @@ def test_two_meshes_that_share_a_rank(tmp_path: Path, mesh_shard, writers: str, 
 
 
 @pytest.mark.parametrize("lacks", [0, 1, 2])
-def test_a_tolerance_where_a_replica_is_lacking(tmp_path: Path, mesh_shard, errors_of, on_all, lacks: int) -> None:
+def test_a_tolerance_where_a_replica_is_lacking(
+    tmp_path: Path, mesh_shard, errors_of, on_all, lacks: int
+) -> None:
     layout = MeshLayout(Mesh((3,), (0, 1, 2)), ("R",))
 
     def state(rank: int, off: float) -> dict[str, Any]:
-        held = {} if rank == lacks else {"w": mesh_shard(torch.arange(8.0) + off * rank, layout, rank)}
+        held = (
+            {} if rank == lacks else {"w": mesh_shard(torch.arange(8.0) + off * rank, layout, rank)}
+        )
         return {"k": torch.ones(1), **held}
 
     saved(tmp_path, 3, lambda rank: state(rank, 1e-6), validation_level="FULL", atol=1e-3)
@@ -303,7 +350,9 @@ def test_a_tolerance_where_a_replica_is_lacking(tmp_path: Path, mesh_shard, erro
 
     def program(comm: Any) -> None:
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
-            component = StateComponent("m", state(comm.rank, 1.0), SHARDED, validation_level="FULL", atol=1e-3)
+            component = StateComponent(
+                "m", state(comm.rank, 1.0), SHARDED, validation_level="FULL", atol=1e-3
+            )
             ckpt.save(2, [component])
 
     error = on_all(errors_of(3, program), ReplicationMismatch)

@@ -1,4 +1,5 @@
-"""Planning for 4,096 ranks in one process: one table from few descriptions, one writer per box, even loads."""
+"""Planning for 4,096 ranks in one process: one table from few descriptions, one writer per box,
+even loads."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ RANKS = 4096
 EMPTY = torch.empty(0)
 
 
-def described(tensors: dict[str, tuple[tuple[int, ...], MeshLayout | None]], step: int = 1) -> bytes:
+def described(
+    tensors: dict[str, tuple[tuple[int, ...], MeshLayout | None]], step: int = 1
+) -> bytes:
     """What ranks say that hold these tensors: name -> (shape, layout or None for all of it)."""
     rows = []
     for name, (shape, layout) in tensors.items():
@@ -79,8 +82,14 @@ def test_sixteen_stages_of_a_pipeline() -> None:
     assert len(loads) == RANKS
     assert sum(loads.values()) == 16 * 16 * 8192 * 8 * 4 + 4096
     for stage, ranks in enumerate(groups):
-        names = {t.name for t in state.tensors if t.layout is not None and t.layout.box_of(t.shape, ranks[0])}
-        assert {name for name in names if name != "norm"} <= {f"stage{stage}.layers.{n}.w" for n in range(16)}
+        names = {
+            t.name
+            for t in state.tensors
+            if t.layout is not None and t.layout.box_of(t.shape, ranks[0])
+        }
+        assert {name for name in names if name != "norm"} <= {
+            f"stage{stage}.layers.{n}.w" for n in range(16)
+        }
     fair = 16 * 8192 * 8 * 4 // per_stage
     assert all(fair <= load <= fair + 4096 for load in loads.values())
 
@@ -98,7 +107,10 @@ def test_plain_replicas_are_spread_over_all_ranks() -> None:
 
 def test_the_order_of_descriptions_changes_no_byte_count() -> None:
     mesh = Mesh((4, 4), tuple(range(16)))
-    some, more = {f"a{n}": ((16,), MeshLayout(mesh, ("R", "S0"))) for n in range(8)}, {"b": ((3,), None)}
+    some, more = (
+        {f"a{n}": ((16,), MeshLayout(mesh, ("R", "S0"))) for n in range(8)},
+        {"b": ((3,), None)},
+    )
     texts = [described(some), described({**some, **more})]
     first = written(merge_descriptions("m", texts, [list(range(15)), [15]]), 16)
     second = written(merge_descriptions("m", texts[::-1], [[15], list(range(15))]), 16)
@@ -111,13 +123,17 @@ def test_replicas_of_boxes_share_the_writing(tmp_path: Path, writers: str) -> No
 
     def program(comm: Any) -> None:
         at = comm.rank % 2 * 8
-        state = {f"w{n}": Shard(torch.arange(16.0)[at : at + 8].clone(), (16,), (at,)) for n in range(8)}
+        state = {
+            f"w{n}": Shard(torch.arange(16.0)[at : at + 8].clone(), (16,), (at,)) for n in range(8)
+        }
         with CheckpointManager(tmp_path, comm=comm, writers=writers) as ckpt:
             ckpt.save(1, [StateComponent("s", state, SharingPattern.SHARDED)])
 
     run_ranks(4, program)
     with open_checkpoint(tmp_path / "checkpoint-1") as view:
-        assert view.manifest.components["s"].writers == ([0, 1, 2, 3] if writers == "split" else [0, 1])
+        assert view.manifest.components["s"].writers == (
+            [0, 1, 2, 3] if writers == "split" else [0, 1]
+        )
         assert all(view.read(f"s/w{n}").tolist() == list(range(16)) for n in range(8))
 
 
@@ -125,14 +141,19 @@ def test_replicas_of_boxes_share_the_writing(tmp_path: Path, writers: str) -> No
 @pytest.mark.parametrize("plain", [False, True], ids=["DTensors alone", "with plain replicas"])
 def test_2500_tensors_on_4096_ranks(plain: bool) -> None:
     layout = MeshLayout(Mesh((8, 512), tuple(range(RANKS))), ("R", "S0"))
-    tensors = matrices(2000, layout) | {f"step{n}": ((), None if plain else layout_of_all()) for n in range(500)}
+    tensors = matrices(2000, layout) | {
+        f"step{n}": ((), None if plain else layout_of_all()) for n in range(500)
+    }
     text = described(tensors)
     start = time.perf_counter()
     state = merge_descriptions("m", [text], [list(range(RANKS))])
     seconds = time.perf_counter() - start
     mine = [t.layout.box_of(t.shape, 1234) for t in state.tensors if t.layout is not None]
-    print(f"merging 2,500 tensors of 4,096 ranks ({'plain step counters' if plain else 'DTensors alone'}): {seconds:.2f} s; "
-          f"rank 1234 writes {sum(box is not None for box in mine)} boxes")  # fmt: skip
+    print(
+        "merging 2,500 tensors of 4,096 ranks "
+        f"({'plain step counters' if plain else 'DTensors alone'}): {seconds:.2f} s; "
+        f"rank 1234 writes {sum(box is not None for box in mine)} boxes"
+    )
     assert len(state.tensors) == 2500
     assert seconds < 10
 

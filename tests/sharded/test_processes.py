@@ -1,4 +1,5 @@
-"""Real ranks over gloo: FSDP2, tensor parallel, HSDP, pipelines and plain processes read each other's checkpoints."""
+"""Real ranks over gloo: FSDP2, tensor parallel, HSDP, pipelines and plain processes read each
+other's checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def compare(results: dict[int, Any], saved: Saved) -> None:
 
 @pytest.fixture(scope="module")
 def saved(gang, tmp_path_factory):
-    """saved(kind, world): the root of a checkpoint that was saved in this layout, and what it must hold."""
+    """saved(kind, world): the root of a checkpoint that was saved in this layout, and what it must
+    hold."""
     known: dict[Any, tuple[Path, Saved]] = {}
 
     def get(kind: str, world: int, **how: Any) -> tuple[Path, Saved]:
@@ -51,13 +53,20 @@ def saved(gang, tmp_path_factory):
 
 
 @pytest.mark.parametrize("world", [4, 3, 2, 1])
-def test_b40_uneven_fsdp_state_goes_to_any_number_of_ranks(gang, saved, tmp_path: Path, world: int) -> None:
+def test_b40_uneven_fsdp_state_goes_to_any_number_of_ranks(
+    gang, saved, tmp_path: Path, world: int
+) -> None:
     root, expected = saved("fsdp", 4, real=True)
     assert set(expected["then"]) > UNEVEN
-    assert expected["then"]["a"].startswith("[7, 3]") and expected["then"]["c: exp_avg"].startswith("[2, 5]")
+    assert expected["then"]["a"].startswith("[7, 3]") and expected["then"]["c: exp_avg"].startswith(
+        "[2, 5]"
+    )
     assert expected["then"]["head.weight"] == expected["then"]["emb.weight"]
     assert not {name for name in expected["then"] if name.startswith("never:")}
-    compare(gang.run("load", world, kind="fsdp", root=str(root), again=str(tmp_path / "again")), expected)
+    compare(
+        gang.run("load", world, kind="fsdp", root=str(root), again=str(tmp_path / "again")),
+        expected,
+    )
     if world < 4:  # and back
         compare(gang.run("load", 4, kind="fsdp", root=str(tmp_path / "again")), expected)
 
@@ -67,7 +76,9 @@ def test_b40_every_byte_is_stored_once(saved) -> None:
     assert expected["patterns"] == {"model": "SHARDED", "opt": "SHARDED"}
     view = open_checkpoint(root / "checkpoint-3")
     for key, size in expected["bytes"].items():
-        assert size == sum(t.nbytes for t in view.tensors() if t.component == key and t.alias_of is None)
+        assert size == sum(
+            t.nbytes for t in view.tensors() if t.component == key and t.alias_of is None
+        )
     aliases = [(t.name, t.alias_of) for t in view.tensors() if t.alias_of is not None]
     assert aliases == [("head.weight", "emb.weight")]
 
@@ -105,8 +116,14 @@ def test_replicas_share_the_writing(saved) -> None:
     root, _ = saved("hsdp", 4)
     view = open_checkpoint(root / "checkpoint-3")
     assert view.manifest.components["opt"].writers == [0, 1, 2, 3]
-    data = {w: sum(r.size for n, r in view.manifest.files.items() if r.writer == w and n.endswith("safetensors"))
-            for w in range(4)}  # fmt: skip
+    data = {
+        w: sum(
+            r.size
+            for n, r in view.manifest.files.items()
+            if r.writer == w and n.endswith("safetensors")
+        )
+        for w in range(4)
+    }
     assert min(data.values()) > max(data.values()) / 3
 
 

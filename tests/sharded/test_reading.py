@@ -1,4 +1,5 @@
-"""Reading parts: items and not what memory held before, straight into place, from few files, and damage is said."""
+"""Reading parts: items and not what memory held before, straight into place, from few files, and
+damage is said."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def saved(root: Path, world: int = 4, **more: Any) -> Path:
 
 
 @pytest.mark.parametrize("pattern", ["GLOBAL", "SHARDED"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.complex128, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.int64, torch.bfloat16, torch.complex128, torch.bool]
+)
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (2, 0)], ids=str)
 def test_small_tensors_are_read_as_they_are(
     tmp_path: Path, words, pattern: str, dtype: torch.dtype, shape: Any
@@ -63,7 +66,9 @@ def test_small_tensors_are_read_as_they_are(
 
 @pytest.mark.parametrize("pattern", ["GLOBAL", "SHARDED"])
 @pytest.mark.parametrize(
-    "make", [lambda t: t[::2][:1], lambda t: t.view(4, 2)[:1, ::2], lambda t: t[5::3]], ids=[0, 1, 2]
+    "make",
+    [lambda t: t[::2][:1], lambda t: t.view(4, 2)[:1, ::2], lambda t: t[5::3]],
+    ids=[0, 1, 2],
 )
 def test_one_item_of_a_strided_tensor(tmp_path: Path, pattern: str, make: Any) -> None:
     with CheckpointManager(tmp_path) as ckpt:
@@ -87,12 +92,16 @@ def test_the_smallest_number_of_indexes_is_opened(tmp_path: Path, counting) -> N
     assert tensor_files == {"s.rank00002.safetensors"}
 
 
-def test_whole_pieces_go_straight_into_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_pieces_go_straight_into_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved(tmp_path, 4)
     copied: list[int] = []
     put = _PartTarget.put
     monkeypatch.setattr(
-        _PartTarget, "put", lambda self, start, data: (copied.append(len(data)), put(self, start, data))
+        _PartTarget,
+        "put",
+        lambda self, start, data: (copied.append(len(data)), put(self, start, data)),
     )
     live = torch.zeros(8, 6, dtype=torch.float64)
     with CheckpointManager(tmp_path) as ckpt:
@@ -136,17 +145,26 @@ class Own:
         self.w = state["w"]
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(8, 5, dtype=torch.float64), torch.zeros(8, 6)], ids=["shape", "dtype"])
-def test_an_object_of_yours_with_another_tensor_is_not_left_as_it_is(tmp_path: Path, wrong: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(8, 5, dtype=torch.float64), torch.zeros(8, 6)], ids=["shape", "dtype"]
+)
+def test_an_object_of_yours_with_another_tensor_is_not_left_as_it_is(
+    tmp_path: Path, wrong: torch.Tensor
+) -> None:
     saved(tmp_path, 2)
     own = Own(wrong.clone())
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.load([StateComponent("s", own, SharingPattern.SHARDED)])
-    assert (own.w.dtype, own.w.tolist()) == (FULL.dtype, FULL.tolist())  # it decides, of what was saved
+    assert (own.w.dtype, own.w.tolist()) == (
+        FULL.dtype,
+        FULL.tolist(),
+    )  # it decides, of what was saved
 
 
 @pytest.mark.parametrize("pattern", ["GLOBAL", "SHARDED"])
-def test_rows_that_share_memory_do_not_swallow_rows_that_differ(tmp_path: Path, pattern: str) -> None:
+def test_rows_that_share_memory_do_not_swallow_rows_that_differ(
+    tmp_path: Path, pattern: str
+) -> None:
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, component({"w": FULL}, pattern))
         own = Own(torch.zeros(1, 6, dtype=torch.float64).expand(8, 6))
@@ -158,7 +176,9 @@ def test_rows_that_share_memory_do_not_swallow_rows_that_differ(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("transactional", [False, True])
-def test_damage_in_a_needed_chunk_is_said_and_elsewhere_it_is_not_read(tmp_path: Path, transactional: bool) -> None:
+def test_damage_in_a_needed_chunk_is_said_and_elsewhere_it_is_not_read(
+    tmp_path: Path, transactional: bool
+) -> None:
     folder = saved(tmp_path, 4)
     file = folder / "s.rank00003.safetensors"
     data = bytearray(file.read_bytes())
@@ -202,7 +222,10 @@ CRAFTED = {
     "another dtype": lambda t: row_of(t, "w").__setitem__(1, "F32"),
     "no dtype": lambda t: row_of(t, "w").__setitem__(1, "F33"),
     "another writer": lambda t: row_of(t, "w")[4]["boxes"][1].__setitem__(0, 2),
-    "a mesh without ranks": lambda t: (t["meshes"].append([[0], []]), row_of(t, "m").__setitem__(4, [len(t["meshes"]) - 1, "S0", 0])),
+    "a mesh without ranks": lambda t: (
+        t["meshes"].append([[0], []]),
+        row_of(t, "m").__setitem__(4, [len(t["meshes"]) - 1, "S0", 0]),
+    ),
     "a mesh of other ranks": lambda t: t["meshes"][0].__setitem__(1, [3, 2, 1, 0]),
     "other placements": lambda t: row_of(t, "m")[4].__setitem__(1, "S0 R"),
     "an alias of something else": lambda t: row_of(t, "m").__setitem__(slice(3, 5), [0, None]),
@@ -210,17 +233,21 @@ CRAFTED = {
     "a table of something else": lambda t: t.update(tensors=5),
     "a tensor less": lambda t: t["tensors"].pop(),
     "a huge tensor": lambda t: row_of(t, "w").__setitem__(2, [1 << 61, 1 << 61]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", CRAFTED)
-def test_crafted_tables_give_errors_of_ours_and_no_wrong_item(tmp_path: Path, mesh_shard, what: str) -> None:
+def test_crafted_tables_give_errors_of_ours_and_no_wrong_item(
+    tmp_path: Path, mesh_shard, what: str
+) -> None:
     layout = MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("R", "S0"))
 
     def program(comm: Any) -> None:
         w = Shard(FULL[comm.rank * 2 :][:2].clone(), (8, 6), (comm.rank * 2, 0))
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
-            ckpt.save(1, component({"w": w, "m": mesh_shard(FULL, layout, comm.rank), "z": torch.ones(2)}))
+            ckpt.save(
+                1, component({"w": w, "m": mesh_shard(FULL, layout, comm.rank), "z": torch.ones(2)})
+            )
 
     run_ranks(4, program)
     folder = tmp_path / "checkpoint-1"

@@ -1,5 +1,5 @@
-"""What is no one logical state is refused at the save, what does not fit at the load: with key and ranks, on all ranks,
-with nothing committed and nothing live touched."""
+"""What is no one logical state is refused at the save, what does not fit at the load: with key and
+ranks, on all ranks, with nothing committed and nothing live touched."""
 
 from __future__ import annotations
 
@@ -42,14 +42,17 @@ def saved(root: Path, states: list[Any], **how: Any) -> None:
     run_ranks(len(states), program)
 
 
-def rows(start: int, stop: int, columns: tuple[int, int] = (0, 4), shape: tuple[int, ...] = (6, 4)) -> Shard:
+def rows(
+    start: int, stop: int, columns: tuple[int, int] = (0, 4), shape: tuple[int, ...] = (6, 4)
+) -> Shard:
     full = torch.arange(24.0).reshape(6, 4)
     return Shard(full[start:stop, columns[0] : columns[1]].clone(), shape, (start, columns[0]))
 
 
 @pytest.fixture
 def refused(tmp_path: Path, errors_of, on_all):
-    """refused(states, kind): saving them raises `kind` on all ranks, and commits nothing; the error."""
+    """refused(states, kind): saving them raises `kind` on all ranks, and commits nothing; the
+    error."""
 
     def check(states: list[Any], kind: type[Exception], **how: Any) -> Any:
         root = tmp_path / "refused"
@@ -100,7 +103,10 @@ def test_one_key_two_shapes(refused) -> None:
 
 
 def test_one_key_two_dtypes(refused) -> None:
-    error = refused([{"a": {"w": torch.ones(3)}}, {"a": {"w": torch.ones(3, dtype=torch.bfloat16)}}], InvalidState)
+    error = refused(
+        [{"a": {"w": torch.ones(3)}}, {"a": {"w": torch.ones(3, dtype=torch.bfloat16)}}],
+        InvalidState,
+    )
     assert error.key == "a/w"
     assert "F32" in error.message and "BF16" in error.message
     assert error.ranks == [0, 1]
@@ -114,14 +120,18 @@ def test_a_slice_here_and_all_of_it_there(refused) -> None:
 def test_two_ways_of_cutting(refused, mesh_shard) -> None:
     full = torch.arange(24.0).reshape(6, 4)
     layouts = [MeshLayout(Mesh((2,), (0, 1)), ("S0",)), MeshLayout(Mesh((2,), (2, 3)), ("S1",))]
-    error = refused([{"w": mesh_shard(full, layouts[rank // 2], rank)} for rank in range(4)], InvalidState)
+    error = refused(
+        [{"w": mesh_shard(full, layouts[rank // 2], rank)} for rank in range(4)], InvalidState
+    )
     assert (error.component, error.key, error.ranks) == ("s", "w", [2, 3])
 
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_of_the_mesh_without_the_key(refused, mesh_shard, absent: int) -> None:
     layout = MeshLayout(Mesh((2,), (0, 1)), ("S0",))
-    states: list[Any] = [{"w": mesh_shard(torch.ones(4), layout, rank), "x": 1} for rank in range(2)]
+    states: list[Any] = [
+        {"w": mesh_shard(torch.ones(4), layout, rank), "x": 1} for rank in range(2)
+    ]
     del states[absent]["w"]
     error = refused(states, InvalidState)
     assert (error.component, error.key, error.ranks) == ("s", "w", [absent])
@@ -130,12 +140,16 @@ def test_a_rank_of_the_mesh_without_the_key(refused, mesh_shard, absent: int) ->
 def test_a_replica_that_one_rank_lacks_is_no_loss(tmp_path: Path, mesh_shard) -> None:
     layout = MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("R", "S0"))
     full = torch.arange(4.0)
-    states: list[Any] = [{f"w{n}": mesh_shard(full + n, layout, rank) for n in range(4)} for rank in range(4)]
+    states: list[Any] = [
+        {f"w{n}": mesh_shard(full + n, layout, rank) for n in range(4)} for rank in range(4)
+    ]
     for n in range(4):
         del states[2][f"w{n}"]
     saved(tmp_path, states)
     with open_checkpoint(tmp_path / "checkpoint-1") as view:
-        assert [view.read(f"s/w{n}").tolist() for n in range(4)] == [(full + n).tolist() for n in range(4)]
+        assert [view.read(f"s/w{n}").tolist() for n in range(4)] == [
+            (full + n).tolist() for n in range(4)
+        ]
 
 
 def test_a_rank_holds_two_boxes_of_one_tensor_under_two_names(tmp_path: Path) -> None:
@@ -164,7 +178,9 @@ DIFFERENT = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_plain_values_that_differ(refused, what: str) -> None:
     first, other = DIFFERENT[what]
-    error = refused([{"x": {"v": first}}, {"x": {"v": first}}, {"x": {"v": other}}], ReplicationMismatch)
+    error = refused(
+        [{"x": {"v": first}}, {"x": {"v": first}}, {"x": {"v": other}}], ReplicationMismatch
+    )
     assert (error.component, error.ranks) == ("s", [2])
     assert error.keys == ["x/v"] or error.keys == ["x/v/a"]
 
@@ -190,7 +206,10 @@ def test_plain_values_that_are_the_same(tmp_path: Path, same, what: str) -> None
 
 @pytest.mark.parametrize("level", ["QUICK", "TENSOR", "FULL"])
 def test_plain_replicas_that_differ(refused, level: str) -> None:
-    states = [{"norm": torch.ones(9), "w": torch.ones(3), "only": {str(rank): torch.ones(1)}} for rank in range(4)]
+    states = [
+        {"norm": torch.ones(9), "w": torch.ones(3), "only": {str(rank): torch.ones(1)}}
+        for rank in range(4)
+    ]
     states[2]["norm"][-1] = 5
     error = refused(states, ReplicationMismatch, validation_level=level)
     assert (error.component, error.keys, error.ranks) == ("s", ["norm"], [2])
@@ -208,7 +227,10 @@ def test_only_a_full_look_finds_what_lies_between_the_samples(refused, tmp_path:
 def test_replicas_of_a_part_that_differ(refused, mesh_shard, level: str) -> None:
     layout = MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), ("R", "S0"))
     full = torch.arange(10.0).reshape(5, 2)
-    states = [{"w": mesh_shard(full, layout, rank), "v": mesh_shard(full, layout, rank)} for rank in range(4)]
+    states = [
+        {"w": mesh_shard(full, layout, rank), "v": mesh_shard(full, layout, rank)}
+        for rank in range(4)
+    ]
     states[3]["w"].tensor[0] = -1  # ranks 1 and 3 hold rows 3 and 4
     error = refused(states, ReplicationMismatch, validation_level=level)
     assert (error.component, error.keys, error.ranks) == ("s", ["w"], [3])
@@ -227,7 +249,9 @@ def test_replicas_of_a_box_that_differ(tmp_path: Path, errors_of, on_all, key: s
     assert (error.component, error.keys, error.ranks) == (key, ["w"], [2])
 
 
-def test_two_components_with_one_name_each_keep_their_ranks(tmp_path: Path, errors_of, on_all) -> None:
+def test_two_components_with_one_name_each_keep_their_ranks(
+    tmp_path: Path, errors_of, on_all
+) -> None:
     def program(comm: Any) -> None:
         odd = [{"w": torch.full((4,), float(comm.rank == n + 1))} for n in range(2)]
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
@@ -255,7 +279,9 @@ def test_a_full_look_says_how_much_differs(refused) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["REPLICATED", "PER_RANK", "GLOBAL"])
-def test_slices_in_a_component_that_is_not_sharded(tmp_path: Path, errors_of, on_all, pattern: str) -> None:
+def test_slices_in_a_component_that_is_not_sharded(
+    tmp_path: Path, errors_of, on_all, pattern: str
+) -> None:
     def program(comm: Any) -> None:
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.save(1, [StateComponent("s", {"a": {"w": rows(0, 6)}}, pattern)])
@@ -286,15 +312,24 @@ def test_a_key_that_no_rank_wants(tmp_path: Path, errors_of, on_all) -> None:
     states: list[Any] = [{"a": torch.zeros(2)}, {"b": torch.zeros(2)}, {}]
     error = on_all(loading(tmp_path, errors_of, states), StateMismatch)
     assert (error.unexpected, error.missing) == (["s/c"], [])
-    assert [state[key].tolist() for state, key in ((states[0], "a"), (states[1], "b"))] == [[0, 0], [0, 0]]
+    assert [state[key].tolist() for state, key in ((states[0], "a"), (states[1], "b"))] == [
+        [0, 0],
+        [0, 0],
+    ]
     reports = loading(tmp_path, errors_of, states, strict=False)
     assert [report.unexpected for report in reports] == [["s/c"]] * 3
-    assert [state[key].tolist() for state, key in ((states[0], "a"), (states[1], "b"))] == [[1, 1], [1, 1]]
+    assert [state[key].tolist() for state, key in ((states[0], "a"), (states[1], "b"))] == [
+        [1, 1],
+        [1, 1],
+    ]
 
 
 def test_a_key_that_no_checkpoint_has(tmp_path: Path, errors_of, on_all) -> None:
     saved(tmp_path, [{"a": torch.ones(2)}, {"c": torch.ones(2)}])
-    states: list[Any] = [{"a": torch.zeros(2), "c": torch.zeros(2)}, {"a": torch.zeros(2), "d": torch.zeros(2)}]
+    states: list[Any] = [
+        {"a": torch.zeros(2), "c": torch.zeros(2)},
+        {"a": torch.zeros(2), "d": torch.zeros(2)},
+    ]
     error = on_all(loading(tmp_path, errors_of, states), StateMismatch)
     assert error.missing == ["s/d"]
     assert list(error.causes) == [1]
@@ -305,9 +340,13 @@ def test_a_key_that_no_checkpoint_has(tmp_path: Path, errors_of, on_all) -> None
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_nothing_that_matches_is_an_error_even_when_not_strict(tmp_path: Path, errors_of, on_all, world: int) -> None:
+def test_nothing_that_matches_is_an_error_even_when_not_strict(
+    tmp_path: Path, errors_of, on_all, world: int
+) -> None:
     saved(tmp_path, [{"a": torch.ones(2)}, {"b": torch.ones(2)}])
-    on_all(loading(tmp_path, errors_of, [{"x": torch.zeros(2)}] * world, strict=False), StateMismatch)
+    on_all(
+        loading(tmp_path, errors_of, [{"x": torch.zeros(2)}] * world, strict=False), StateMismatch
+    )
 
 
 def test_another_shape_or_dtype_at_the_load(tmp_path: Path, errors_of, on_all) -> None:
@@ -338,7 +377,9 @@ class Own:
         self.value = state["v"]
 
 
-def mixed(rank: int, world: int, value: float, **how: Any) -> tuple[list[StateComponent], Shard, Own]:
+def mixed(
+    rank: int, world: int, value: float, **how: Any
+) -> tuple[list[StateComponent], Shard, Own]:
     cut = -(-6 // world)
     shard = rows(min(rank * cut, 6), min((rank + 1) * cut, 6))
     shard.tensor.mul_(value)
@@ -357,7 +398,9 @@ def mixed_root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("policy", ["error", "function", "out of range", "error on one rank"])
-def test_another_world_size_next_to_state_of_each_rank(mixed_root: Path, errors_of, on_all, policy: str) -> None:
+def test_another_world_size_next_to_state_of_each_rank(
+    mixed_root: Path, errors_of, on_all, policy: str
+) -> None:
     live: dict[int, tuple[Any, ...]] = {}
 
     def program(comm: Any) -> Any:
@@ -375,11 +418,16 @@ def test_another_world_size_next_to_state_of_each_rank(mixed_root: Path, errors_
     full = torch.arange(24.0).reshape(6, 4)
     if policy == "function":
         assert [own.value for _, _, own in (live[rank] for rank in range(3))] == [0.0, 1.0, 0.0]
-        assert all(torch.equal(live[rank][1].tensor, full[2 * rank : 2 * rank + 2]) for rank in range(3))
+        assert all(
+            torch.equal(live[rank][1].tensor, full[2 * rank : 2 * rank + 2]) for rank in range(3)
+        )
         return
     error = on_all(results, StateMismatch)
     assert re.search(r"component 'own'", error.message)
-    assert set(error.causes) == {"error": {0, 1, 2}, "out of range": {2}, "error on one rank": {2}}[policy]
+    assert (
+        set(error.causes)
+        == {"error": {0, 1, 2}, "out of range": {2}, "error on one rank": {2}}[policy]
+    )
     for rank in range(3):
         assert torch.equal(live[rank][1].tensor, full[2 * rank : 2 * rank + 2] * -5)
         assert live[rank][2].value == rank * -5.0
@@ -392,7 +440,9 @@ def test_another_world_size_with_state_that_stays(mixed_root: Path) -> None:
             ckpt.load(components)
         return shard.tensor, own.value
 
-    with pytest.warns(CheckpointWarning, match="component 'own' was saved for 2 ranks, there are 3 now"):
+    with pytest.warns(
+        CheckpointWarning, match="component 'own' was saved for 2 ranks, there are 3 now"
+    ):
         found = run_ranks(3, program)
     assert [value for _, value in found] == [0.0, -5.0, -10.0]
     assert torch.equal(torch.cat([tensor for tensor, _ in found]), torch.arange(24.0).reshape(6, 4))

@@ -1,4 +1,5 @@
-"""B41: stages that call their layers by the same names, and tell nobody, lose nothing without a word."""
+"""B41: stages that call their layers by the same names, and tell nobody, lose nothing without a
+word."""
 
 from __future__ import annotations
 
@@ -49,14 +50,18 @@ def declared(model: Any, optimizer: Any, pattern: str, **how: Any) -> list[State
     ]
 
 
-def test_b41_the_same_names_in_a_sharded_component_are_refused(tmp_path: Path, errors_of, on_all) -> None:
+def test_b41_the_same_names_in_a_sharded_component_are_refused(
+    tmp_path: Path, errors_of, on_all
+) -> None:
     def program(comm: Any) -> None:
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.save(1, declared(*trained(comm.rank), "SHARDED"))
 
     error = on_all(errors_of(2, program), ReplicationMismatch)
     assert (error.component, error.ranks) == ("model", [1])
-    assert error.keys == sorted(f"layers.{n}.{kind}" for n in range(4) for kind in ("weight", "bias"))
+    assert error.keys == sorted(
+        f"layers.{n}.{kind}" for n in range(4) for kind in ("weight", "bias")
+    )
     assert not list(tmp_path.glob("checkpoint-*/*manifest*"))
 
 
@@ -70,7 +75,9 @@ def test_b41_the_same_names_for_other_shapes_are_refused(tmp_path: Path, errors_
     assert "[0]" in error.message and "[1]" in error.message
 
 
-def test_b41_the_same_names_in_a_global_component_are_refused_when_compared(tmp_path: Path, errors_of, on_all) -> None:
+def test_b41_the_same_names_in_a_global_component_are_refused_when_compared(
+    tmp_path: Path, errors_of, on_all
+) -> None:
     def program(comm: Any) -> None:
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.save(1, declared(*trained(comm.rank), "GLOBAL", validate_replication=True))
@@ -105,7 +112,8 @@ def test_b41_the_same_names_per_group_come_back_to_each_stage(tmp_path: Path, dp
 
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_b41_stages_as_a_dict_have_names_of_their_own(tmp_path: Path, virtual: int) -> None:
-    """The documented way out: models in a dict, whose keys become prefixes; here for the optimizer of each stage."""
+    """The documented way out: models in a dict, whose keys become prefixes; here for the optimizer
+    of each stage."""
 
     def make(comm: Any, fresh: bool) -> tuple[dict[str, Local], torch.optim.Optimizer]:
         numbers = [comm.rank + 2 * n for n in range(virtual)]
@@ -141,7 +149,14 @@ def test_b41_stages_as_a_dict_have_names_of_their_own(tmp_path: Path, virtual: i
 
     run_ranks(2, save)
     run_ranks(2, load)
-    names = {t.name for t in open_checkpoint(tmp_path / "checkpoint-1").tensors() if t.component == "model"}
+    names = {
+        t.name
+        for t in open_checkpoint(tmp_path / "checkpoint-1").tensors()
+        if t.component == "model"
+    }
     assert names == {
-        f"stage{n}/layers.{i}.{kind}" for n in range(2 * virtual) for i in range(4) for kind in ("weight", "bias")
+        f"stage{n}/layers.{i}.{kind}"
+        for n in range(2 * virtual)
+        for i in range(4)
+        for kind in ("weight", "bias")
     }

@@ -23,7 +23,8 @@ SHARDED = SharingPattern.SHARDED
 
 
 class Tied(nn.Module):
-    """The first and the last layer share a weight; `split` makes two of it, as stages on different ranks have."""
+    """The first and the last layer share a weight; `split` makes two of it, as stages on different
+    ranks have."""
 
     def __init__(self, parts: str = "embhead", split: bool = False) -> None:
         super().__init__()
@@ -40,7 +41,9 @@ def of_tied(parts: list[str], fill: float | None = None) -> Any:
         model = Tied(parts[comm.rank])
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.copy_(torch.arange(10.0).reshape(5, 2)) if fill is None else parameter.fill_(fill)
+                parameter.copy_(
+                    torch.arange(10.0).reshape(5, 2)
+                ) if fill is None else parameter.fill_(fill)
         optimizer = torch.optim.AdamW(model.parameters())
         if fill is None:
             for parameter in model.parameters():
@@ -48,7 +51,9 @@ def of_tied(parts: list[str], fill: float | None = None) -> Any:
             optimizer.step()
         return [
             StateComponent("model", model, SHARDED, validation_level="TENSOR"),
-            StateComponent("opt", OptimizerState(optimizer, model), SHARDED, validation_level="TENSOR"),
+            StateComponent(
+                "opt", OptimizerState(optimizer, model), SHARDED, validation_level="TENSOR"
+            ),
         ]
 
     return make
@@ -57,7 +62,9 @@ def of_tied(parts: list[str], fill: float | None = None) -> Any:
 @pytest.mark.parametrize(
     "parts", [["embhead"], ["embhead", "embhead"], ["embhead", "head"], ["emb", "embhead"]], ids=str
 )
-def test_tied_weights_are_loaded_into_tied_and_into_one_of_them(tmp_path: Path, parts: list[str]) -> None:
+def test_tied_weights_are_loaded_into_tied_and_into_one_of_them(
+    tmp_path: Path, parts: list[str]
+) -> None:
     def keeping(comm: Any) -> Any:
         made = of_tied(parts)(comm)
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
@@ -81,7 +88,9 @@ def test_tied_weights_are_loaded_into_tied_and_into_one_of_them(tmp_path: Path, 
     assert size == (80 if "head" in parts else 40)
 
 
-def test_a_tie_on_one_rank_is_compared_with_its_replica_on_another(tmp_path: Path, errors_of, on_all) -> None:
+def test_a_tie_on_one_rank_is_compared_with_its_replica_on_another(
+    tmp_path: Path, errors_of, on_all
+) -> None:
     def program(comm: Any) -> None:
         tied = torch.zeros(4)
         state = {"emb": tied, "head": tied} if comm.rank == 0 else {"head": torch.ones(4)}

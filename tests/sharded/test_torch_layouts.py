@@ -1,4 +1,5 @@
-"""The layout formula against torch: the same boxes, and DTensors that hold exactly the items of their boxes."""
+"""The layout formula against torch: the same boxes, and DTensors that hold exactly the items of
+their boxes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ KINDS = {"plain": 500, "fsdp": 24, "tp": 16, "hsdp": 24, "fsdp over tp": 144}
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[dict[str, Any]]]:
     program = Path(__file__).with_name("fake_ranks.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -39,7 +42,9 @@ def test_boxes_are_those_of_torch(found: dict[str, list[dict[str, Any]]], kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dtensors_hold_the_items_of_their_boxes(found: dict[str, list[dict[str, Any]]], kind: str) -> None:
+def test_dtensors_hold_the_items_of_their_boxes(
+    found: dict[str, list[dict[str, Any]]], kind: str
+) -> None:
     wrong = [row for row in found[kind] if not row["holds"]]
     assert wrong == []
 

@@ -1,7 +1,8 @@
-"""Forks real ranks of programs.py from a process that has imported torch. One JSON order per line, one line of answer.
+"""Forks real ranks of programs.py from a process that has imported torch. One JSON order per line,
+one line of answer.
 
-Run by the fixture `gang`. Every rank has a gloo process group on a TCPStore that its rank 0 hosts, on a socket that was
-made before the fork: no two jobs can want the same port.
+Run by the fixture `gang`. Every rank has a gloo process group on a TCPStore that its rank 0 hosts,
+on a socket that was made before the fork: no two jobs can want the same port.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def child(order: dict[str, Any], rank: int, listener: socket.socket, answer: int
         listens = {"master_listen_fd": listener.detach()} if rank == 0 else {}
         if rank:
             listener.close()
-        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, wait, wait_for_workers=False, **listens)
+        store = dist.TCPStore(
+            "127.0.0.1", port, world, rank == 0, wait, wait_for_workers=False, **listens
+        )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
         result = getattr(programs, order["program"])(rank, world, **order["arguments"])
         dist.barrier()
@@ -70,7 +73,9 @@ def run(order: dict[str, Any]) -> dict[int, Any]:
         os.waitpid(pid, 0)
     for read in pipes:
         os.close(read)
-    return {rank: json.loads(text) if text else {"error": "no answer"} for rank, text in texts.items()}
+    return {
+        rank: json.loads(text) if text else {"error": "no answer"} for rank, text in texts.items()
+    }
 
 
 if __name__ == "__main__":

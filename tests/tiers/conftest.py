@@ -1,4 +1,5 @@
-"""A fast root and a durable one, states that tell which save they are from, and managers that are watched."""
+"""A fast root and a durable one, states that tell which save they are from, and managers that are
+watched."""
 
 from __future__ import annotations
 
@@ -12,14 +13,23 @@ import fsspec
 import pytest
 import torch
 
-from ckptcore import CheckpointManager, CheckpointView, CheckpointWarning, SaveEvent, Storage, Tier, open_storage
+from ckptcore import (
+    CheckpointManager,
+    CheckpointView,
+    CheckpointWarning,
+    SaveEvent,
+    Storage,
+    Tier,
+    open_storage,
+)
 from ckptcore.root import scan
 from ckptcore.storage.remote import FsspecStorage
 from ckptcore.testing import FaultStorage
 
 
 class Ground:
-    """`fast` and `slow` are storages that fail on demand; what they hold outlives a manager, as after a restart."""
+    """`fast` and `slow` are storages that fail on demand; what they hold outlives a manager, as
+    after a restart."""
 
     def __init__(self, fast: Storage, slow: Storage) -> None:
         self.disks = fast, slow
@@ -44,14 +54,19 @@ class Ground:
 
     @staticmethod
     def state(mark: int) -> dict[str, Any]:
-        return {"model": {f"w{n}": torch.arange(300) * 0.5 + mark + n for n in range(3)}, "progress": {"mark": mark}}
+        return {
+            "model": {f"w{n}": torch.arange(300) * 0.5 + mark + n for n in range(3)},
+            "progress": {"mark": mark},
+        }
 
     @staticmethod
     def mark(state: dict[str, Any], report: Any) -> int:
         """Which save a restored state is from, all of it."""
         mark: int = report.values["progress"]["mark"]
         for name, tensor in Ground.state(mark)["model"].items():
-            assert torch.equal(state["model"][name], tensor), f"a mix: progress is of {mark}, {name} is not"
+            assert torch.equal(state["model"][name], tensor), (
+                f"a mix: progress is of {mark}, {name} is not"
+            )
         return mark
 
     def restored(self, which: int | str = "auto", **how: Any) -> tuple[int, int, str] | None:
@@ -68,7 +83,8 @@ class Ground:
         return report.step, self.mark(state, report), (report.path or "").rpartition("/")[0]
 
     def steps(self, where: str) -> list[int]:
-        """Steps of the checkpoints there, each verified to the last byte; nothing else may lie there."""
+        """Steps of the checkpoints there, each verified to the last byte; nothing else may lie
+        there."""
         storage = self.disks[where == "slow"]
         infos = scan(storage)
         assert [info.status for info in infos] == ["committed"] * len(infos)
@@ -77,7 +93,9 @@ class Ground:
         return [info.step or 0 for info in infos]
 
     def told(self, *kinds: str) -> list[tuple[str, int, str | None]]:
-        return [(event.kind, event.step, event.root) for event in self.events if event.kind in kinds]
+        return [
+            (event.kind, event.step, event.root) for event in self.events if event.kind in kinds
+        ]
 
 
 @pytest.fixture(params=["local", "memory"])

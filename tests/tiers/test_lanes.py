@@ -28,7 +28,9 @@ def unreadable(storage: Any) -> Any:
 def test_a_warning_is_heard_where_nothing_is_to_be_uploaded(
     call: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uploads = Uploads(open_storage(tmp_path / "fast"), [Tier(tmp_path / "slow", every=2)], "raise", 5.0)
+    uploads = Uploads(
+        open_storage(tmp_path / "fast"), [Tier(tmp_path / "slow", every=2)], "raise", 5.0
+    )
     info = CheckpointInfo("checkpoint-1", "url", "committed", 1, None, None)
     with monkeypatch.context() as patched:
         patched.setattr(tiers, "scan", unreadable)
@@ -44,11 +46,15 @@ def test_a_warning_is_heard_where_nothing_is_to_be_uploaded(
     assert "not known" in heard and str(tmp_path / "slow") in heard and "does not answer" in heard
 
 
-def test_a_manager_warns_of_it_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_warns_of_it_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {"w": torch.ones(3)}
     with CheckpointManager(tmp_path / "fast", run_id="run") as ckpt:
         ckpt.save(1, state)
-    with CheckpointManager(tmp_path / "fast", run_id="run", tiers=[Tier(tmp_path / "slow")]) as ckpt:
+    with CheckpointManager(
+        tmp_path / "fast", run_id="run", tiers=[Tier(tmp_path / "slow")]
+    ) as ckpt:
         with monkeypatch.context() as patched:
             patched.setattr(tiers, "scan", unreadable)
             ckpt.restore(state)
@@ -59,8 +65,11 @@ def test_a_manager_warns_of_it_at_the_next_call(tmp_path: Path, monkeypatch: pyt
         assert [info.step for info in far.list()] == [1, 2]
 
 
-def test_three_threads_lose_nothing_and_raise_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commits, restores, deletes and reports at once: each handle is collected once, and what is forgotten stays so."""
+def test_three_threads_lose_nothing_and_raise_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits, restores, deletes and reports at once: each handle is collected once, and what is
+    forgotten stays so."""
     count = 150
     uploads = Uploads(open_storage(tmp_path / "fast"), [Tier(tmp_path / "slow")], "raise", 20.0)
     (lane,) = uploads._lanes
@@ -88,7 +97,9 @@ def test_three_threads_lose_nothing_and_raise_nothing(tmp_path: Path, monkeypatc
 
     begun: list[int] = []
     submit = lane._background.submit
-    monkeypatch.setattr(lane._background, "submit", lambda h, work: (begun.append(id(h)), submit(h, work)))
+    monkeypatch.setattr(
+        lane._background, "submit", lambda h, work: (begun.append(id(h)), submit(h, work))
+    )
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -1,4 +1,5 @@
-"""Several ranks share the fast root: one of them uploads, all of them hear of failures, and all restore the same."""
+"""Several ranks share the fast root: one of them uploads, all of them hear of failures, and all
+restore the same."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ckptcore.testing.ranks import run_ranks
 def parts(mark: int, rank: int) -> list[StateComponent]:
     return [
         StateComponent("model", {"w": torch.arange(50.0) + mark}, SharingPattern.REPLICATED),
-        StateComponent("own", {"x": torch.full((5,), mark * 100.0 + rank)}, SharingPattern.PER_RANK),
+        StateComponent(
+            "own", {"x": torch.full((5,), mark * 100.0 + rank)}, SharingPattern.PER_RANK
+        ),
     ]
 
 
@@ -32,7 +35,9 @@ def test_one_rank_uploads_and_all_restore(ground: Any) -> None:
             return [t.name for t in threading.enumerate() if t.name == "ckptcore-upload"]
 
     names = run_ranks(3, save)
-    assert max(map(len, names)) <= 1  # one thread in all of this process, in which the ranks are threads
+    assert (
+        max(map(len, names)) <= 1
+    )  # one thread in all of this process, in which the ranks are threads
     assert ground.steps("slow") == [10, 20]
     ground.lose_fast()
     ground.restart()

@@ -35,16 +35,23 @@ print("the end")
 def ended(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), how], capture_output=True, text=True, timeout=100, env=environment
+        [sys.executable, "-c", PROGRAM, str(folder), how],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
     )
 
 
 def test_the_end_of_a_program_waits_for_uploads(tmp_path: Path) -> None:
-    """Also for those that begin only when a save in the background ends; nobody has closed anything."""
+    """Also for those that begin only when a save in the background ends; nobody has closed
+    anything."""
     done = ended(tmp_path, "well")
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
     assert [(info.step, info.status) for info in scan(open_storage(tmp_path / "slow"))] == [
-        (10, "committed"), (20, "committed")]  # fmt: skip
+        (10, "committed"),
+        (20, "committed"),
+    ]
 
 
 def test_a_program_whose_upload_failed_ends_with_1(tmp_path: Path) -> None:
@@ -58,7 +65,9 @@ def test_a_process_that_is_killed_while_it_uploads(tmp_path: Path) -> None:
     done = ended(tmp_path, "kill")
     assert done.returncode == 137
     assert [info.status for info in scan(open_storage(tmp_path / "slow"))] == ["partial"]
-    with CheckpointManager(tmp_path / "fast", tiers=[Tier(tmp_path / "slow")], io_threads=1) as ckpt:
+    with CheckpointManager(
+        tmp_path / "fast", tiers=[Tier(tmp_path / "slow")], io_threads=1
+    ) as ckpt:
         step = ckpt.restore({"n": {"n": 0}}, strict=False).step
         assert ckpt.wait(20)
     assert step in (10, 20)
@@ -69,12 +78,15 @@ def test_a_process_that_is_killed_while_it_uploads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [5, 15])
 def test_on_a_server(s3: Any, tmp_path: Path, at: int) -> None:
-    """Killed while it uploads; finished by the next process; then the machine is lost and the run goes on elsewhere."""
+    """Killed while it uploads; finished by the next process; then the machine is lost and the run
+    goes on elsewhere."""
     url = s3.new_root()
     state = {"m": {"w": torch.arange(100.0)}, "progress": {"step": 10}}
     faults = FaultStorage(open_storage(url, s3.options))
     faults.kill(at, how="raise")
-    ckpt = CheckpointManager(tmp_path / "fast", tiers=[Tier(faults)], run_id="run", on_error="warn", drain_timeout=20)
+    ckpt = CheckpointManager(
+        tmp_path / "fast", tiers=[Tier(faults)], run_id="run", on_error="warn", drain_timeout=20
+    )
     try:
         ckpt.save(10, state)
     except Killed:
@@ -86,11 +98,15 @@ def test_on_a_server(s3: Any, tmp_path: Path, at: int) -> None:
         assert ckpt.restore(state).step == 10
         assert ckpt.wait(20)
     assert [info.status for info in scan(open_storage(url, s3.options))] == ["committed"]
-    with CheckpointManager(tmp_path / "elsewhere", tiers=tiers, keep=KeepLast(1), drain_timeout=20) as ckpt:
+    with CheckpointManager(
+        tmp_path / "elsewhere", tiers=tiers, keep=KeepLast(1), drain_timeout=20
+    ) as ckpt:
         live = {"m": {"w": torch.zeros(100)}, "progress": {"step": 0}}
         report = ckpt.restore(live)
         assert (report.step, report.path, ckpt.run_id) == (10, f"{url}/checkpoint-10", "run")
-        assert torch.equal(live["m"]["w"], state["m"]["w"]) and report.values["progress"] == {"step": 10}
+        assert torch.equal(live["m"]["w"], state["m"]["w"]) and report.values["progress"] == {
+            "step": 10
+        }
         for step in (20, 30):
             assert ckpt.save(step, state).sequence == step // 10
     assert [info.step for info in scan(open_storage(url, s3.options))] == [20, 30]

@@ -1,4 +1,5 @@
-"""What is restored from two roots: the newest that is whole, from the fast one where both have it."""
+"""What is restored from two roots: the newest that is whole, from the fast one where both have
+it."""
 
 from __future__ import annotations
 
@@ -86,7 +87,10 @@ def test_loads_from_the_durable_root_what_the_fast_one_has_not_any_more(ground: 
     saved(ground, 10, 20, 30, keep=KeepLast(1))
     with ground.manager(keep=KeepBest("loss")) as ckpt:
         assert [(i.step, i.url.rpartition("/")[0]) for i in ckpt.list()] == [
-            (10, ground.slow.url), (20, ground.slow.url), (30, ground.fast.url)]  # fmt: skip
+            (10, ground.slow.url),
+            (20, ground.slow.url),
+            (30, ground.fast.url),
+        ]
         assert ckpt.latest().url == f"{ground.fast.url}/checkpoint-30"
         assert ckpt.best().url == f"{ground.slow.url}/checkpoint-20"
         assert ckpt.verify(10) == [] and ckpt.verify() == []
@@ -117,23 +121,34 @@ def test_what_only_a_tier_has_is_loaded_by_its_url(
     fsspec.register_implementation("guarded", Guarded, clobber=True)
     monkeypatch.setattr(Guarded, "store", {})
     monkeypatch.setattr(Guarded, "pseudo_dirs", [""])
-    tiers = [Tier(tmp_path / "near", every=2), Tier("guarded://far/run", storage_options={"token": "the right one"})]
+    tiers = [
+        Tier(tmp_path / "near", every=2),
+        Tier("guarded://far/run", storage_options={"token": "the right one"}),
+    ]
     with CheckpointManager(tmp_path / "run", keep=KeepLast(1), tiers=tiers) as ckpt:
         for step in (10, 20, 30):
             ckpt.save(step, ground.state(step))
             assert ckpt.wait(20)
     with CheckpointManager(tmp_path / "run", tiers=tiers) as ckpt:
         urls = [info.url for info in ckpt.list()]
-        assert urls == ["guarded://far/run/checkpoint-10", str(tmp_path / "near" / "checkpoint-20"),
-                        str(tmp_path / "run" / "checkpoint-30")]  # fmt: skip
-        for step, url in zip((10, 20, 30, 20), [*urls, "guarded://far/run/checkpoint-20"], strict=True):
+        assert urls == [
+            "guarded://far/run/checkpoint-10",
+            str(tmp_path / "near" / "checkpoint-20"),
+            str(tmp_path / "run" / "checkpoint-30"),
+        ]
+        for step, url in zip(
+            (10, 20, 30, 20), [*urls, "guarded://far/run/checkpoint-20"], strict=True
+        ):
             for load in (ckpt.load, ckpt.restore):
                 state = ground.state(-1)
                 report = load(state, url)
                 assert (report.step, report.path, ground.mark(state, report)) == (step, url, step)
         with pytest.raises(CheckpointNotFound, match="guarded://far/run/checkpoint-40"):
             ckpt.load(ground.state(-1), "guarded://far/run/checkpoint-40")
-    with CheckpointManager(tmp_path / "run") as ckpt, pytest.raises(StorageError, match="which token"):
+    with (
+        CheckpointManager(tmp_path / "run") as ckpt,
+        pytest.raises(StorageError, match="which token"),
+    ):
         ckpt.load(ground.state(-1), urls[0])
 
 
@@ -164,7 +179,9 @@ def test_a_damaged_checkpoint_is_taken_from_the_other_root(ground: Any, cut: boo
         if cut:  # to be seen without reading it
             assert ckpt.restore(state).step == 20
         else:
-            with pytest.warns(CheckpointWarning, match=r"restored checkpoint-20 .*; skipped checkpoint-20: "):
+            with pytest.warns(
+                CheckpointWarning, match=r"restored checkpoint-20 .*; skipped checkpoint-20: "
+            ):
                 report = ckpt.restore(state)
             assert ground.mark(state, report) == 20
             assert list(report.skipped) == ["checkpoint-20"]
@@ -238,8 +255,8 @@ def test_what_was_left_waiting_is_held_and_finished_by_the_next_process(ground: 
 @given(data=st.data())
 @settings(max_examples=25)
 def test_any_series_of_misfortunes(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
-    """Saves, uploads that fail, restarts and lost machines in any order: what was committed last and is anywhere is
-    restored, and the run's steps and numbers never go back."""
+    """Saves, uploads that fail, restarts and lost machines in any order: what was committed last
+    and is anywhere is restored, and the run's steps and numbers never go back."""
     folder = tmp_path_factory.mktemp("series")
     disks = open_storage(folder / "fast"), open_storage(folder / "slow")
     fast: dict[int, int] = {}
@@ -264,7 +281,9 @@ def test_any_series_of_misfortunes(tmp_path_factory: pytest.TempPathFactory, dat
             known = {**slow, **fast}
             assert report.fresh == (not known)
             if known:
-                assert report.step == max(known) and report.values["progress"] == {"mark": known[max(known)]}
+                assert report.step == max(known) and report.values["progress"] == {
+                    "mark": known[max(known)]
+                }
             if broken:
                 faults.fail(data.draw(st.integers(1, 30), label="at"), times=None)
             for _ in range(data.draw(st.integers(0, 3), label="saves")):
@@ -278,9 +297,15 @@ def test_any_series_of_misfortunes(tmp_path_factory: pytest.TempPathFactory, dat
                     disks[0].remove(f"{entry.name}/{file.name}")
                 disks[0].remove_folder(entry.name)
         fast, slow = (
-            {info.step or 0: (info.step or 0) * 7 for info in scan(disk) if info.status == "committed"}
+            {
+                info.step or 0: (info.step or 0) * 7
+                for info in scan(disk)
+                if info.status == "committed"
+            }
             for disk in disks
         )
         if not broken:
             assert not known or max(known) in slow
-        last_sequence = max([info.sequence or 0 for disk in disks for info in scan(disk)], default=0)
+        last_sequence = max(
+            [info.sequence or 0 for disk in disks for info in scan(disk)], default=0
+        )

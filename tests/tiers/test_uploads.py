@@ -1,4 +1,5 @@
-"""Checkpoints get from the fast root to the durable one, in the background, and what fails is told and tried again."""
+"""Checkpoints get from the fast root to the durable one, in the background, and what fails is told
+and tried again."""
 
 from __future__ import annotations
 
@@ -31,11 +32,20 @@ def test_each_commit_is_uploaded_and_each_root_keeps_its_own(ground: Any) -> Non
     assert ground.steps("fast") == [40]
     assert ground.steps("slow") == [20, 30, 40]
     url = ground.slow.url
-    assert ground.told("uploaded", "upload_failed") == [("uploaded", step, url) for step in (10, 20, 30, 40)]
+    assert ground.told("uploaded", "upload_failed") == [
+        ("uploaded", step, url) for step in (10, 20, 30, 40)
+    ]
     assert sorted(ground.told("deleted"), key=str) == sorted(
-        [("deleted", 10, None), ("deleted", 20, None), ("deleted", 30, None), ("deleted", 10, url)], key=str)  # fmt: skip
+        [("deleted", 10, None), ("deleted", 20, None), ("deleted", 30, None), ("deleted", 10, url)],
+        key=str,
+    )
     for event, info in zip([e for e in ground.events if e.kind == "uploaded"], infos, strict=True):
-        assert (event.name, event.nbytes, event.error, event.rank) == (info.name, info.size_bytes, None, 0)
+        assert (event.name, event.nbytes, event.error, event.rank) == (
+            info.name,
+            info.size_bytes,
+            None,
+            0,
+        )
 
 
 def test_the_copy_is_the_same_commit(ground: Any) -> None:
@@ -59,19 +69,28 @@ def test_every_so_many_also_after_a_restart(ground: Any) -> None:
 
 
 def test_training_goes_on_while_the_durable_root_does_nothing(ground: Any) -> None:
-    """Five saves are committed while the first upload stands still; none of the commits is deleted before it is there."""
+    """Five saves are committed while the first upload stands still; none of the commits is deleted
+    before it is there."""
     with ground.manager(keep=KeepLast(1)) as ckpt:
         gate = ground.slow.block(kind="write_at")
         for step in (10, 20, 30, 40, 50):
             assert ckpt.save(step, ground.state(step)).step == step
-            gate.wait_reached(20)  # from the first save on: else a busy machine may begin with a later one
+            gate.wait_reached(
+                20
+            )  # from the first save on: else a busy machine may begin with a later one
         assert ckpt.wait(0.01) is False
         assert ground.steps("fast") == [10, 20, 30, 40, 50]
         assert ground.told("uploaded", "deleted") == []
         gate.open()
         assert ckpt.wait(20)
         assert ground.steps("slow") == [10, 20, 30, 40, 50]
-        assert [step for _, step, _ in ground.told("uploaded")] == [10, 50, 40, 30, 20]  # the newest is worth the most
+        assert [step for _, step, _ in ground.told("uploaded")] == [
+            10,
+            50,
+            40,
+            30,
+            20,
+        ]  # the newest is worth the most
         assert ground.steps("fast") == [50]
     assert ground.told("deleted") == [("deleted", step, None) for step in (10, 40, 30, 20)]
 
@@ -146,10 +165,16 @@ def test_closing_waits_so_long_and_no_longer(ground: Any) -> None:
     ckpt.save(10, ground.state(10))
     gate.wait_reached(20)
     try:
-        with pytest.raises(AsyncSaveError, match=r"upload of step 10 .* has not ended after 0\.2 s and is given up"):
+        with pytest.raises(
+            AsyncSaveError,
+            match=r"upload of step 10 .* has not ended after 0\.2 s and is given "
+            r"up",
+        ):
             ckpt.close()
     finally:
-        threads = [t for t in threading.enumerate() if t.name == "ckptcore-upload" and t not in before]
+        threads = [
+            t for t in threading.enumerate() if t.name == "ckptcore-upload" and t not in before
+        ]
         gate.open()
     for thread in threads:
         thread.join(20)
@@ -230,7 +255,9 @@ def test_another_run_in_the_durable_root_is_in_the_way_and_stays(ground: Any) ->
 def test_two_tiers_do_not_wait_for_each_other(ground: Any, tmp_path: Path) -> None:
     near = tmp_path / "near"
     tiers = [Tier(ground.slow, keep=KeepLast(2)), Tier(near, every=2)]
-    with CheckpointManager(ground.fast, tiers=tiers, keep=KeepLast(1), drain_timeout=20, io_threads=1) as ckpt:
+    with CheckpointManager(
+        ground.fast, tiers=tiers, keep=KeepLast(1), drain_timeout=20, io_threads=1
+    ) as ckpt:
         gate = ground.slow.block(kind="write_at")
         for step in (10, 20, 30, 40):
             ckpt.save(step, ground.state(step))
@@ -257,16 +284,28 @@ def test_a_tier_is_another_root(tmp_path: Path, ground: Any) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     run, far, url = tmp_path / "run", tmp_path / "far", f"memory://{tmp_path.name}/run"
     for root, *tiers in (
-        (run, run), (run, f"{run}/"), (run, f"file://{run}"), (run, tmp_path / "link"), (tmp_path / "link", run),
-        (run, far, far), (run, far, tmp_path / "far" / ".." / "far"), (url, url), (url, f"{url}/"), (run, far, url, f"{url}//"),
+        (run, run),
+        (run, f"{run}/"),
+        (run, f"file://{run}"),
+        (run, tmp_path / "link"),
+        (tmp_path / "link", run),
+        (run, far, far),
+        (run, far, tmp_path / "far" / ".." / "far"),
+        (url, url),
+        (url, f"{url}/"),
+        (run, far, url, f"{url}//"),
         (ground.slow, ground.slow),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InvalidState, match="is given twice: a tier is another root"):
             CheckpointManager(root, tiers=[Tier(tier) for tier in tiers])
     for wrong in (str(far), far, ground.slow):
         with pytest.raises(InvalidState, match=r"tiers are Tier\(root\), not"):
             CheckpointManager(run, tiers=[Tier(url), wrong])
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name not in ("fast", "slow")) == ["link", "run"]
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if path.name not in ("fast", "slow")
+    ) == ["link", "run"]
     with CheckpointManager(run, tiers=[Tier(far), Tier(url), Tier(run / "below")]) as ckpt:
         assert ckpt.save(1, ground.state(1)).step == 1
-    assert [[info.step for info in scan(open_storage(root))] for root in (run, far, url, run / "below")] == [[1]] * 4
+    assert [
+        [info.step for info in scan(open_storage(root))] for root in (run, far, url, run / "below")
+    ] == [[1]] * 4

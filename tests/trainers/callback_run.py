@@ -1,4 +1,5 @@
-"""A stand-in for a trainer: it fires events in the order of the specification and keeps what a checkpoint keeps."""
+"""A stand-in for a trainer: it fires events in the order of the specification and keeps what a
+checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ class FakeTrainer:
     rank, world_size, device = 0, 1, "cpu"
 
     def __init__(
-        self, callbacks: Sequence[Any], logging_dir: Path | None = None, *, model: Any = None, **args: Any
+        self,
+        callbacks: Sequence[Any],
+        logging_dir: Path | None = None,
+        *,
+        model: Any = None,
+        **args: Any,
     ) -> None:
         self.logging_dir = None if logging_dir is None else str(logging_dir)
         defaults = {
@@ -33,7 +39,9 @@ class FakeTrainer:
         self.state = TrainerState(max_steps=20, eval_steps=1, logging_steps=1)
         self.control = TrainerControl()
         self.begun = False
-        self.handler = CallbackHandler(callbacks, context=lambda: {"trainer": self, "model": self.model})
+        self.handler = CallbackHandler(
+            callbacks, context=lambda: {"trainer": self, "model": self.model}
+        )
         self.fire("on_init_end")
 
     def fire(self, event: str, **extra: Any) -> TrainerControl:
@@ -50,14 +58,17 @@ class FakeTrainer:
         self.fire("on_evaluate", metrics=metrics)
 
     def save(self) -> dict[str, Any]:
-        return copy.deepcopy({"state": self.state.state_dict(), "callbacks": self.handler.state_dict()})
+        return copy.deepcopy(
+            {"state": self.state.state_dict(), "callbacks": self.handler.state_dict()}
+        )
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         self.state.load_state_dict(checkpoint["state"])
         self.handler.load_state_dict(checkpoint["callbacks"])
 
     def train(self, to: int, each: Callable[[int], None]) -> int:
-        """Step by step to `to`, or to where a callback stops it; the last step. Called again, it goes on."""
+        """Step by step to `to`, or to where a callback stops it; the last step. Called again, it
+        goes on."""
         if not self.begun:
             self.fire("on_train_begin")
         self.begun = True

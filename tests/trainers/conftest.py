@@ -1,4 +1,5 @@
-"""A run small enough to be trained dozens of times: a byte-level GPT of 2,000 weights on a handful of samples."""
+"""A run small enough to be trained dozens of times: a byte-level GPT of 2,000 weights on a handful
+of samples."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def leaves(value: Any) -> Iterator[bytes]:
 
 
 class Notes:
-    """A callback that writes down what happens, to the last bit, and may end the run at the beginning of a step."""
+    """A callback that writes down what happens, to the last bit, and may end the run at the
+    beginning of a step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, Any]] = {}
@@ -128,8 +130,22 @@ EVENTS = (
         "on_step_begin",
         "on_step_end",
     ),
-    *("on_forward_backward_begin", "on_forward_backward_end", "on_substep_end", "on_pre_optimizer_step", "on_predict"),
-    *("on_optimizer_step", "on_train_metrics", "on_log_step", "on_log", "on_prediction_step", "on_evaluate", "on_save"),
+    *(
+        "on_forward_backward_begin",
+        "on_forward_backward_end",
+        "on_substep_end",
+        "on_pre_optimizer_step",
+        "on_predict",
+    ),
+    *(
+        "on_optimizer_step",
+        "on_train_metrics",
+        "on_log_step",
+        "on_log",
+        "on_prediction_step",
+        "on_evaluate",
+        "on_save",
+    ),
     "on_checkpoint_commit",
 )
 
@@ -156,7 +172,8 @@ class Watched(Trainer):
 
 
 class Tiny:
-    """Makes trainers of one small run in folders of its own. 11 samples: 6 batches an epoch, the last one short."""
+    """Makes trainers of one small run in folders of its own. 11 samples: 6 batches an epoch, the
+    last one short."""
 
     notes = Notes
     died = Died
@@ -189,7 +206,13 @@ class Tiny:
         }
 
     def trainer(
-        self, run: str = "run", notes: Any = None, *, callbacks: tuple[Any, ...] = (), samples: int = 11, **changes: Any
+        self,
+        run: str = "run",
+        notes: Any = None,
+        *,
+        callbacks: tuple[Any, ...] = (),
+        samples: int = 11,
+        **changes: Any,
     ) -> Watched:
         parts: dict[str, Any] = {
             "model_init": lambda: ByteGPT(GPT),
@@ -199,7 +222,9 @@ class Tiny:
             "callbacks": [*callbacks, *([] if notes is None else [notes])],
         }
         names = [
-            name for name in changes if name in parts or name.endswith(("_factory", "_fn", "_groups", "_and_kwargs"))
+            name
+            for name in changes
+            if name in parts or name.endswith(("_factory", "_fn", "_groups", "_and_kwargs"))
         ]
         parts |= {name: changes.pop(name) for name in names}
         return Watched(self.arguments(run, **changes), **parts)
@@ -213,7 +238,14 @@ class Tiny:
     def differences(self, one: str, other: str, step: int) -> dict[str, list[str]]:
         folders = (str(self.root(run) / f"checkpoint-{step}") for run in (one, other))
         parts = compare_checkpoints(*folders, TIMES)
-        assert {part.name for part in parts} >= {"model", "optimizer", "rng", "loader", "scheduler", "trainer"}
+        assert {part.name for part in parts} >= {
+            "model",
+            "optimizer",
+            "rng",
+            "loader",
+            "scheduler",
+            "trainer",
+        }
         return {part.name: part.differences for part in parts if part.differences}
 
 
@@ -247,8 +279,10 @@ class Ranks:
         sigterm: tuple[int, float] | None = None,
         asks: list[tuple[int, int, str]] | None = None,
     ) -> list[int]:
-        """Exit codes. stop: the ranks die when so many steps are done. forgotten: a component not to be restored.
-        sigterm: the rank that gets one, and so many seconds after its first step. asks: (rank, step, flag)."""
+        """Exit codes. stop: the ranks die when so many steps are done. forgotten: a component not
+        to be restored.
+        sigterm: the rank that gets one, and so many seconds after its first step. asks: (rank,
+        step, flag)."""
         how = {"stop": stop, "forgotten": forgotten, "sigterm": sigterm, "asks": asks}
         return self._run(world_size, "train", arguments=args, **how)
 

@@ -1,6 +1,8 @@
-"""Ranks for test_ddp.py: real processes, forked as torchrun would start them from one that imported torch already.
+"""Ranks for test_ddp.py: real processes, forked as torchrun would start them from one that imported
+torch already.
 
-Reads one JSON order per line, answers with the exit codes. What the ranks saw is in <output_dir>.rank<N>.jsonl.
+Reads one JSON order per line, answers with the exit codes. What the ranks saw is in
+<output_dir>.rank<N>.jsonl.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 class Normed(ByteGPT):
-    """Has running statistics too: buffers that DDP lets differ between the ranks until the next step."""
+    """Has running statistics too: buffers that DDP lets differ between the ranks until the next
+    step."""
 
     def __init__(self, args: GPTArguments) -> None:
         super().__init__(args)
@@ -92,7 +95,8 @@ class Normed(ByteGPT):
 
 
 class Watched(DDPTrainer):
-    """Writes down what its rank does, and dies at the start of a step; its losses draw random numbers of all kinds."""
+    """Writes down what its rank does, and dies at the start of a step; its losses draw random
+    numbers of all kinds."""
 
     stop: int | None = None
     forgotten: str | None = None
@@ -121,7 +125,11 @@ class Watched(DDPTrainer):
             else:
                 os.kill(os.getpid(), signal.SIGTERM)
         self.own_losses: list[str] = []
-        seen: dict[str, Any] = {"step": self.state.global_step, "streams": streams(), "epoch": self.loader.epoch}
+        seen: dict[str, Any] = {
+            "step": self.state.global_step,
+            "streams": streams(),
+            "epoch": self.loader.epoch,
+        }
         super().training_step()
         model = self.model.state_dict()
         seen |= {
@@ -130,14 +138,18 @@ class Watched(DDPTrainer):
             "loss": self.reduce([self.share])[0].hex(),
             "norm": float(self.meters.grad_norm or 0.0),
             "rate": self.learning_rate().hex(),
-            "weights": bits({name: value for name, value in model.items() if "input_norm.running" not in name}),
+            "weights": bits(
+                {name: value for name, value in model.items() if "input_norm.running" not in name}
+            ),
             "moments": bits(list(self.optimizer.state.values())),
         }
         with self.notes.open("a") as file:
             file.write(json.dumps(seen) + "\n")
 
     def forward_backward(self, group: Any, items: float) -> Tensor:
-        self.samples = [i for batch, samples, _ in group for i in batch["input_ids"][:samples, 0].tolist()]
+        self.samples = [
+            i for batch, samples, _ in group for i in batch["input_ids"][:samples, 0].tolist()
+        ]
         self.share = super().forward_backward(group, items)
         return self.share
 
@@ -170,7 +182,9 @@ class Asking:
     def on_evaluate(self, state: Any, trainer: Any, metrics: dict[str, float], **_: Any) -> None:
         self.note("evaluate", state, trainer, loss=metrics["eval_loss"])
         if trainer.args.metric_for_best_model == "luck" and trainer.rank == 0:
-            metrics["eval_luck"] = state.global_step * (7 - state.global_step)  # of 2, 4 and 6 that of 4 is best
+            metrics["eval_luck"] = state.global_step * (
+                7 - state.global_step
+            )  # of 2, 4 and 6 that of 4 is best
 
     def on_log(self, state: Any, trainer: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs:
@@ -180,7 +194,15 @@ class Asking:
         self.note("epoch", state, trainer)
 
     def on_checkpoint_commit(self, state: Any, trainer: Any, record: Any, **_: Any) -> None:
-        self.note("commit", state, trainer, step=record.step, ok=record.ok, stall=record.stall_ms, save=record.save_s)
+        self.note(
+            "commit",
+            state,
+            trainer,
+            step=record.step,
+            ok=record.ok,
+            stall=record.stall_ms,
+            save=record.save_s,
+        )
 
     def on_train_end(self, state: Any, trainer: Any, **_: Any) -> None:
         self.note("end", state, trainer, reason=state.stop_reason, by=state.stop_requested_by)
@@ -196,8 +218,13 @@ def train(
     Watched.stop, Watched.forgotten, Watched.sigterm = stop, forgotten, sigterm
     gpt = GPTArguments(n_layer=2, n_head=2, n_embd=16, block_size=16, dropout=0.2)
     trainer = Watched(
-        arguments, model_init=lambda: Normed(gpt), train_dataset=Windows(27), eval_dataset=Windows(5),
-        compute_loss_func=next_byte_loss, callbacks=[LossRecord(), Asking(asks or [])])  # fmt: skip
+        arguments,
+        model_init=lambda: Normed(gpt),
+        train_dataset=Windows(27),
+        eval_dataset=Windows(5),
+        compute_loss_func=next_byte_loss,
+        callbacks=[LossRecord(), Asking(asks or [])],
+    )
     trainer.train()
     trainer.env.close()
     return 0

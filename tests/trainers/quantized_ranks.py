@@ -1,6 +1,8 @@
-"""Run by torchrun-like launchers of test_optimizer_states.py: quantized moments in slices, saved and resumed.
+"""Run by torchrun-like launchers of test_optimizer_states.py: quantized moments in slices, saved
+and resumed.
 
-Arguments: phase (save, resume), optim, folder. What the ranks found goes to <folder>/<phase>-<world size>-<rank>.pt.
+Arguments: phase (save, resume), optim, folder. What the ranks found goes to <folder>/<phase>-<world
+size>-<rank>.pt.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> None:
     for parameter in model.parameters():
         whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
         sharded = isinstance(parameter, DTensor)
-        parameter.grad = distribute_tensor(whole, parameter.device_mesh, [Shard(0)]) if sharded else whole  # type: ignore[attr-defined]
+        parameter.grad = (
+            distribute_tensor(whole, parameter.device_mesh, [Shard(0)]) if sharded else whole
+        )  # type: ignore[attr-defined]
     optimizer.step()
     scheduler.step()
 
@@ -41,7 +45,9 @@ def main(phase: str, optim: str, folder: str) -> None:
     if world_size > 1:
         mesh = init_device_mesh("cpu", (world_size,))
         for name, parameter in list(model.named_parameters()):
-            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+            setattr(
+                model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            )
     args = TrainingArguments(optim=optim, learning_rate=1e-2)
     optimizer = make_optimizer(args, model)
     scheduler = make_scheduler(args, optimizer, 10)
@@ -59,7 +65,12 @@ def main(phase: str, optim: str, folder: str) -> None:
             checkpoints.load(components)
     moment: Any = optimizer.state[model.weight]["exp_avg"]
     moment = moment.to_local() if world_size > 1 else moment
-    found = {"kind": type(moment).__name__, "codes": moment.codes, "scale": moment.scale, "qmap": moment.qmap}
+    found = {
+        "kind": type(moment).__name__,
+        "codes": moment.codes,
+        "scale": moment.scale,
+        "qmap": moment.qmap,
+    }
     for number in range(3, 6):
         step(model, optimizer, scheduler, number)
     weight: Any = model.weight

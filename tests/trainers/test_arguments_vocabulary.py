@@ -1,4 +1,5 @@
-"""Every name of the table of arguments: that it is there, its default, where it leads, or why it is refused."""
+"""Every name of the table of arguments: that it is there, its default, where it leads, or why it is
+refused."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from typing import Any
 import ckpt_trainers.arguments as arguments
 import pytest
 import yaml
-from ckpt_trainers.arguments import InvalidArgument, TrainingArguments, known_names, resolve_arguments
+from ckpt_trainers.arguments import (
+    InvalidArgument,
+    TrainingArguments,
+    known_names,
+    resolve_arguments,
+)
 
 FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("argument_facts.yaml").read_text())
 CLASSES = list(FACTS["native"])
@@ -20,7 +26,11 @@ LINE = "arguments without effect"
 def attribute(args: Any, path: str) -> Any:
     for name in path.split("."):
         args = getattr(args, name)
-    return dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else args
+    return (
+        dataclasses.asdict(args)
+        if dataclasses.is_dataclass(args) and not isinstance(args, type)
+        else args
+    )
 
 
 def own_and_inherited(name: str) -> dict[str, Any]:
@@ -41,11 +51,21 @@ def test_a_class_has_the_fields_of_the_table_with_their_defaults_and_no_others(n
 
 
 def test_the_hierarchy() -> None:
-    leaves = ("AccelTrainingArguments", "DDPTrainingArguments", "FSDP2TrainingArguments", "PipelineTrainingArguments")
+    leaves = (
+        "AccelTrainingArguments",
+        "DDPTrainingArguments",
+        "FSDP2TrainingArguments",
+        "PipelineTrainingArguments",
+    )
     for leaf in leaves:
         assert getattr(arguments, leaf).__bases__ == (TrainingArguments,)
     names = [base.__name__ for base in TrainingArguments.__mro__]
-    assert names == ["TrainingArguments", "BaseTrainingArguments", "MinimalTrainingArguments", "object"]
+    assert names == [
+        "TrainingArguments",
+        "BaseTrainingArguments",
+        "MinimalTrainingArguments",
+        "object",
+    ]
 
 
 @pytest.mark.parametrize("name", FACTS["alias"])
@@ -84,7 +104,9 @@ def test_all_names_without_effect_share_one_line(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("class_name", CLASSES)
 @pytest.mark.parametrize("name", FACTS["reject"])
-def test_a_refused_name_says_why_and_what_to_use_unless_it_is_at_its_default(name: str, class_name: str) -> None:
+def test_a_refused_name_says_why_and_what_to_use_unless_it_is_at_its_default(
+    name: str, class_name: str
+) -> None:
     _, default, other, instead = FACTS["reject"][name]
     cls = getattr(arguments, class_name)
     if name != "remove_unused_columns":
@@ -98,12 +120,17 @@ def test_a_refused_name_says_why_and_what_to_use_unless_it_is_at_its_default(nam
 
 
 def test_columns_are_never_removed() -> None:
-    assert resolve_arguments(TrainingArguments, {"remove_unused_columns": False}) == TrainingArguments()
+    assert (
+        resolve_arguments(TrainingArguments, {"remove_unused_columns": False})
+        == TrainingArguments()
+    )
     with pytest.raises(InvalidArgument, match="columns are never removed"):
         resolve_arguments(TrainingArguments, {"remove_unused_columns": True})
 
 
-@pytest.mark.parametrize("name", ["hub_token", "push_to_hub_token", "hub_tokens", "learning_rate", "made_up"])
+@pytest.mark.parametrize(
+    "name", ["hub_token", "push_to_hub_token", "hub_tokens", "learning_rate", "made_up"]
+)
 def test_secrets_are_not_repeated(name: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         resolve_arguments(TrainingArguments, {name: "hf_SeCrEt"})
@@ -124,8 +151,12 @@ def test_another_reporter_is_refused_with_the_choices(given: object) -> None:
 
 def test_reporters() -> None:
     for given, expected in (
-        ("none", ()), ([], ()), (None, ()), ("json", ("json",)), (["tensorboard", "json"], ("tensorboard", "json")),
-    ):  # fmt: skip
+        ("none", ()),
+        ([], ()),
+        (None, ()),
+        ("json", ("json",)),
+        (["tensorboard", "json"], ("tensorboard", "json")),
+    ):
         assert resolve_arguments(TrainingArguments, {"report_to": given}).reporters == expected
 
 
@@ -140,19 +171,35 @@ def test_the_counts_of_both_lists() -> None:
     of_table = {kind: sum("T" in source for source in rows.values()) for kind, rows in of.items()}
     assert of_table == {"implement": 20, "alias": 12, "no_effect": 7, "reject": 34}
     assert len(native) + sum(of_table.values()) == 116
-    of_reference = {kind: sum("Q" in source for source in rows.values()) for kind, rows in of.items()}
-    assert of_reference == {"implement": 10, "alias": 12, "no_effect": 4, "reject": 35}  # dispatch_batches among 12
+    of_reference = {
+        kind: sum("Q" in source for source in rows.values()) for kind, rows in of.items()
+    }
+    assert of_reference == {
+        "implement": 10,
+        "alias": 12,
+        "no_effect": 4,
+        "reject": 35,
+    }  # dispatch_batches among 12
     assert 33 + sum(of_reference.values()) == 94  # 33 names of Part A only
-    distinct = native | {name for rows in of.values() for name, source in rows.items() if source != "X"}
+    distinct = native | {
+        name for rows in of.values() for name, source in rows.items() if source != "X"
+    }
     assert len(distinct) == 136
     elsewhere = {name for rows in of.values() for name, source in rows.items() if source == "X"}
-    assert elsewhere == {"enable_jit_checkpoint", "no_cuda", "per_gpu_train_batch_size", "per_gpu_eval_batch_size"}
+    assert elsewhere == {
+        "enable_jit_checkpoint",
+        "no_cuda",
+        "per_gpu_train_batch_size",
+        "per_gpu_eval_batch_size",
+    }
     assert distinct | elsewhere <= set(known_names(TrainingArguments))
 
 
 def test_the_names_of_optimizers() -> None:
     taken = FACTS["optimizers"]["taken"]
-    refused = {name: package for package, names in FACTS["optimizers"]["refused"].items() for name in names}
+    refused = {
+        name: package for package, names in FACTS["optimizers"]["refused"].items() for name in names
+    }
     assert (len(taken), len(refused)) == (8, 35)
     for name in taken:
         assert TrainingArguments(optim=name).optim == name
@@ -185,19 +232,29 @@ def test_an_unknown_name_is_refused_with_close_ones(given: str, close: str) -> N
 
 
 def test_a_name_that_is_like_a_refused_one_alone_is_answered_with_the_refusal() -> None:
-    with pytest.raises(InvalidArgument, match="push_to_hub would be refused: nothing is uploaded; upload output_dir"):
+    with pytest.raises(
+        InvalidArgument,
+        match="push_to_hub would be refused: nothing is uploaded; upload output_dir",
+    ):
         resolve_arguments(TrainingArguments, {"push_to_hubb": 1})
 
 
 def test_an_unknown_name_like_no_other() -> None:
-    with pytest.raises(InvalidArgument, match="zzqqxx=1: unknown name; leave it out, or see ckpt_trainers"):
+    with pytest.raises(
+        InvalidArgument, match="zzqqxx=1: unknown name; leave it out, or see ckpt_trainers"
+    ):
         resolve_arguments(TrainingArguments, {"zzqqxx": 1})
 
 
 @pytest.mark.parametrize(
     ("name", "trainer"),
-    [("ddp", "DDPTrainer"), ("fsdp2", "FSDP2Trainer"), ("n_microbatches", "PipelineTrainer"), ("post_local_sgd", "DDPTrainer")],
-)  # fmt: skip
+    [
+        ("ddp", "DDPTrainer"),
+        ("fsdp2", "FSDP2Trainer"),
+        ("n_microbatches", "PipelineTrainer"),
+        ("post_local_sgd", "DDPTrainer"),
+    ],
+)
 def test_an_argument_of_another_trainer_names_it(name: str, trainer: str) -> None:
     with pytest.raises(InvalidArgument, match=f"an argument of {trainer} only"):
         resolve_arguments(TrainingArguments, {name: {}})

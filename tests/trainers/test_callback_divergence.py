@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from .callback_run import FakeTrainer
 
 
-def observe(values: list[float], **options: Any) -> tuple[DivergenceDetector, FakeTrainer, list[bool]]:
+def observe(
+    values: list[float], **options: Any
+) -> tuple[DivergenceDetector, FakeTrainer, list[bool]]:
     """Whether a stop was asked for at each value."""
     callback = DivergenceDetector(**options)
     trainer = FakeTrainer([callback])
@@ -43,23 +45,51 @@ def test_the_defaults_catch_a_jump_within_three_logs() -> None:
         ([1.0, 2.0], {"smoothing": 1.0, "patience": 1, "warmup": 0}, 2),  # exactly the threshold
         ([1.0, 1.99], {"smoothing": 1.0, "patience": 1, "warmup": 0}, None),
         ([1.0, 5.0, 5.0, 5.0], {"smoothing": 1.0, "patience": 1, "warmup": 3}, 4),
-        ([1.0, 5.0, 1.0, 5.0, 5.0], {"smoothing": 1.0, "patience": 2, "warmup": 0}, 5),  # the streak begins anew
+        (
+            [1.0, 5.0, 1.0, 5.0, 5.0],
+            {"smoothing": 1.0, "patience": 2, "warmup": 0},
+            5,
+        ),  # the streak begins anew
         ([1.0, 1.5], {"smoothing": 1.0, "patience": 1, "warmup": 0, "relative_threshold": 1.5}, 2),
-        ([1.0, 9.0], {"smoothing": 1.0, "patience": 1, "warmup": 0, "threshold": None, "relative_threshold": 10}, None),
-        ([-1.0, -0.5], {"smoothing": 1.0, "patience": 1, "warmup": 0, "relative_threshold": 1.1}, None),
+        (
+            [1.0, 9.0],
+            {
+                "smoothing": 1.0,
+                "patience": 1,
+                "warmup": 0,
+                "threshold": None,
+                "relative_threshold": 10,
+            },
+            None,
+        ),
+        (
+            [-1.0, -0.5],
+            {"smoothing": 1.0, "patience": 1, "warmup": 0, "relative_threshold": 1.1},
+            None,
+        ),
     ],
 )
-def test_when_it_is_divergence(values: list[float], options: dict[str, Any], first: int | None) -> None:
+def test_when_it_is_divergence(
+    values: list[float], options: dict[str, Any], first: int | None
+) -> None:
     _, _, stops = observe(values, **options)
     assert (stops.index(True) + 1 if True in stops else None) == first
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_stops_at_once(bad: float, caplog: pytest.LogCaptureFixture) -> None:
-    callback, trainer, stops = observe([1.0, 1.5, bad], action="abort", warmup=10, patience=9, smoothing=1.0)
+    callback, trainer, stops = observe(
+        [1.0, 1.5, bad], action="abort", warmup=10, patience=9, smoothing=1.0
+    )
     assert stops == [False, False, True]
     assert (trainer.control.should_save, trainer.control.should_abort_without_save) == (False, True)
-    assert callback.state_dict() == {"ema": 1.5, "best": 1.0, "count": 2, "streak": 0, "last_step": 3}
+    assert callback.state_dict() == {
+        "ema": 1.5,
+        "best": 1.0,
+        "count": 2,
+        "streak": 0,
+        "last_step": 3,
+    }
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     observe([bad])
 
@@ -77,7 +107,9 @@ def test_which_metric(caplog: pytest.LogCaptureFixture) -> None:
     other.state.is_world_process_zero = False
     other.fire("on_train_end")
     trainer.fire("on_train_end")
-    assert [record.message for record in caplog.records] == ["DivergenceDetector: no record had grad_norm"]
+    assert [record.message for record in caplog.records] == [
+        "DivergenceDetector: no record had grad_norm"
+    ]
 
 
 def test_messages_come_from_rank_0_and_stops_from_all(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,9 +122,17 @@ def test_messages_come_from_rank_0_and_stops_from_all(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize(
     "options",
-    [{"smoothing": 0}, {"smoothing": 1.1}, {"threshold": 0}, {"relative_threshold": 1}, {"threshold": None},
-     {"patience": 0}, {"warmup": -1}, {"action": "save"}],
-)  # fmt: skip
+    [
+        {"smoothing": 0},
+        {"smoothing": 1.1},
+        {"threshold": 0},
+        {"relative_threshold": 1},
+        {"threshold": None},
+        {"patience": 0},
+        {"warmup": -1},
+        {"action": "save"},
+    ],
+)
 def test_what_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=f"{next(iter(options))}="):
         DivergenceDetector(**options)
@@ -114,11 +154,14 @@ def test_resuming_anywhere_changes_nothing(values: list[float], stop: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "filtered", "warned"), [(None, True, True), (None, False, False), ("eval_loss", True, False)]
+    ("key", "filtered", "warned"),
+    [(None, True, True), (None, False, False), ("eval_loss", True, False)],
 )
 def test_a_filter_that_hides_what_it_watches_for_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str | None, filtered: bool, warned: bool
 ) -> None:
     detector = DivergenceDetector(metric_key=key)
-    FakeTrainer([detector], tmp_path / "logs", logging_nan_inf_filter=filtered).fire("on_train_begin")
+    FakeTrainer([detector], tmp_path / "logs", logging_nan_inf_filter=filtered).fire(
+        "on_train_begin"
+    )
     assert ("logging_nan_inf_filter puts the mean in the place of a loss" in caplog.text) is warned

@@ -80,8 +80,12 @@ def test_values_of_every_kind() -> None:
     json.dumps(found, allow_nan=False)
 
 
-@pytest.mark.parametrize("torn", ["", ",\n", ',\n{"global_step": 9, "lo', "\n]\n", ',\n{"global_step": 12}\n]\n'])
-def test_a_resumed_run_goes_on_in_its_file_after_the_step_of_the_checkpoint(tmp_path: Path, torn: str) -> None:
+@pytest.mark.parametrize(
+    "torn", ["", ",\n", ',\n{"global_step": 9, "lo', "\n]\n", ',\n{"global_step": 12}\n]\n']
+)
+def test_a_resumed_run_goes_on_in_its_file_after_the_step_of_the_checkpoint(
+    tmp_path: Path, torn: str
+) -> None:
     trainer = run(tmp_path / "logs", 5, note=1)
     checkpoint = trainer.save()
     assert checkpoint["callbacks"]["JsonLogger"]["step"] == 5
@@ -93,7 +97,9 @@ def test_a_resumed_run_goes_on_in_its_file_after_the_step_of_the_checkpoint(tmp_
     resumed = run(tmp_path / "elsewhere", 9, checkpoint, note=2)
     assert steps(path) == list(range(1, 10))
     records = read_json_array(path)
-    assert records[0]["info"] == {"note": 1} and [r["loss"] for r in records[1:]] == [s / 7 for s in range(1, 10)]
+    assert records[0]["info"] == {"note": 1} and [r["loss"] for r in records[1:]] == [
+        s / 7 for s in range(1, 10)
+    ]
     assert not (tmp_path / "elsewhere").exists()
     resumed.handler.close()
     assert json.loads(path.read_text()) == records
@@ -108,7 +114,9 @@ def test_a_root_that_was_copied_is_written_in_the_copy(tmp_path: Path) -> None:
     assert steps(tmp_path / "run" / "logs" / "trainer_logs.json") == [1, 2, 3]
 
 
-def test_a_log_that_is_gone_is_started_anew_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_is_gone_is_started_anew_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpoint = run(tmp_path / "logs", 3).save()
     (tmp_path / "logs" / "trainer_logs.json").unlink()
     run(tmp_path / "new", 5, checkpoint, note="again")
@@ -117,7 +125,9 @@ def test_a_log_that_is_gone_is_started_anew_with_a_warning(tmp_path: Path, caplo
     assert steps(path) == [4, 5] and read_json_array(path)[0]["info"] == {"note": "again"}
 
 
-@pytest.mark.parametrize("content", ["", "{}", "no json", '[\n{"a": 1},\n{"b": \n{"c": 1}\n', "[1, 2]"])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "no json", '[\n{"a": 1},\n{"b": \n{"c": 1}\n', "[1, 2]"]
+)
 def test_a_log_that_cannot_be_read_is_moved_aside(tmp_path: Path, content: str) -> None:
     checkpoint = run(tmp_path / "logs", 3).save()
     path = tmp_path / "logs" / "trainer_logs.json"
@@ -155,12 +165,17 @@ def test_the_state_is_kept_until_training_begins(tmp_path: Path) -> None:
 
 
 records = st.lists(
-    st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.floats(), st.text(), st.none())), max_size=6
+    st.dictionaries(
+        st.text(max_size=5), st.one_of(st.integers(), st.floats(), st.text(), st.none())
+    ),
+    max_size=6,
 )
 
 
 @given(records, st.integers(0, 200))
-def test_a_file_that_was_torn_anywhere_gives_its_whole_records(made: list[dict[str, Any]], lost: int) -> None:
+def test_a_file_that_was_torn_anywhere_gives_its_whole_records(
+    made: list[dict[str, Any]], lost: int
+) -> None:
     lines = [json.dumps(plain(record), allow_nan=False) for record in made]
     text = ("[\n" + ",\n".join(lines)).encode()
     kept = text[: max(len(text) - lost, 2)]

@@ -25,8 +25,12 @@ class Writer:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is asked of a GPU that is not there."""
     calls: list[Any] = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **k: calls.append(("record", k)))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(("dump", path)))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **k: calls.append(("record", k))
+    )
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(("dump", path))
+    )
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocated": 7})
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * GIB)
     return calls
@@ -78,7 +82,10 @@ def test_what_rank_0_tells_of_all(cuda: list[Any], caplog: pytest.LogCaptureFixt
         quiet.log({"peak_mem_allocated": [GIB]})
         assert caplog.messages == []
         quiet.fire("on_train_end")
-    assert caplog.messages == ["peak memory of rank 0: 5.000 GiB", "memory of rank 0:\nallocated: 7"]
+    assert caplog.messages == [
+        "peak memory of rank 0: 5.000 GiB",
+        "memory of rank 0:\nallocated: 7",
+    ]
 
 
 @pytest.mark.parametrize("logs", [True, False])
@@ -107,7 +114,9 @@ def test_a_snapshot_that_fails_and_an_end_by_error(
     assert cuda[2:] == [("record", {}), ("record", {"enabled": None})]
 
 
-def test_elsewhere_it_is_off(cuda: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_elsewhere_it_is_off(
+    cuda: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     writer = Writer()
     trainer = start(PeakMemory(writer, True, True, True), device="cpu")
     with caplog.at_level(logging.INFO):

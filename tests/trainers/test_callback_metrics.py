@@ -73,21 +73,50 @@ def test_peak_memory_and_other_ranks() -> None:
     assert log(trainer, tokens=1, peak_mem_allocated=[5, 7])["peak_mem"] == [5, 7]
     assert "peak_mem" not in log(trainer, tokens=1)
     trainer.state.is_world_process_zero = False
-    assert set(log(trainer, tokens=1, peak_mem_allocated=[5, 7])) == {"tokens", "peak_mem_allocated", "step", "epoch"}
+    assert set(log(trainer, tokens=1, peak_mem_allocated=[5, 7])) == {
+        "tokens",
+        "peak_mem_allocated",
+        "step",
+        "epoch",
+    }
 
 
 @pytest.mark.parametrize("kind", [dict, SimpleNamespace])
 def test_what_a_checkpoint_cost(kind: Any) -> None:
     trainer = FakeTrainer([CheckpointMetrics(), DefaultMetrics()])
-    record = {"step": 5, "path": "p", "ok": True, "error": None, "stall_ms": 12.5, "save_s": 0.5, "bytes": 4 * 10**9}
+    record = {
+        "step": 5,
+        "path": "p",
+        "ok": True,
+        "error": None,
+        "stall_ms": 12.5,
+        "save_s": 0.5,
+        "bytes": 4 * 10**9,
+    }
     trainer.fire("on_checkpoint_commit", record=kind(**record))
     trainer.fire("on_checkpoint_commit", record=kind(**{**record, "save_s": 0.0}))
-    trainer.fire("on_checkpoint_commit", record=kind(**{**record, "step": 6, "ok": False, "error": "disk full"}))
-    found = [{k: v for k, v in entry.items() if k.startswith("checkpoint/")} for entry in trainer.state.log_history]
+    trainer.fire(
+        "on_checkpoint_commit",
+        record=kind(**{**record, "step": 6, "ok": False, "error": "disk full"}),
+    )
+    found = [
+        {k: v for k, v in entry.items() if k.startswith("checkpoint/")}
+        for entry in trainer.state.log_history
+    ]
     assert found == [
-        {"checkpoint/step": 5, "checkpoint/stall_ms": 12.5, "checkpoint/save_s": 0.5, "checkpoint/bytes": 4 * 10**9,
-         "checkpoint/gb_per_s": 8.0},
-        {"checkpoint/step": 5, "checkpoint/stall_ms": 12.5, "checkpoint/save_s": 0.0, "checkpoint/bytes": 4 * 10**9,
-         "checkpoint/gb_per_s": 0.0},
+        {
+            "checkpoint/step": 5,
+            "checkpoint/stall_ms": 12.5,
+            "checkpoint/save_s": 0.5,
+            "checkpoint/bytes": 4 * 10**9,
+            "checkpoint/gb_per_s": 8.0,
+        },
+        {
+            "checkpoint/step": 5,
+            "checkpoint/stall_ms": 12.5,
+            "checkpoint/save_s": 0.0,
+            "checkpoint/bytes": 4 * 10**9,
+            "checkpoint/gb_per_s": 0.0,
+        },
         {"checkpoint/step": 6, "checkpoint/failed": 1},
-    ]  # fmt: skip
+    ]

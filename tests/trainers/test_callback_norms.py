@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ckpt_trainers.callbacks import GradNormLogger, ParameterNormLogger, WeightNormLogger, read_json_array
+from ckpt_trainers.callbacks import (
+    GradNormLogger,
+    ParameterNormLogger,
+    WeightNormLogger,
+    read_json_array,
+)
 from ckpt_trainers.callbacks.norms import squared_norms
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +34,10 @@ def expected(model: nn.Module, of: Any = lambda p: p) -> dict[str, float]:
 
 
 def norm_records(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k != "timestamp"} for record in read_json_array(folder / name)]
+    return [
+        {k: v for k, v in record.items() if k != "timestamp"}
+        for record in read_json_array(folder / name)
+    ]
 
 
 def test_the_weights_together_and_tied_ones_once() -> None:
@@ -54,7 +62,11 @@ def test_low_precision_weights_are_summed_in_float32() -> None:
 def test_models_without_weights_turn_them_off_with_one_warning(
     model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = FakeTrainer([WeightNormLogger(), GradNormLogger(), ParameterNormLogger()], tmp_path / "logs", model=model)
+    trainer = FakeTrainer(
+        [WeightNormLogger(), GradNormLogger(), ParameterNormLogger()],
+        tmp_path / "logs",
+        model=model,
+    )
     trainer.fire("on_train_begin")
     for _ in range(2):
         trainer.fire("on_pre_optimizer_step")
@@ -73,7 +85,9 @@ def backward(model: nn.Module, step: int) -> None:
     model(torch.full((2, 5), float(step))).pow(2).mean().backward()
 
 
-def train(trainer: FakeTrainer, model: nn.Module, to: int, every: int) -> dict[int, dict[str, float]]:
+def train(
+    trainer: FakeTrainer, model: nn.Module, to: int, every: int
+) -> dict[int, dict[str, float]]:
     """Evaluates now and then, as a trainer does; the norms of the gradients by step."""
     if not trainer.begun:
         trainer.fire("on_train_begin")
@@ -82,7 +96,9 @@ def train(trainer: FakeTrainer, model: nn.Module, to: int, every: int) -> dict[i
     for step in range(trainer.state.global_step + 1, to + 1):
         backward(model, step)
         trainer.fire("on_pre_optimizer_step")
-        norms[step] = {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+        norms[step] = {
+            name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None
+        }
         model.zero_grad()
         trainer.state.global_step, trainer.state.epoch = step, step / 10
         if step % every == 0:
@@ -90,14 +106,17 @@ def train(trainer: FakeTrainer, model: nn.Module, to: int, every: int) -> dict[i
     return norms
 
 
-def test_gradients_are_taken_at_the_steps_of_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_taken_at_the_steps_of_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of()
     model[0].bias.requires_grad_(False)
     trainer = FakeTrainer([GradNormLogger()], tmp_path / "logs", model=model)
     trainer.state.eval_steps = 3
     taken: list[int] = []
     monkeypatch.setattr(
-        "ckpt_trainers.callbacks.norms.squared_norms", lambda t: taken.append(len(t)) or squared_norms(t)
+        "ckpt_trainers.callbacks.norms.squared_norms",
+        lambda t: taken.append(len(t)) or squared_norms(t),
     )
     norms = train(trainer, model, 7, 3)
     assert taken == [3, 3]  # of two steps, three parameters each
@@ -108,7 +127,11 @@ def test_gradients_are_taken_at_the_steps_of_evaluations(tmp_path: Path, monkeyp
     trainer.evaluate(eval_loss=1.0)  # nothing was taken for it
     checkpoint = trainer.save()
     train(trainer, model, 9, 3)
-    assert [r["global_step"] for r in norm_records(tmp_path / "logs", "gradient_norms.json")] == [3, 6, 9]
+    assert [r["global_step"] for r in norm_records(tmp_path / "logs", "gradient_norms.json")] == [
+        3,
+        6,
+        9,
+    ]
     resumed = FakeTrainer([GradNormLogger()], tmp_path / "logs", model=model)
     resumed.restore(checkpoint)
     resumed.fire("on_train_begin")
@@ -124,7 +147,9 @@ def test_gradients_are_taken_at_the_steps_of_evaluations(tmp_path: Path, monkeyp
         ({"eval_strategy": "no"}, [7, 8]),
     ],
 )
-def test_the_step_before_an_evaluation(args: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
+def test_the_step_before_an_evaluation(
+    args: dict[str, Any], steps: list[int], tmp_path: Path
+) -> None:
     callback = GradNormLogger()
     model = model_of()
     trainer = FakeTrainer([callback], tmp_path / "logs", model=model, **args)
@@ -133,8 +158,12 @@ def test_the_step_before_an_evaluation(args: dict[str, Any], steps: list[int], t
     taken = []
     for step in range(1, 9):
         backward(model, step)
-        trainer.control.should_evaluate = args == {"eval_strategy": "no"} and step == 7  # somebody asked for it
-        trainer.fire("on_pre_optimizer_step", train_dataloader=SimpleNamespace(epoch_ended=step == 5))
+        trainer.control.should_evaluate = (
+            args == {"eval_strategy": "no"} and step == 7
+        )  # somebody asked for it
+        trainer.fire(
+            "on_pre_optimizer_step", train_dataloader=SimpleNamespace(epoch_ended=step == 5)
+        )
         if callback._captured is not None:
             taken.append(step)
             callback._captured = None
@@ -142,8 +171,12 @@ def test_the_step_before_an_evaluation(args: dict[str, Any], steps: list[int], t
     assert taken == steps
 
 
-def test_without_gradients_and_without_a_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = FakeTrainer([GradNormLogger()], tmp_path / "logs", model=model_of(), fuse_optim_with_backward=True)
+def test_without_gradients_and_without_a_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = FakeTrainer(
+        [GradNormLogger()], tmp_path / "logs", model=model_of(), fuse_optim_with_backward=True
+    )
     train(trainer, model_of(), 4, 1)
     assert norm_records(tmp_path / "logs", "gradient_norms.json") == []
     assert len(caplog.records) == 1 and "fuse_optim_with_backward" in caplog.text
@@ -156,7 +189,9 @@ def test_norms_and_spectral_norms(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Linear(4, 6), nn.Linear(3, 3))
     torch.nn.init.zeros_(model[2].weight)
     before = torch.get_rng_state()
-    trainer = FakeTrainer([ParameterNormLogger(power_iter_steps=150)], tmp_path / "logs", model=model)
+    trainer = FakeTrainer(
+        [ParameterNormLogger(power_iter_steps=150)], tmp_path / "logs", model=model
+    )
     trainer.fire("on_train_begin")
     trainer.evaluate(eval_loss=1.0)
     assert torch.equal(torch.get_rng_state(), before)
@@ -202,7 +237,11 @@ def spread(rank: int, folder: str, results: Any) -> None:
         for module in model:
             for name, parameter in list(module.named_parameters()):
                 placement = Shard(0) if name == "weight" else Replicate()
-                setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement])))
+                setattr(
+                    module,
+                    name,
+                    nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement])),
+                )
         loggers = [WeightNormLogger(), GradNormLogger(), ParameterNormLogger(power_iter_steps=100)]
         trainer = FakeTrainer(loggers, Path(folder) / "logs", model=model)
         trainer.state.is_world_process_zero = rank == 0
@@ -222,7 +261,9 @@ def test_norms_of_parameters_that_are_spread_over_ranks(tmp_path: Path) -> None:
     """One weight of 7 and one of 3 rows in shards, biases on both ranks."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    ranks = [context.Process(target=spread, args=(rank, str(tmp_path), results)) for rank in range(2)]
+    ranks = [
+        context.Process(target=spread, args=(rank, str(tmp_path), results)) for rank in range(2)
+    ]
     for process in ranks:
         process.start()
     found = dict(results.get(timeout=60) for _ in ranks)
@@ -234,7 +275,9 @@ def test_norms_of_parameters_that_are_spread_over_ranks(tmp_path: Path) -> None:
     whole = sum(value**2 for value in norms.values()) ** 0.5
     assert found == pytest.approx({0: whole, 1: whole})
     (gradients,) = norm_records(tmp_path / "logs", "gradient_norms.json")
-    assert gradients["grad_norms"] == pytest.approx({name: 2 * value for name, value in norms.items()})
+    assert gradients["grad_norms"] == pytest.approx(
+        {name: 2 * value for name, value in norms.items()}
+    )
     (parameters,) = norm_records(tmp_path / "logs", "parameter_norms.json")
     assert parameters["norms"] == pytest.approx(norms)
     largest = float(torch.linalg.matrix_norm(model[0].weight.detach(), 2))

@@ -22,7 +22,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def start(stream: io.StringIO | None = None, args: dict[str, Any] | None = None, **options: Any) -> FakeTrainer:
+def start(
+    stream: io.StringIO | None = None, args: dict[str, Any] | None = None, **options: Any
+) -> FakeTrainer:
     callback = ProgressCallback(output_stream=stream or io.StringIO(), **options)
     trainer = FakeTrainer([callback], **(args or {}))
     trainer.fire("on_train_begin")
@@ -53,8 +55,22 @@ def log(trainer: FakeTrainer, **values: Any) -> None:
 def test_a_table_of_the_columns_that_there_are() -> None:
     trainer = start()
     log(trainer, loss=1.23456789, learning_rate=1e-4, tokens=5)
-    log(trainer, loss=0.5, learning_rate=1e-4, tok_per_sec=12345, mfu=0.4567, peak_mem=[2**30, 3 * 2**29])
-    log(trainer, loss=0.25, learning_rate=1e-4, tok_per_sec=12345, mfu=0.4567, peak_mem=[2**30, 3 * 2**29])
+    log(
+        trainer,
+        loss=0.5,
+        learning_rate=1e-4,
+        tok_per_sec=12345,
+        mfu=0.4567,
+        peak_mem=[2**30, 3 * 2**29],
+    )
+    log(
+        trainer,
+        loss=0.25,
+        learning_rate=1e-4,
+        tok_per_sec=12345,
+        mfu=0.4567,
+        peak_mem=[2**30, 3 * 2**29],
+    )
     assert lines(trainer) == [
         "    step    epoch       loss         lr",
         "       1    0.000    1.23457   1.00e-04",
@@ -74,7 +90,18 @@ def test_the_header_comes_again() -> None:
     trainer = start(header_interval=3)
     for _ in range(7):
         log(trainer, loss=1.0)
-    assert [line.split()[0] for line in lines(trainer)] == ["step", "1", "2", "3", "step", "4", "5", "6", "step", "7"]
+    assert [line.split()[0] for line in lines(trainer)] == [
+        "step",
+        "1",
+        "2",
+        "3",
+        "step",
+        "4",
+        "5",
+        "6",
+        "step",
+        "7",
+    ]
 
 
 def test_columns_are_changed_field_by_field() -> None:
@@ -95,7 +122,13 @@ def test_columns_are_changed_field_by_field() -> None:
 
 
 def test_the_final_record() -> None:
-    trainer = start(final_metrics={"train_loss": None, "train_runtime": {"label": "took"}, "own": {"suffix": "x"}})
+    trainer = start(
+        final_metrics={
+            "train_loss": None,
+            "train_runtime": {"label": "took"},
+            "own": {"suffix": "x"},
+        }
+    )
     log(trainer, train_runtime=12.34, train_samples=12000, train_loss=1.0, own=3)
     assert lines(trainer) == ["finished: took 12.3 s, samples 12,000, own 3x"]
 
@@ -105,7 +138,10 @@ def test_evaluations_are_summed_up_in_a_line() -> None:
     trainer.state.global_step = 4
     trainer.evaluate(eval_loss=1.23456789, eval_accuracy=0.5)
     trainer.fire("on_predict", metrics={"test_loss": 2.0})
-    assert lines(trainer) == ["eval at step 4: eval_loss 1.23457, eval_accuracy 0.5", "predict at step 4: test_loss 2"]
+    assert lines(trainer) == [
+        "eval at step 4: eval_loss 1.23457, eval_accuracy 0.5",
+        "predict at step 4: test_loss 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -120,11 +156,16 @@ def test_evaluations_are_summed_up_in_a_line() -> None:
         (False, True, False, False),
     ],
 )
-def test_a_bar_or_lines(use_tqdm: bool | None, terminal: bool, disable_tqdm: bool | None, bar: bool) -> None:
+def test_a_bar_or_lines(
+    use_tqdm: bool | None, terminal: bool, disable_tqdm: bool | None, bar: bool
+) -> None:
     stream = Terminal() if terminal else io.StringIO()
     trainer = start(stream, {"disable_tqdm": disable_tqdm}, use_tqdm=use_tqdm)
     trainer.fire("on_prediction_step", eval_dataloader=[1])
-    assert (progress(trainer)._train_bar is not None, progress(trainer)._eval_bar is not None) == (bar, bar)
+    assert (progress(trainer)._train_bar is not None, progress(trainer)._eval_bar is not None) == (
+        bar,
+        bar,
+    )
     log(trainer, loss=1.0)
     assert bool(STAMP.search(stream.getvalue())) is not bar
     assert "   1.00000" in stream.getvalue()
@@ -187,23 +228,34 @@ def test_other_ranks_are_silent_and_streams_have_names(capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_facts_of_the_run(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_facts_of_the_run(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     for verbose in (False, True):
         trainer = FakeTrainer(
-            [InfoCallback(verbose)], model=model, output_dir="out", per_device_train_batch_size=4,
-            gradient_accumulation_steps=2, mixed_precision="bf16")  # fmt: skip
+            [InfoCallback(verbose)],
+            model=model,
+            output_dir="out",
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            mixed_precision="bf16",
+        )
         trainer.state.train_batch_size, trainer.state.global_step = 8, 5 if verbose else 0
         with caplog.at_level(logging.DEBUG):
             trainer.fire("on_train_begin")
         out = capsys.readouterr().out
         assert "[INFO|info_logger] model: Linear, 8 parameters (6 trained), 0.0 MiB\n" in out
-        assert "[INFO|info_logger] batches: 4 per device, 2 accumulated, 8 samples for a step\n" in out
+        assert (
+            "[INFO|info_logger] batches: 4 per device, 2 accumulated, 8 samples for a step\n" in out
+        )
         start = "resumed at step 5" if verbose else "from the beginning"
         assert f"[INFO|info_logger] steps: 20, {start}\n" in out
         assert "[INFO|info_logger] world size: 1, device: cpu, precision: bf16\n" in out
         assert "[INFO|info_logger] output_dir: out\n" in out
         assert out.count("steps: 20") == 1  # a second instance does not double the lines
-        assert ("Linear(in_features=3" in out and '"per_device_train_batch_size": 4' in out) is verbose
+        assert (
+            "Linear(in_features=3" in out and '"per_device_train_batch_size": 4' in out
+        ) is verbose
     assert caplog.records == [] and logging.getLogger("info_logger").handlers == []

@@ -34,18 +34,35 @@ class KeptByRank(Kept):
     state_per_rank = True
 
 
-def fire(handler: CallbackHandler, event: str, state: TrainerState | None = None, **extra: Any) -> TrainerControl:
+def fire(
+    handler: CallbackHandler, event: str, state: TrainerState | None = None, **extra: Any
+) -> TrainerControl:
     return handler.fire(event, "args", state or TrainerState(), TrainerControl(), **extra)
 
 
 def test_handlers_run_in_order_with_all_extras_by_keyword() -> None:
     notes: list[Any] = []
-    handler = CallbackHandler([Noted(notes, "a"), object(), Noted(notes, "b")], context=lambda: {"model": "m"})
+    handler = CallbackHandler(
+        [Noted(notes, "a"), object(), Noted(notes, "b")], context=lambda: {"model": "m"}
+    )
     state, control = TrainerState(), TrainerControl()
     assert handler.fire("on_step_end", "args", state, control, more=1) is control
     assert [mark for mark, _ in notes] == ["a", "b"]
-    nothing = ("processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer")
-    expected = dict.fromkeys(nothing) | {"args": "args", "state": state, "control": control, "model": "m", "more": 1}
+    nothing = (
+        "processing_class",
+        "optimizer",
+        "lr_scheduler",
+        "train_dataloader",
+        "eval_dataloader",
+        "trainer",
+    )
+    expected = dict.fromkeys(nothing) | {
+        "args": "args",
+        "state": state,
+        "control": control,
+        "model": "m",
+        "more": 1,
+    }
     assert notes[0][1] == expected
 
 
@@ -106,20 +123,30 @@ def test_a_control_of_another_library_is_taken_over_and_nonsense_is_not() -> Non
         def on_step_end(self, **kwargs: Any) -> Any:
             return self.value
 
-    assert fire(CallbackHandler([Returns(Foreign())]), "on_step_end") == TrainerControl(should_training_stop=True)
+    assert fire(CallbackHandler([Returns(Foreign())]), "on_step_end") == TrainerControl(
+        should_training_stop=True
+    )
     with pytest.raises(TypeError, match=r"Returns\.on_step_end returned int"):
         fire(CallbackHandler([Returns(3)]), "on_step_end")
 
 
 def test_a_callback_written_for_hugging_face_works_unchanged() -> None:
     class StopsAndRemembers:
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
-            if not state.is_hyper_param_search and state.is_world_process_zero and state.best_model_checkpoint is None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> Any:
+            if (
+                not state.is_hyper_param_search
+                and state.is_world_process_zero
+                and state.best_model_checkpoint is None
+            ):
                 control.should_training_stop = logs["loss"] > 1 and kwargs["model"] is None
             return control
 
     state = TrainerState()
-    assert fire(CallbackHandler([StopsAndRemembers]), "on_log", state, logs={"loss": 2.0}).should_training_stop
+    assert fire(
+        CallbackHandler([StopsAndRemembers]), "on_log", state, logs={"loss": 2.0}
+    ).should_training_stop
     assert state.stop_requested_by == "StopsAndRemembers"
 
 
@@ -215,7 +242,9 @@ def test_errors_of_handlers_reach_the_trainer() -> None:
 
 
 def test_what_of_the_state_is_kept() -> None:
-    state = TrainerState(global_step=7, epoch=0.7, max_steps=9, is_world_process_zero=False, stop_reason="x")
+    state = TrainerState(
+        global_step=7, epoch=0.7, max_steps=9, is_world_process_zero=False, stop_reason="x"
+    )
     state.record({"loss": 1.5})
     state.best_metric, state.best_step, state.best_checkpoint = 0.5, 6, "p"
     state.total_flos, state.num_input_tokens_seen = 1e15, 12

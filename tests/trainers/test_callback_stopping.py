@@ -36,12 +36,19 @@ def test_it_stops_after_so_many_evaluations_without_improvement() -> None:
         ([1.0, 0.95, 0.85], {"threshold": 0.1, "patience": 9}, 0.85, 0),
         ([1.0, 0.95, 0.91], {"threshold": 0.1, "patience": 9}, 1.0, 2),
         ([0.1, 0.2, 0.15], {"metric": "accuracy", "patience": 9}, 0.2, 1),
-        ([0.1, 0.2], {"metric": "eval_accuracy", "greater_is_better": False, "patience": 9}, 0.1, 1),
+        (
+            [0.1, 0.2],
+            {"metric": "eval_accuracy", "greater_is_better": False, "patience": 9},
+            0.1,
+            1,
+        ),
         ([math.nan, 2.0, math.nan, math.nan], {"patience": 9}, 2.0, 2),
         ([math.nan, math.nan], {"patience": 2}, None, 2),
     ],
 )
-def test_what_is_better(values: list[float], options: dict[str, Any], best: float | None, counter: int) -> None:
+def test_what_is_better(
+    values: list[float], options: dict[str, Any], best: float | None, counter: int
+) -> None:
     callback, _ = observe(values, **options)
     assert (callback.best, callback.counter) == (best, counter)
 
@@ -106,7 +113,12 @@ def test_b43_patience_goes_on_over_resumes_and_a_stopped_run_stays_stopped() -> 
         if checkpoint is not None:
             trainer.restore(checkpoint)
         assert not callback.run_is_over(trainer.args, trainer.state)
-        ran.append(trainer.train(trainer.state.global_step + 1, lambda step: trainer.evaluate(eval_loss=2.0)))  # noqa: B023
+        ran.append(
+            trainer.train(
+                trainer.state.global_step + 1,
+                lambda step: trainer.evaluate(eval_loss=2.0),  # noqa: B023
+            )
+        )
         checkpoint = trainer.save()
     assert ran == [1, 2, 3, 4] and trainer.control.should_training_stop
     assert checkpoint == whole.save()
@@ -119,7 +131,10 @@ def test_b43_patience_goes_on_over_resumes_and_a_stopped_run_stays_stopped() -> 
     assert not callback.run_is_over(trainer.args, trainer.state)
 
 
-@given(st.lists(st.one_of(st.just(math.nan), st.integers(0, 4)), min_size=1, max_size=15), st.integers(0, 14))
+@given(
+    st.lists(st.one_of(st.just(math.nan), st.integers(0, 4)), min_size=1, max_size=15),
+    st.integers(0, 14),
+)
 def test_resuming_anywhere_changes_nothing(values: list[float], stop: int) -> None:
     whole, stops = observe(values, patience=2)
     first, _ = observe(values[:stop], patience=2)

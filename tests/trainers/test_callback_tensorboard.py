@@ -65,7 +65,9 @@ def test_b17_steps_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
     resumed = run(start(tmp_path / "run" / "other", checkpoint), 20, offset=0.25)
     resumed.fire("on_train_end")
     assert purge_marks(folder) == [11]
-    expected = [(step, float(step)) for step in range(1, 11)] + [(step, step + 0.25) for step in range(11, 21)]
+    expected = [(step, float(step)) for step in range(1, 11)] + [
+        (step, step + 0.25) for step in range(11, 21)
+    ]
     assert scalars(folder, "train-loss") == expected
     steps = [entry["step"] for entry in resumed.state.log_history]
     assert steps == list(range(1, 21))
@@ -124,7 +126,9 @@ def test_a_run_from_step_0_hides_nothing(tmp_path: Path) -> None:
     assert purge_marks(folder) == []
 
 
-def test_a_directory_that_is_gone_and_one_that_was_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_is_gone_and_one_that_was_copied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = run(start(tmp_path / "run" / "tb"), 2)
     checkpoint = trainer.save()
     trainer.handler.close()
@@ -170,13 +174,19 @@ def test_a_writer_that_is_not_used_leaves_nothing(tmp_path: Path) -> None:
 
 def test_tensorboard_is_imported_only_by_who_writes() -> None:
     program = (
-        "import sys, ckpt_trainers.callbacks as c; w = c.ResumableSummaryWriter('x'); h = c.CallbackHandler([w]); "
-        "h.has('on_log'); h.state_dict(); w.flush(); assert not [m for m in sys.modules if m.startswith('tensorboard')]; "
+        "import sys, ckpt_trainers.callbacks as c; w = c.ResumableSummaryWriter('x'); h = "
+        "c.CallbackHandler([w]); "
+        "h.has('on_log'); h.state_dict(); w.flush(); assert not [m for m in sys.modules if "
+        "m.startswith('tensorboard')]; "
         "sys.modules['torch.utils.tensorboard'] = None\n"
         "try: w.add_scalar('a', 1, 1)\nexcept ImportError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert done.stdout.strip() == "ResumableSummaryWriter needs tensorboard: pip install tensorboard", done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert (
+        done.stdout.strip() == "ResumableSummaryWriter needs tensorboard: pip install tensorboard"
+    ), done.stderr
 
 
 def test_what_is_logged_under_which_tag(tmp_path: Path) -> None:
@@ -196,19 +206,41 @@ def test_what_is_logged_under_which_tag(tmp_path: Path) -> None:
     trainer.fire("on_train_begin")
     trainer.state.global_step, trainer.state.epoch = 4, 0.5
     trainer.log(
-        {"loss": torch.tensor(2.0), "tokens": 3, "grad_norm": 0.25, "mfu": 0.4, "learning_rate": 0.125, "extra": 7,
-         "tok_per_sec": 99, "peak_mem": [2**30, 2**31], "weight_norm": None, "checkpoint/bytes": 12,
-         "other": "text"})  # fmt: skip
+        {
+            "loss": torch.tensor(2.0),
+            "tokens": 3,
+            "grad_norm": 0.25,
+            "mfu": 0.4,
+            "learning_rate": 0.125,
+            "extra": 7,
+            "tok_per_sec": 99,
+            "peak_mem": [2**30, 2**31],
+            "weight_norm": None,
+            "checkpoint/bytes": 12,
+            "other": "text",
+        }
+    )
     trainer.evaluate(eval_loss=1.5)
     trainer.evaluate(eval_loss=9.0)  # again at this step: once is enough
     trainer.fire("on_train_end")
     folder = tmp_path / "tb"
     tags = sorted(read(folder).Tags()["scalars"])
     expected = {
-        "train-loss": 6.0, "perplexity": 2.0, "extra": 7.0, "grad-norm": 0.25, "learning-rate": 0.125, "epoch": 0.5,
-        "tokens/s": 99.0, "peak-mem": 2.0, "checkpoint/bytes": 12.0, "eval-loss": 1.5}  # fmt: skip
+        "train-loss": 6.0,
+        "perplexity": 2.0,
+        "extra": 7.0,
+        "grad-norm": 0.25,
+        "learning-rate": 0.125,
+        "epoch": 0.5,
+        "tokens/s": 99.0,
+        "peak-mem": 2.0,
+        "checkpoint/bytes": 12.0,
+        "eval-loss": 1.5,
+    }
     assert tags == sorted(expected)
-    assert {tag: scalars(folder, tag) for tag in tags} == {tag: [(4, value)] for tag, value in expected.items()}
+    assert {tag: scalars(folder, tag) for tag in tags} == {
+        tag: [(4, value)] for tag, value in expected.items()
+    }
     assert text(folder, "experiment") == [(0, '```\n{\n  "who": "me"\n}\n```')]
     ((step, info),) = text(folder, "training_info")
     assert step == 0 and '"learning_rate": 0.5' in info and info.startswith("```\n")

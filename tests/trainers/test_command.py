@@ -25,7 +25,13 @@ from ckptcore import CheckpointManager, open_storage, scan_root
 from ckptcore.testing.faults import FaultStorage
 
 TINY = [
-    *("model.n_layer=1", "model.n_head=1", "model.n_embd=8", "model.block_size=8", "per_device_train_batch_size=4"),
+    *(
+        "model.n_layer=1",
+        "model.n_head=1",
+        "model.n_embd=8",
+        "model.block_size=8",
+        "per_device_train_batch_size=4",
+    ),
     *("--threads", "1", "use_cpu=true", "report_to=none", "disable_tqdm=true", "save_async=false"),
 ]
 
@@ -49,16 +55,27 @@ def test_help_says_how_it_is_told_what_to_do() -> None:
     result = CliRunner().invoke(main, ["--help"])
     assert result.exit_code == 0
     shown = re.sub(r"\s+", " ", result.output)
-    for said in ("[WORDS]...", "YAML file", "name=value", "model.n_layer", "--threads", "--show", "torchrun"):
+    for said in (
+        "[WORDS]...",
+        "YAML file",
+        "name=value",
+        "model.n_layer",
+        "--threads",
+        "--show",
+        "torchrun",
+    ):
         assert said in shown, said
 
 
 def test_a_file_and_words_are_one_configuration(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
-        "lr: 0.25\nmax_steps: 7\nmodel: {n_layer: 2, dropout: 0.0}\ntrainer: ddp\nddp: {static_graph: true}\n"
+        "lr: 0.25\nmax_steps: 7\nmodel: {n_layer: 2, dropout: 0.0}\ntrainer: ddp\nddp: "
+        "{static_graph: true}\n"
     )
-    result = CliRunner().invoke(main, ["--show", str(file), "max_steps=9", "model.n_head=2", "ddp.bucket_cap_mb=3"])
+    result = CliRunner().invoke(
+        main, ["--show", str(file), "max_steps=9", "model.n_head=2", "ddp.bucket_cap_mb=3"]
+    )
     assert result.exit_code == 0, result.output
     assert yaml.safe_load(result.stdout) == {
         "trainer": "ddp",
@@ -75,10 +92,16 @@ def test_a_file_and_words_are_one_configuration(tmp_path: Path) -> None:
 
 
 def test_without_a_file_words_win_over_what_a_demonstration_has() -> None:
-    result = CliRunner().invoke(main, ["--show", "lr=0.25", "eval_strategy=no", "max_grad_norm=null"])
+    result = CliRunner().invoke(
+        main, ["--show", "lr=0.25", "eval_strategy=no", "max_grad_norm=null"]
+    )
     shown = yaml.safe_load(result.stdout)
     assert (shown["learning_rate"], shown["max_steps"], shown["warmup_steps"]) == (0.25, 300, 20)
-    assert shown["trainer"] == "single" and "eval_strategy" not in shown and "max_grad_norm" not in shown
+    assert (
+        shown["trainer"] == "single"
+        and "eval_strategy" not in shown
+        and "max_grad_norm" not in shown
+    )
 
 
 def shown(*words: str) -> dict[str, Any]:
@@ -91,18 +114,29 @@ def shown(*words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["num_train_epochs=0.01"], {"num_train_epochs": 0.01, "max_steps": None, "warmup_steps": 20}),
+        (
+            ["num_train_epochs=0.01"],
+            {"num_train_epochs": 0.01, "max_steps": None, "warmup_steps": 20},
+        ),
         (["num_train_epochs=1"], {"max_steps": None}),
         (["num_train_epochs=2", "max_steps=7"], {"num_train_epochs": 2.0, "max_steps": 7}),
         (["warmup_ratio=0.1"], {"warmup_ratio": 0.1, "warmup_steps": None}),
         (["lr=5e-5"], {"learning_rate": None}),  # as it is without a demonstration
         (["evaluation_strategy=no"], {"eval_strategy": None, "max_steps": 300}),
-        (["fuse_optim_with_backward=true"], {"fuse_optim_with_backward": True, "max_grad_norm": None}),
+        (
+            ["fuse_optim_with_backward=true"],
+            {"fuse_optim_with_backward": True, "max_grad_norm": None},
+        ),
         (["fuse_optim_with_backward=false"], {"max_grad_norm": 1.0}),
-        (["load_best_model_at_end=true", "save_steps=100"], {"load_best_model_at_end": True, "eval_steps": None}),
+        (
+            ["load_best_model_at_end=true", "save_steps=100"],
+            {"load_best_model_at_end": True, "eval_steps": None},
+        ),
     ],
 )
-def test_a_demonstration_does_not_beat_what_is_said(words: list[str], expected: dict[str, Any]) -> None:
+def test_a_demonstration_does_not_beat_what_is_said(
+    words: list[str], expected: dict[str, Any]
+) -> None:
     found = shown(*words)
     assert {name: found.get(name) for name in expected} == expected
 
@@ -119,7 +153,9 @@ def test_an_option_of_fsdp2_leaves_the_layers_where_they_are() -> None:
     found = shown("trainer=fsdp2", "fsdp2.reduce_dtype=float32")["fsdp2"]
     assert found == {"transformer_layers_path": "blocks", "reduce_dtype": "float32"}
     assert shown("trainer=fsdp2")["fsdp2"] == {"transformer_layers_path": "blocks"}
-    assert shown("trainer=fsdp2", "fsdp2.transformer_layers_path=x")["fsdp2"] == {"transformer_layers_path": "x"}
+    assert shown("trainer=fsdp2", "fsdp2.transformer_layers_path=x")["fsdp2"] == {
+        "transformer_layers_path": "x"
+    }
 
 
 @pytest.mark.parametrize(
@@ -155,12 +191,20 @@ OTHERS = ("DistributedDataParallel", "DeepSpeed", "DataLoader", "AdamW")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["torch_compile=true", "torch_compile_backend=nonsense"], "torch_compile_backend='nonsense': torch has no"),
-        (["sdpa_backend=cudnn"], "sdpa_backend='cudnn': none of these kernels can do this model's attention"),
+        (
+            ["torch_compile=true", "torch_compile_backend=nonsense"],
+            "torch_compile_backend='nonsense': torch has no",
+        ),
+        (
+            ["sdpa_backend=cudnn"],
+            "sdpa_backend='cudnn': none of these kernels can do this model's attention",
+        ),
         (["sdpa_backend=[efficient, cudnn]"], "none of these kernels"),
     ],
 )
-def test_what_only_torch_knows_to_be_wrong_is_one_line_too(run: list[str], words: list[str], said: str) -> None:
+def test_what_only_torch_knows_to_be_wrong_is_one_line_too(
+    run: list[str], words: list[str], said: str
+) -> None:
     result = train(*run, *words)
     assert result.exit_code == 2, result.output
     assert said in one_line(result)
@@ -174,7 +218,9 @@ def test_what_only_torch_knows_to_be_wrong_is_one_line_too(run: list[str], words
         (["optim=adamw_torch"], ["optim=sgd"]),
     ],
 )
-@pytest.mark.parametrize("how", [[], ["resume_from_checkpoint={root}/checkpoint-4", "output_dir={root}-other"]])
+@pytest.mark.parametrize(
+    "how", [[], ["resume_from_checkpoint={root}/checkpoint-4", "output_dir={root}-other"]]
+)
 def test_another_optimizer_is_refused_before_anything_is_loaded(
     run: list[str], tmp_path: Path, first: list[str], then: list[str], how: list[str]
 ) -> None:
@@ -192,14 +238,18 @@ def test_help_does_not_wait_for_torch() -> None:
         "import sys; from ckpt_trainers.main import main; "
         "main(['--help'], standalone_mode=False); print('torch' in sys.modules)"
     )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert output.splitlines()[-1] == "False"
 
 
 def test_a_run_tells_what_it_did_and_can_be_repeated(run: list[str], tmp_path: Path) -> None:
     result = train(*run)
     assert result.exit_code == 0, result.output
-    assert re.search(r"^finished: 4 steps to step 4, mean loss \d\.\d{4}$", result.stdout, re.MULTILINE)
+    assert re.search(
+        r"^finished: 4 steps to step 4, mean loss \d\.\d{4}$", result.stdout, re.MULTILINE
+    )
     assert [entry.step for entry in scan_root(str(tmp_path / "run"))] == [2, 4]
     result = train(*run)
     assert result.exit_code == 0, result.output
@@ -283,7 +333,9 @@ def test_another_model_than_the_checkpoints_is_refused(run: list[str]) -> None:
     assert "embedding.weight" in one_line(result)
 
 
-def test_a_run_with_damaged_checkpoints_only_is_not_started_over(run: list[str], tmp_path: Path) -> None:
+def test_a_run_with_damaged_checkpoints_only_is_not_started_over(
+    run: list[str], tmp_path: Path
+) -> None:
     assert train(*run).exit_code == 0
     for manifest in tmp_path.glob("run/checkpoint-*/checkpoint_manifest.json"):
         manifest.write_bytes(manifest.read_bytes()[:-1])
@@ -292,7 +344,9 @@ def test_a_run_with_damaged_checkpoints_only_is_not_started_over(run: list[str],
     assert "checkpoint-4" in result.stderr and "Traceback" not in result.output
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_with_one_warning(run: list[str], tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over_with_one_warning(
+    run: list[str], tmp_path: Path
+) -> None:
     assert train(*run).exit_code == 0
     weights = tmp_path / "run" / "checkpoint-4" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -325,7 +379,9 @@ def test_an_output_dir_below_a_file_is_a_storage_error(run: list[str], text: Pat
     assert str(text) in one_line(result)
 
 
-def test_an_interrupted_run_says_where_it_stands(run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_says_where_it_stands(
+    run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = trainer_module.Trainer.training_step
 
     def interrupted(self: trainer_module.Trainer) -> None:
@@ -350,14 +406,17 @@ def test_a_save_that_fails_in_the_background_fails_the_run(
     storage = FaultStorage(open_storage(tmp_path / "run"))
     storage.fail(kind="write_at", path="checkpoint-2*", error=number, times=None)
     monkeypatch.setattr(
-        "ckpt_trainers.trainer_saves.CheckpointManager", lambda root, **how: CheckpointManager(storage, **how)
+        "ckpt_trainers.trainer_saves.CheckpointManager",
+        lambda root, **how: CheckpointManager(storage, **how),
     )
     result = train(*run, "save_async=true", "max_steps=6")
     assert result.exit_code not in (0, 2), result.output
     said = one_line(result)
     assert "the save of step 2 in the background failed" in said and os.strerror(number) in said
     assert "finished" not in result.stdout
-    assert [entry.step for entry in scan_root(str(tmp_path / "run")) if entry.status == "committed"] == []
+    assert [
+        entry.step for entry in scan_root(str(tmp_path / "run")) if entry.status == "committed"
+    ] == []
 
 
 @pytest.mark.parametrize("words", [[], ["save_async=true"]])
@@ -374,7 +433,9 @@ def test_sigterm_is_a_good_end_when_asked_for(
     monkeypatch.setattr(trainer_module.Trainer, "training_step", terminated)
     result = train(*run, "enable_jit_checkpoint=true", *words)
     assert result.exit_code == 0, result.output
-    assert re.search(r"^stopped by SIGTERM: 3 steps to step 3, mean loss \d\.\d{4}$", result.stdout, re.MULTILINE)
+    assert re.search(
+        r"^stopped by SIGTERM: 3 steps to step 3, mean loss \d\.\d{4}$", result.stdout, re.MULTILINE
+    )
     assert [entry.step for entry in scan_root(str(tmp_path / "run"))] == [2, 3]
     result = train(*run, *words)
     assert result.exit_code == 0, result.output

@@ -45,7 +45,10 @@ def test_a_nan_is_itself_and_a_path_says_where() -> None:
 def test_checkpoints(tmp_path: Path) -> None:
     def save(name: str, **changes: Any) -> str:
         state = {
-            "model": {"w": torch.arange(6.0).reshape(2, 3), "h": torch.ones(3, dtype=torch.bfloat16)},
+            "model": {
+                "w": torch.arange(6.0).reshape(2, 3),
+                "h": torch.ones(3, dtype=torch.bfloat16),
+            },
             "progress": {"step": 1, "losses": [0.5, 0.25]},
         }
         with CheckpointManager(tmp_path / name) as checkpoints:
@@ -55,7 +58,11 @@ def test_checkpoints(tmp_path: Path) -> None:
     expected = save("a")
     parts = {part.name: part for part in compare_checkpoints(expected, save("b"))}
     assert {name: part.differences for name, part in parts.items()} == {"model": [], "progress": []}
-    assert (parts["model"].tensors, parts["model"].tensor_bytes, parts["progress"].values) == (2, 30, 3)
+    assert (parts["model"].tensors, parts["model"].tensor_bytes, parts["progress"].values) == (
+        2,
+        30,
+        3,
+    )
 
     one_bit = torch.arange(6.0).reshape(2, 3)
     one_bit[1, 1] = torch.nextafter(one_bit[1, 1], torch.tensor(9.0))
@@ -64,8 +71,16 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert model.differences == ["model/h: BF16[3] and F16[3]", "model/w: 1 of 24 bytes differ"]
     assert progress.differences == []
 
-    fewer = save("d", model={"w": torch.arange(6.0).reshape(2, 3)}, progress={"step": 1, "losses": [0.5]}, more=[1])
+    fewer = save(
+        "d",
+        model={"w": torch.arange(6.0).reshape(2, 3)},
+        progress={"step": 1, "losses": [0.5]},
+        more=[1],
+    )
     model, more, progress = compare_checkpoints(expected, fewer)
-    assert model.differences == ["model/h: in one of the two only", "model: key 'h' in one of the two only"]
+    assert model.differences == [
+        "model/h: in one of the two only",
+        "model: key 'h' in one of the two only",
+    ]
     assert len(more.differences) == 1 and more.differences[0].startswith("component more is in ")
     assert progress.differences == ["progress/losses: 2 and 1 items"]

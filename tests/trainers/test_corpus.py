@@ -20,7 +20,9 @@ def test_windows_follow_one_another_and_labels_are_one_byte_on(length: int, bloc
     for i in range(len(windows)):
         item = windows[i]
         assert item["input_ids"].tolist() == [j % 256 for j in range(i * block, (i + 1) * block)]
-        assert item["labels"].tolist() == [j % 256 for j in range(i * block + 1, (i + 1) * block + 1)]
+        assert item["labels"].tolist() == [
+            j % 256 for j in range(i * block + 1, (i + 1) * block + 1)
+        ]
     with pytest.raises(IndexError):
         windows[len(windows)]
 
@@ -54,7 +56,10 @@ def test_data_takes_files_folders_and_globs_in_a_fixed_order(tmp_path: Path) -> 
         (tmp_path / name).write_text(name)
 
     def names(*entries: str) -> list[str]:
-        return [file.relative_to(tmp_path).as_posix() for file in find_files([str(tmp_path / e) for e in entries])]
+        return [
+            file.relative_to(tmp_path).as_posix()
+            for file in find_files([str(tmp_path / e) for e in entries])
+        ]
 
     assert names("b") == ["b/1.txt", "b/2.txt"]
     assert names("**/*.txt") == ["a.txt", "b/1.txt", "b/2.txt", "c[1].txt"]

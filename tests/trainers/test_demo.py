@@ -43,7 +43,10 @@ def test_a_run_killed_twice_inside_a_save_is_the_uninterrupted_run(tmp_path: Pat
 
 def make_run(folder: Path, weight: float = 1.0, loss: float = 0.5, steps: int = 2) -> Path:
     with CheckpointManager(folder) as checkpoints:
-        checkpoints.save(2, {"model": {"w": [weight]}, "trainer": {"step": 2, "tok_per_sec": time.perf_counter()}})
+        checkpoints.save(
+            2,
+            {"model": {"w": [weight]}, "trainer": {"step": 2, "tok_per_sec": time.perf_counter()}},
+        )
     record, trainer = LossRecord(), SimpleNamespace(data_parallel=(0, 1), reduce=list)
     state = SimpleNamespace(is_world_process_zero=True, global_step=0)
     record.on_train_begin(args=SimpleNamespace(output_dir=folder), state=state)
@@ -53,7 +56,9 @@ def make_run(folder: Path, weight: float = 1.0, loss: float = 0.5, steps: int = 
     return folder
 
 
-def test_the_verdict_is_no_when_anything_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_is_no_when_anything_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = make_run(tmp_path / "one")
     assert demo.compare(one, make_run(tmp_path / "same"), 2)
     assert "DIFFER" not in capsys.readouterr().out

@@ -13,12 +13,17 @@ REFERENCES: dict[tuple[int, int], Any] = {}
 
 
 def reference(tiny: Any, workers: int, accumulation: int) -> Any:
-    """The run that is not stopped; it does not depend on the number of workers, which a test says of its own."""
+    """The run that is not stopped; it does not depend on the number of workers, which a test says
+    of its own."""
     if (workers, accumulation) not in REFERENCES:
         notes = tiny.notes()
         trainer = tiny.trainer(
-            f"reference-{workers}", notes, save_steps=5,
-            gradient_accumulation_steps=accumulation, dataloader_num_workers=workers)  # fmt: skip
+            f"reference-{workers}",
+            notes,
+            save_steps=5,
+            gradient_accumulation_steps=accumulation,
+            dataloader_num_workers=workers,
+        )
         trainer.train()
         state = trainer.saves.trainer.loader.state_dict()
         REFERENCES[workers, accumulation] = notes.steps, trainer.state.log_history, state
@@ -43,8 +48,13 @@ def stopped_and_resumed(tiny: Any, workers: int, accumulation: int, stops: list[
     joined |= notes.steps
     assert joined == steps
     assert trainer.loader.state_dict() == position
-    without_times = [{k: v for k, v in entry.items() if not k.startswith("train_")} for entry in result.log_history]
-    assert without_times == [{k: v for k, v in e.items() if not k.startswith("train_")} for e in history]
+    without_times = [
+        {k: v for k, v in entry.items() if not k.startswith("train_")}
+        for entry in result.log_history
+    ]
+    assert without_times == [
+        {k: v for k, v in e.items() if not k.startswith("train_")} for e in history
+    ]
     assert result.log_history[-1]["train_loss"] == history[-1]["train_loss"]
 
 
@@ -52,14 +62,17 @@ def test_the_number_of_workers_changes_nothing(tiny: Any) -> None:
     steps, history, _ = reference(tiny, 0, 3)
     others, other_history, _ = reference(tiny, 2, 3)
     assert sorted(steps) == [1, 2, 3, 4, 5, 6] and steps == others
-    assert [entry["step"] for entry in history] == [entry["step"] for entry in other_history] == [4, 6]
+    assert (
+        [entry["step"] for entry in history] == [entry["step"] for entry in other_history] == [4, 6]
+    )
 
 
 def test_every_sample_is_seen_once_in_each_epoch(tiny: Any) -> None:
     steps, _, _ = reference(tiny, 0, 1)
     assert sorted(steps) == list(range(1, 19))
     epochs = [
-        [i for step in range(first, first + 6) for b in steps[step]["samples"] for i in b] for first in (1, 7, 13)
+        [i for step in range(first, first + 6) for b in steps[step]["samples"] for i in b]
+        for first in (1, 7, 13)
     ]
     assert [sorted(epoch) for epoch in epochs] == [list(range(11))] * 3
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -77,7 +90,9 @@ def test_every_sample_is_seen_once_in_each_epoch(tiny: Any) -> None:
         (2, 3, [2, 3]),
     ],
 )
-def test_b09_a_stopped_run_is_the_same_run(tiny: Any, workers: int, accumulation: int, stops: list[int]) -> None:
+def test_b09_a_stopped_run_is_the_same_run(
+    tiny: Any, workers: int, accumulation: int, stops: list[int]
+) -> None:
     stopped_and_resumed(tiny, workers, accumulation, stops)
 
 
@@ -91,7 +106,8 @@ def test_a_run_may_be_stopped_at_every_step(tiny: Any, workers: int, accumulatio
 
 
 def test_a_graceful_stop_at_every_step_of_an_epoch_too(tiny: Any) -> None:
-    """The steps of one run, each in a life of its own that is asked to stop: saved once, and nothing else is different."""
+    """The steps of one run, each in a life of its own that is asked to stop: saved once, and
+    nothing else is different."""
     steps, history, _ = reference(tiny, 0, 1)
     joined: dict[int, Any] = {}
 
@@ -114,7 +130,9 @@ def test_a_graceful_stop_at_every_step_of_an_epoch_too(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("lost", ["scheduler", "loader", "rng", "optimizer", "trainer"])
-def test_the_comparison_notices_what_a_resume_could_lose(tiny: Any, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+def test_the_comparison_notices_what_a_resume_could_lose(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
     steps, _, _ = reference(tiny, 0, 1)
     notes = tiny.notes()
     notes.die_at = 5
@@ -127,7 +145,11 @@ def test_the_comparison_notices_what_a_resume_could_lose(tiny: Any, monkeypatch:
     parts["rng"].stateful = Part(RNGState(), restored=False)
     whole = trainer.get_state_components
     # What is lost is read into another trainer, or nowhere.
-    monkeypatch.setattr(trainer, "get_state_components", lambda: [parts[lost] if p.key == lost else p for p in whole()])
+    monkeypatch.setattr(
+        trainer,
+        "get_state_components",
+        lambda: [parts[lost] if p.key == lost else p for p in whole()],
+    )
     result = trainer.train()
     if lost == "trainer":
         assert result.steps_run == 18

@@ -24,7 +24,14 @@ class Augmented(Dataset[Any]):
         return self.count
 
     def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index, random.randrange(2**30), int(np.random.randint(2**30)), int(torch.randint(9, ()))])
+        return torch.tensor(
+            [
+                index,
+                random.randrange(2**30),
+                int(np.random.randint(2**30)),
+                int(torch.randint(9, ())),
+            ]
+        )
 
 
 class Stream(IterableDataset[Any]):
@@ -41,7 +48,9 @@ def take(loader: ForeignLoader, batches: int) -> list[Any]:
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
 
 
 def generator() -> torch.Generator:
@@ -50,15 +59,26 @@ def generator() -> torch.Generator:
 
 MAKERS: dict[str, tuple[Callable[[], Any], int]] = {
     "plain": (lambda: DataLoader(Augmented(), 3, shuffle=True), 4),
-    "with a generator": (lambda: DataLoader(Augmented(), 3, shuffle=True, generator=generator()), 4),
+    "with a generator": (
+        lambda: DataLoader(Augmented(), 3, shuffle=True, generator=generator()),
+        4,
+    ),
     "with workers": (lambda: DataLoader(Augmented(), 3, shuffle=True, num_workers=2), 4),
-    "persistent": (lambda: DataLoader(range(11), 3, shuffle=True, num_workers=1, persistent_workers=True), 4),
+    "persistent": (
+        lambda: DataLoader(range(11), 3, shuffle=True, num_workers=1, persistent_workers=True),
+        4,
+    ),
     "stream": (lambda: DataLoader(Stream(), 3), 3),
     "stateful": (lambda: StatefulDataLoader(Augmented(), 3, shuffle=True), 4),
-    "stateful with workers": (lambda: StatefulDataLoader(range(11), 3, shuffle=True, num_workers=2), 4),
+    "stateful with workers": (
+        lambda: StatefulDataLoader(range(11), 3, shuffle=True, num_workers=2),
+        4,
+    ),
     "stateful stream": (lambda: StatefulDataLoader(Stream(), 3), 3),
     "distributed": (
-        lambda: DataLoader(Augmented(), 3, sampler=DistributedSampler(Augmented(), num_replicas=1, rank=0)),
+        lambda: DataLoader(
+            Augmented(), 3, sampler=DistributedSampler(Augmented(), num_replicas=1, rank=0)
+        ),
         4,
     ),
     "list of batches": (lambda: [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5])], 3),
@@ -77,12 +97,21 @@ def test_b09_loaders_of_others_go_on_where_they_stopped(kind: str) -> None:
         states.append(loader.state_dict())
         ends.append(loader.epoch_ended)
     assert ends == [number % length == 0 for number in range(1, total + 1)]
-    epochs = [[n for batch in numbers(reference[e : e + length]) for n in batch] for e in range(0, total, length)]
-    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(epochs[0])) == len(epochs[0])
+    epochs = [
+        [n for batch in numbers(reference[e : e + length]) for n in batch]
+        for e in range(0, total, length)
+    ]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(
+        set(epochs[0])
+    ) == len(epochs[0])
     shuffled = kind not in ("stream", "stateful stream", "list of batches")
     assert (epochs[0] != epochs[1] != epochs[2]) is shuffled
     loader.close()
-    stops = range(1, total) if "workers" not in kind and kind != "persistent" else (1, length, length + 1, total - 1)
+    stops = (
+        range(1, total)
+        if "workers" not in kind and kind != "persistent"
+        else (1, length, length + 1, total - 1)
+    )
     for stop in stops:
         torch.manual_seed(stop), random.seed(stop)  # a process in another state
         again = ForeignLoader(make(), seed=0)
@@ -141,7 +170,10 @@ def test_what_does_not_fit_is_refused() -> None:
     for other in (DataLoader(Augmented(6), 3), DataLoader(Augmented(11), 3, generator=generator())):
         with pytest.raises(StateMismatch) as raised:
             ForeignLoader(other, seed=0).load_state_dict(loader.state_dict())
-        assert raised.value.mismatched in ({"batches_per_epoch": ("4", "2")}, {"generators": ("0", "1")})
+        assert raised.value.mismatched in (
+            {"batches_per_epoch": ("4", "2")},
+            {"generators": ("0", "1")},
+        )
     shorter = ForeignLoader(iter_of(1), seed=0)
     shorter.load_state_dict({**ForeignLoader(iter_of(3), seed=0).state_dict(), "position": 2})
     with pytest.raises(StateMismatch, match="after batch 2 of an epoch, but the data end after 1"):

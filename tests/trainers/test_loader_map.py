@@ -33,7 +33,11 @@ class Augmented(Numbers):
     """Sample i with random numbers of every kind that a data set draws."""
 
     def __getitem__(self, index: int) -> Any:
-        drawn = [random.randrange(2**30), int(np.random.randint(2**30)), int(torch.randint(2**30, ()))]
+        drawn = [
+            random.randrange(2**30),
+            int(np.random.randint(2**30)),
+            int(torch.randint(2**30, ())),
+        ]
         return torch.tensor([index, *drawn])
 
 
@@ -94,11 +98,17 @@ def test_an_epoch_holds_every_sample_once(loader: ResumableLoader, epoch: int) -
     seen = [index for batch in batches for index in batch]
     whole = len(loader) * loader.options.batch_size if loader.options.drop_last else samples
     assert seen == order(loader, epoch)[:whole]
-    assert (loader.epoch, loader.state_dict()["position"], loader.epoch_ended) == (epoch + 1, 0, True)
+    assert (loader.epoch, loader.state_dict()["position"], loader.epoch_ended) == (
+        epoch + 1,
+        0,
+        True,
+    )
 
 
 @given(loaders, st.integers(0, 40), st.integers(1, 40), st.integers(1, 5))
-def test_stopping_anywhere_changes_nothing(loader: ResumableLoader, before: int, after: int, group: int) -> None:
+def test_stopping_anywhere_changes_nothing(
+    loader: ResumableLoader, before: int, after: int, group: int
+) -> None:
     whole = take(like(loader), before + after)
     assert take(loader, before) == whole[:before]
     # The seed of the new process does not matter: the position brings its own.
@@ -109,7 +119,9 @@ def test_stopping_anywhere_changes_nothing(loader: ResumableLoader, before: int,
     while len(rest) < after:
         left = again.batches_left
         got = again.next_group(group)
-        assert left is not None and len(got) == min(group, left)  # never none, never past the end of the epoch
+        assert left is not None and len(got) == min(
+            group, left
+        )  # never none, never past the end of the epoch
         rest += [batch.tolist() for batch, _, _ in got]
     assert rest[:after] == whole[before:]
 
@@ -183,7 +195,9 @@ def test_a_position_in_what_another_number_of_ranks_drops_is_the_next_epoch() ->
 
 
 def loader_on(text: bytes, block: int = 4, batch: int = 2) -> ResumableLoader:
-    return ResumableLoader(ByteWindows(torch.frombuffer(bytearray(text), dtype=torch.uint8), block), batch, seed=1)
+    return ResumableLoader(
+        ByteWindows(torch.frombuffer(bytearray(text), dtype=torch.uint8), block), batch, seed=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +221,8 @@ def test_a_position_in_other_data_is_refused(other: ResumableLoader, fact: str) 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4)])
 def test_another_batch_size_goes_on_at_the_same_sample(before: int, after: int) -> None:
-    """A position is so many samples: the rest of the epoch comes in the same order, in other batches."""
+    """A position is so many samples: the rest of the epoch comes in the same order, in other
+    batches."""
 
     def rest(loader: ResumableLoader) -> list[int]:
         found: list[int] = []
@@ -233,13 +248,16 @@ def test_too_few_samples_for_a_batch() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_b09_stop_and_resume_anywhere_sees_what_an_uninterrupted_run_sees(workers: int) -> None:
-    """12 samples, batches of 2, shuffled, 3 epochs; stopped after every step and resumed in another process."""
+    """12 samples, batches of 2, shuffled, 3 epochs; stopped after every step and resumed in another
+    process."""
     loader = ResumableLoader(Augmented(12), 2, seed=11, num_workers=workers)
     states, reference = [], []
     for _ in range(18):
         reference += take(loader, 1)
         states.append(loader.state_dict())
-    assert [sorted(row[0] for b in reference[e : e + 6] for row in b) for e in (0, 6, 12)] == [[*range(12)]] * 3
+    assert [sorted(row[0] for b in reference[e : e + 6] for row in b) for e in (0, 6, 12)] == [
+        [*range(12)]
+    ] * 3
     assert reference[:6] != reference[6:12] != reference[12:]
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -264,7 +282,9 @@ def resume_all(states: list[dict[str, Any]], workers: int, results: Any) -> None
 def test_b09_with_workers_at_every_stop(persistent: bool) -> None:
     """Augmented by random numbers in the workers; the one loader goes back and forth."""
     reference = take(ResumableLoader(Augmented(12), 2, seed=11), 18)
-    loader = ResumableLoader(Augmented(12), 2, seed=11, num_workers=2, persistent_workers=persistent, prefetch_factor=3)
+    loader = ResumableLoader(
+        Augmented(12), 2, seed=11, num_workers=2, persistent_workers=persistent, prefetch_factor=3
+    )
     states = [loader.state_dict()]
     seen = []
     for _ in range(18):
@@ -281,12 +301,22 @@ def test_b09_with_workers_at_every_stop(persistent: bool) -> None:
 
 
 @settings(max_examples=6, deadline=None)
-@given(st.integers(8, 30), st.integers(1, 4), st.integers(0, 2), st.integers(0, 9), st.integers(1, 9))
-def test_workers_and_ranks_change_nothing(samples: int, batch: int, rank: int, before: int, after: int) -> None:
+@given(
+    st.integers(8, 30), st.integers(1, 4), st.integers(0, 2), st.integers(0, 9), st.integers(1, 9)
+)
+def test_workers_and_ranks_change_nothing(
+    samples: int, batch: int, rank: int, before: int, after: int
+) -> None:
     def make(workers: int, seed: int = 5) -> ResumableLoader:
         return ResumableLoader(
-            Augmented(samples), batch, seed=seed, rank=rank, world_size=3, num_workers=workers,
-            persistent_workers=True)  # fmt: skip
+            Augmented(samples),
+            batch,
+            seed=seed,
+            rank=rank,
+            world_size=3,
+            num_workers=workers,
+            persistent_workers=True,
+        )
 
     whole = take(make(0), before + after)
     worked, again = make(1), make(2, seed=0)
@@ -315,10 +345,19 @@ def test_the_random_numbers_of_the_process_are_left_alone(workers: int) -> None:
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
 def test_the_data_set_knows_the_epoch_everywhere(workers: int, persistent: bool) -> None:
     def make(**changes: Any) -> ResumableLoader:
-        return ResumableLoader(Epochal(4), 2, seed=0, num_workers=workers, persistent_workers=persistent, **changes)
+        return ResumableLoader(
+            Epochal(4), 2, seed=0, num_workers=workers, persistent_workers=persistent, **changes
+        )
 
     loader = make(shuffle=False)
-    assert take(loader, 6) == [[0, 1], [2, 3], [1000, 1001], [1002, 1003], [2000, 2001], [2002, 2003]]
+    assert take(loader, 6) == [
+        [0, 1],
+        [2, 3],
+        [1000, 1001],
+        [1002, 1003],
+        [2000, 2001],
+        [2002, 2003],
+    ]
     loader.go_to_epoch(7)
     assert take(loader, 1) == [[7000, 7001]]
     again = make(shuffle=False)
@@ -339,7 +378,9 @@ class Many(Numbers):
 
 
 def test_many_samples_at_once_and_a_collate_function_of_ones_own() -> None:
-    loader = ResumableLoader(Many(5), 2, seed=0, shuffle=False, collate_fn=lambda samples: {"sum": sum(samples)})
+    loader = ResumableLoader(
+        Many(5), 2, seed=0, shuffle=False, collate_fn=lambda samples: {"sum": sum(samples)}
+    )
     assert loader.next_group(9) == [({"sum": 10}, 2, 2), ({"sum": 50}, 2, 2), ({"sum": 40}, 1, 1)]
 
 

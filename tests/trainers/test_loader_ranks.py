@@ -1,4 +1,5 @@
-"""Loaders of several ranks: threads that exchange through a table, and once real processes over gloo."""
+"""Loaders of several ranks: threads that exchange through a table, and once real processes over
+gloo."""
 
 from __future__ import annotations
 
@@ -102,7 +103,10 @@ def together(size: int, program: Callable[[int, Any], Any]) -> list[Any]:
 def steps(loader: Any, count: int, group: int = 2) -> list[Any]:
     found: list[Any] = []
     while len(found) < count:
-        found += [(batch.tolist(), here, every, loader.epoch) for batch, here, every in loader.next_group(group)]
+        found += [
+            (batch.tolist(), here, every, loader.epoch)
+            for batch, here, every in loader.next_group(group)
+        ]
     return found[:count]
 
 
@@ -119,11 +123,16 @@ def test_dispatched_batches_are_those_that_ranks_would_read_themselves(
         loader = DispatchedLoader(shared if rank == 0 else None, seat)
         length = loader.batches_per_epoch
         seen = steps(loader, count)
-        own = ResumableLoader(Numbers(samples), batch, seed=1, drop_last=drop, rank=rank, world_size=size)
+        own = ResumableLoader(
+            Numbers(samples), batch, seed=1, drop_last=drop, rank=rank, world_size=size
+        )
         assert (length, len(loader)) == (own.batches_per_epoch, len(own))
         assert seen == steps(own, count)
         assert (loader.epoch, loader.epoch_ended, loader.batches_left) == (
-            own.epoch, own.epoch_ended, own.batches_left)  # fmt: skip
+            own.epoch,
+            own.epoch_ended,
+            own.batches_left,
+        )
         return loader.state_dict()
 
     states = together(size, program)
@@ -160,19 +169,29 @@ def test_a_dispatched_position_is_taken_up_by_any_number_of_ranks(
 
 def test_what_rank_0_raises_all_ranks_raise() -> None:
     def read(rank: int, seat: Any) -> str:
-        loader = DispatchedLoader(ResumableLoader(Numbers(8, broken=5), 4, seed=0, shuffle=False), seat)
+        loader = DispatchedLoader(
+            ResumableLoader(Numbers(8, broken=5), 4, seed=0, shuffle=False), seat
+        )
         assert steps(loader, 1, group=1)[0][0] == [[0, 2], [1, 3]][rank]
-        with pytest.raises(ValueError if rank == 0 else RuntimeError, match="sample 5 is broken") as raised:
+        with pytest.raises(
+            ValueError if rank == 0 else RuntimeError, match="sample 5 is broken"
+        ) as raised:
             loader.next_group(1)
         other = ResumableLoader(Numbers(9), 4, seed=0).state_dict()
         with pytest.raises(StateMismatch) as refused:
             loader.load_state_dict(other)
-        assert refused.value.mismatched == {"data samples": ("9", "8"), "shuffle": ("True", "False")}
+        assert refused.value.mismatched == {
+            "data samples": ("9", "8"),
+            "shuffle": ("True", "False"),
+        }
         loader.go_to_epoch(3)
         assert (loader.epoch, loader.state_dict()["position"]) == (3, 0)
         return str(raised.value)
 
-    assert together(2, read) == ["sample 5 is broken", "rank 0 failed: ValueError: sample 5 is broken"]
+    assert together(2, read) == [
+        "sample 5 is broken",
+        "rank 0 failed: ValueError: sample 5 is broken",
+    ]
 
 
 def test_how_a_batch_is_cut() -> None:
@@ -186,12 +205,17 @@ def test_how_a_batch_is_cut() -> None:
         "whole": "text",
     }
     first, second = share_of(batch, 5, 0, 2), share_of(batch, 5, 1, 2)
-    assert first["ids"].tolist() == [[0, 1], [4, 5], [8, 9]] and second["ids"].tolist() == [[2, 3], [6, 7]]
+    assert first["ids"].tolist() == [[0, 1], [4, 5], [8, 9]] and second["ids"].tolist() == [
+        [2, 3],
+        [6, 7],
+    ]
     assert (second["scalar"], second["names"], second["whole"]) == (3.0, ["b", "d"], "text")
     assert isinstance(second["pair"], Pair) and second["pair"].right.tolist() == [1, 3]
     assert [part.tolist() for part in second["both"]] == [[1, 3], [0, 1, 2, 3]]
     assert second["ids"].untyped_storage().nbytes() == 4 * 8  # not the whole batch
-    assert share_of(torch.arange(2), 2, 3, 4).tolist() == [0]  # a rank without samples gets the first one
+    assert share_of(torch.arange(2), 2, 3, 4).tolist() == [
+        0
+    ]  # a rank without samples gets the first one
 
 
 @settings(max_examples=25, deadline=None)
@@ -219,10 +243,14 @@ def test_shards_of_different_lengths_end_their_epochs_together(
     for rank, seen in enumerate(reference):
         for number, (batch_seen, here, every, _) in enumerate(seen):
             first = number % shortest * batch
-            assert batch_seen == [100 * rank + n for n in range(lengths[rank])][first : first + batch]
+            assert (
+                batch_seen == [100 * rank + n for n in range(lengths[rank])][first : first + batch]
+            )
             assert every == sum(other[number][1] for other in reference) and here == len(batch_seen)
     epochs = [[entry[3] for entry in seen] for seen in reference]
-    assert all(epoch == [(number + 1) // shortest for number in range(before + after)] for epoch in epochs)
+    assert all(
+        epoch == [(number + 1) // shortest for number in range(before + after)] for epoch in epochs
+    )
 
     def resumed(rank: int, seat: Any) -> Any:
         first = loader_of(rank, seat)
@@ -252,7 +280,9 @@ def process(rank: int, store: str, results: Any) -> None:
     try:
         loader = DispatchedLoader(ResumableLoader(Numbers(7), 4, seed=1) if rank == 0 else None)
         seen = steps(loader, 3, group=1)
-        agreed = Agreed(ResumableLoader(Shard(list(range(3 + 2 * rank))), 2, seed=0), dist.new_group())
+        agreed = Agreed(
+            ResumableLoader(Shard(list(range(3 + 2 * rank))), 2, seed=0), dist.new_group()
+        )
         results.put((rank, seen, steps(agreed, 3), loader.state_dict()))
     finally:
         dist.destroy_process_group()
@@ -261,7 +291,10 @@ def process(rank: int, store: str, results: Any) -> None:
 def test_over_gloo(tmp_path: Any) -> None:
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    ranks = [context.Process(target=process, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
+    ranks = [
+        context.Process(target=process, args=(rank, str(tmp_path / "store"), results))
+        for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     found = sorted(results.get(timeout=60) for _ in range(2))
@@ -270,7 +303,9 @@ def test_over_gloo(tmp_path: Any) -> None:
     assert [rank.exitcode for rank in ranks] == [0, 0]
     whole = ResumableLoader(Numbers(7), 4, seed=1)
     batches = [whole.next_group(1)[0][0].tolist() for _ in range(3)]
-    assert [[entry[0] for entry in seen] for _, seen, _, _ in found] == [[b[r::2] for b in batches] for r in (0, 1)]
+    assert [[entry[0] for entry in seen] for _, seen, _, _ in found] == [
+        [b[r::2] for b in batches] for r in (0, 1)
+    ]
     assert [[entry[:3] for entry in agreed] for _, _, agreed, _ in found] == [
         [([0, 1], 2, 4), ([2], 1, 3), ([0, 1], 2, 4)],
         [([0, 1], 2, 4), ([2, 3], 2, 3), ([0, 1], 2, 4)],

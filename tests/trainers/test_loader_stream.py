@@ -17,7 +17,8 @@ from ckptcore import StateMismatch
 
 
 class Stream(IterableDataset[Any]):
-    """Numbers with what was drawn for them; workers share them like cards. Pass p starts at 1000 * p."""
+    """Numbers with what was drawn for them; workers share them like cards. Pass p starts at 1000 *
+    p."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -30,7 +31,11 @@ class Stream(IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         for index in range(worker, self.count, workers):
-            drawn = [random.randrange(2**30), int(np.random.randint(2**30)), int(torch.randint(2**30, ()))]
+            drawn = [
+                random.randrange(2**30),
+                int(np.random.randint(2**30)),
+                int(torch.randint(2**30, ())),
+            ]
             yield torch.tensor([1000 * self.epoch + index, *drawn])
 
 
@@ -103,7 +108,13 @@ def test_an_epoch_of_so_many_batches_goes_on_in_the_stream() -> None:
     st.integers(1, 3),
 )
 def test_stopping_anywhere_changes_nothing(
-    kind: type[Stream], count: int, batch: int, steps: int | None, before: int, after: int, group: int
+    kind: type[Stream],
+    count: int,
+    batch: int,
+    steps: int | None,
+    before: int,
+    after: int,
+    group: int,
 ) -> None:
     whole = take(ResumableLoader(kind(count), batch, seed=4, epoch_steps=steps), before + after)
     loader = ResumableLoader(kind(count), batch, seed=4, epoch_steps=steps)
@@ -130,7 +141,8 @@ def test_data_with_a_position_of_their_own_are_not_read_again() -> None:
     again.load_state_dict(state)
     assert take(again, 5) == rest[:5]
     assert data.reads == 5 * 2 + 2
-    # Back in the same loader, to the start of an epoch too, though the data remember where they are.
+    # Back in the same loader, to the start of an epoch too, though the data remember where they
+    # are.
     again.load_state_dict(state)
     assert take(again, 15) == rest
     again.go_to_epoch(0)
@@ -142,7 +154,9 @@ def test_workers_share_a_stream_and_stop_anywhere(persistent: bool) -> None:
     """9 numbers for two workers: batches of 2, 2, 2, 2 and 1, in turns."""
 
     def make(seed: int) -> ResumableLoader:
-        return ResumableLoader(Stream(9), 2, seed=seed, num_workers=2, persistent_workers=persistent)
+        return ResumableLoader(
+            Stream(9), 2, seed=seed, num_workers=2, persistent_workers=persistent
+        )
 
     loader = make(8)
     states, whole = [loader.state_dict()], []
@@ -158,7 +172,9 @@ def test_workers_share_a_stream_and_stop_anywhere(persistent: bool) -> None:
 
 
 @given(st.integers(1, 30), st.integers(1, 3), st.integers(1, 4), st.booleans())
-def test_ranks_deal_out_the_stream_and_end_together(count: int, batch: int, world: int, drop: bool) -> None:
+def test_ranks_deal_out_the_stream_and_end_together(
+    count: int, batch: int, world: int, drop: bool
+) -> None:
     if drop and count < batch * world:
         return
     ranks = [

@@ -16,11 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-LOGGED: dict[str, Any] = {"max_steps": 6, "logging_steps": 1, "save_steps": 2, "report_to": ["json", "tensorboard"]}
+LOGGED: dict[str, Any] = {
+    "max_steps": 6,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "report_to": ["json", "tensorboard"],
+}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def log_folders(root: Path) -> list[Path]:
@@ -60,7 +69,9 @@ def test_a_root_that_was_copied_goes_on_in_the_copy(tiny: Any) -> None:
     assert logged(ours) == ([*range(1, 9)],) * 2
 
 
-def test_a_logging_dir_that_is_given_again_goes_on_outside_of_the_root(tiny: Any, tmp_path: Path) -> None:
+def test_a_logging_dir_that_is_given_again_goes_on_outside_of_the_root(
+    tiny: Any, tmp_path: Path
+) -> None:
     given = {**LOGGED, "logging_dir": str(tmp_path / "logs")}
     tiny.trainer("a", **given).train()
     tiny.trainer("a", **{**given, "max_steps": 8}).train()
@@ -76,7 +87,8 @@ def test_a_logging_dir_that_is_given_again_goes_on_outside_of_the_root(tiny: Any
 
 @pytest.fixture
 def outside(tiny: Any, tmp_path: Path) -> Iterator[Path]:
-    """Logs of somebody else, of a later step than any that is restored, and a link to them in the root of a run."""
+    """Logs of somebody else, of a later step than any that is restored, and a link to them in the
+    root of a run."""
     tiny.trainer("theirs", **{**LOGGED, "max_steps": 9}).train()
     (folder,) = log_folders(tiny.root("theirs"))
     folder.rename(tmp_path / "outside")
@@ -87,14 +99,28 @@ def outside(tiny: Any, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("kind", ["absolute", "up", "link", "checkpoint"])
 def test_what_a_crafted_checkpoint_names_is_ignored(
-    tiny: Any, outside: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny: Any,
+    outside: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    named = {"absolute": str(outside), "up": "../outside", "link": "link", "checkpoint": "checkpoint-2"}[kind]
+    named = {
+        "absolute": str(outside),
+        "up": "../outside",
+        "link": "link",
+        "checkpoint": "checkpoint-2",
+    }[kind]
     with monkeypatch.context() as patch:
 
         def json_state(self: Any) -> dict[str, Any]:
             file = f"{named}/trainer_logs.json"
-            return {"written": True, "path": f"{outside}/trainer_logs.json", "place": file, "step": 2}
+            return {
+                "written": True,
+                "path": f"{outside}/trainer_logs.json",
+                "place": file,
+                "step": 2,
+            }
 
         def writer_state(self: Any) -> dict[str, Any]:
             return {"log_dir": str(outside), "place": named, "step": 2}
@@ -107,7 +133,9 @@ def test_what_a_crafted_checkpoint_names_is_ignored(
     tiny.trainer(**{**LOGGED, "max_steps": 3}).train()
     assert contents(outside) == theirs and contents(tiny.root() / "checkpoint-2") == checkpoint
     ignored = [r.getMessage() for r in caplog.records if "is ignored" in r.getMessage()]
-    assert len(ignored) == 3 and all(f"'{named}" in message for message in ignored)  # folder, JSON, TensorBoard
+    assert len(ignored) == 3 and all(
+        f"'{named}" in message for message in ignored
+    )  # folder, JSON, TensorBoard
     assert [3] in [logged(folder)[0] for folder in log_folders(tiny.root())]
 
 
@@ -120,7 +148,9 @@ def test_a_log_of_that_name_alone_is_cut(tmp_path: Path) -> None:
     assert path_in_root(".", tmp_path) == tmp_path
 
 
-names = st.lists(st.sampled_from(["..", ".", "a", "link", "/", "checkpoint-1", "\0", "~"]), max_size=5)
+names = st.lists(
+    st.sampled_from(["..", ".", "a", "link", "/", "checkpoint-1", "\0", "~"]), max_size=5
+)
 
 
 @pytest.fixture(scope="module")

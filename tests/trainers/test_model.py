@@ -53,7 +53,9 @@ def test_blocks_that_are_computed_again_give_the_same_gradients() -> None:
         model = ByteGPT(GPTArguments(n_layer=2, n_head=2, n_embd=16, block_size=12, dropout=0.3))
         if again:
             model.gradient_checkpointing_enable()
-        model(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).loss.backward()
+        model(
+            torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)
+        ).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
@@ -62,4 +64,6 @@ def test_a_loss_in_parts_is_the_loss() -> None:
     model = ByteGPT(TINY)
     text = torch.randint(VOCABULARY, (3, 13))
     parts = [next_byte_loss(model(part[:, :-1]), part[:, 1:], 36) for part in (text[:1], text[1:])]
-    assert float(sum(parts).detach()) == pytest.approx(float(model(text[:, :-1], text[:, 1:]).loss.detach()), rel=1e-6)
+    assert float(sum(parts).detach()) == pytest.approx(
+        float(model(text[:, :-1], text[:, 1:]).loss.detach()), rel=1e-6
+    )

@@ -22,14 +22,17 @@ from ckptcore import CheckpointManager, OptimizerState, StateMismatch
 
 
 class OptimState8bit(torch.Tensor):
-    """Laid out as torchao's class of this name: a float tensor in appearance, made of codes and a scale."""
+    """Laid out as torchao's class of this name: a float tensor in appearance, made of codes and a
+    scale."""
 
     codes: torch.Tensor
     scale: torch.Tensor
     signed: bool
 
     @staticmethod
-    def __new__(cls: Any, codes: torch.Tensor, scale: torch.Tensor, signed: bool, dtype: torch.dtype) -> Any:
+    def __new__(
+        cls: Any, codes: torch.Tensor, scale: torch.Tensor, signed: bool, dtype: torch.dtype
+    ) -> Any:
         made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)  # type: ignore[attr-defined]
         made.codes, made.scale, made.signed = codes, scale, signed
         return made
@@ -59,7 +62,9 @@ class Quantized(torch.optim.Optimizer):
             for parameter in group["params"]:
                 scale = parameter.grad.abs().max().reshape(1) / 255
                 codes = (parameter.grad.abs() / scale).to(torch.uint8)
-                self.state[parameter] = {"exp_avg": OptimState8bit(codes, scale, True, torch.bfloat16)}  # type: ignore[call-arg]
+                self.state[parameter] = {
+                    "exp_avg": OptimState8bit(codes, scale, True, torch.bfloat16)
+                }  # type: ignore[call-arg]
 
 
 Quantized.__module__ = "torchao.optim.adam"
@@ -114,7 +119,9 @@ def test_other_optimizers_have_the_ordinary_state() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
-def test_resuming_with_few_bits_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_with_few_bits_is_exact(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torchao")
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
@@ -125,7 +132,11 @@ def test_resuming_with_few_bits_is_exact(name: str, tmp_path: Path, monkeypatch:
         groups = {"biases": {"regex": "bias", "config": {"weight_decay": 0.0}}}
         optimizer = make_optimizer(args, model, groups=groups)
         scheduler = make_scheduler(args, optimizer, 10)
-        state = {"model": model, "optimizer": optimizer_state(optimizer, model), "scheduler": scheduler}
+        state = {
+            "model": model,
+            "optimizer": optimizer_state(optimizer, model),
+            "scheduler": scheduler,
+        }
         return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, state=state)
 
     def steps(run: SimpleNamespace, *seeds: int) -> None:
@@ -145,7 +156,9 @@ def test_resuming_with_few_bits_is_exact(name: str, tmp_path: Path, monkeypatch:
     steps(whole, 3, 4, 5)
     steps(resumed, 3, 4, 5)
     assert "OptimState" in type(resumed.optimizer.state[resumed.model.weight]["exp_avg"]).__name__
-    assert torch.equal(whole.model.weight, resumed.model.weight) and torch.equal(whole.model.bias, resumed.model.bias)
+    assert torch.equal(whole.model.weight, resumed.model.weight) and torch.equal(
+        whole.model.bias, resumed.model.bias
+    )
     assert isinstance(resumed.optimizer.param_groups[0]["lr"], torch.Tensor)
 
 
@@ -154,9 +167,18 @@ def launch(phase: str, optim: str, folder: Path, world_size: int) -> list[dict[s
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).with_name("quantized_ranks.py")
-    where = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    where = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
-        subprocess.Popen([sys.executable, str(script), phase, optim, str(folder)], env={**where, "RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, str(script), phase, optim, str(folder)],
+            env={**where, "RANK": str(rank)},
+        )
         for rank in range(world_size)
     ]
     try:
@@ -168,7 +190,9 @@ def launch(phase: str, optim: str, folder: Path, world_size: int) -> list[dict[s
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
-def test_slices_with_few_bits_come_back_on_the_same_and_on_other_numbers_of_ranks(name: str, tmp_path: Path) -> None:
+def test_slices_with_few_bits_come_back_on_the_same_and_on_other_numbers_of_ranks(
+    name: str, tmp_path: Path
+) -> None:
     pytest.importorskip("torchao")
     saved = launch("save", name, tmp_path, 2)
     again = launch("resume", name, tmp_path, 2)
@@ -180,4 +204,6 @@ def test_slices_with_few_bits_come_back_on_the_same_and_on_other_numbers_of_rank
             assert torch.equal(was[part], now[part]), part
     for part in ("codes", "scale"):
         assert torch.equal(torch.cat([was[part] for was in saved]), alone[part]), part
-    assert torch.equal(saved[0]["weight"], alone["weight"])  # each step's blocks are the same blocks
+    assert torch.equal(
+        saved[0]["weight"], alone["weight"]
+    )  # each step's blocks are the same blocks

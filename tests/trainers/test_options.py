@@ -38,19 +38,30 @@ def losses(tiny: Any, run: str, **options: Any) -> list[str]:
         ({"construct_model_on": "device"}, True),
         ({"construct_model_on": "meta"}, True),
         ({"torch_compile": True, "torch_compile_backend": "eager"}, False),
-        ({"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 1}, True),
+        (
+            {
+                "dataloader_num_workers": 1,
+                "dataloader_persistent_workers": True,
+                "dataloader_prefetch_factor": 1,
+            },
+            True,
+        ),
         ({"torch_empty_cache_steps": 1, "speed_metrics_start_step": 2}, True),
         ({"save_async": False, "eval_strategy": "steps", "eval_steps": 1}, True),
         ({"detect_anomaly": True}, True),
     ],
 )
-def test_what_is_no_part_of_the_computation_leaves_it_as_it_is(tiny: Any, options: dict[str, Any], exact: bool) -> None:
+def test_what_is_no_part_of_the_computation_leaves_it_as_it_is(
+    tiny: Any, options: dict[str, Any], exact: bool
+) -> None:
     plain = losses(tiny, "plain", **({"max_grad_norm": None} if "max_grad_norm" in options else {}))
     others = losses(tiny, "other", **options)
     if exact:
         assert others == plain
     else:
-        assert list(map(float.fromhex, others)) == pytest.approx(list(map(float.fromhex, plain)), rel=1e-4)
+        assert list(map(float.fromhex, others)) == pytest.approx(
+            list(map(float.fromhex, plain)), rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -64,7 +75,9 @@ def test_mixed_precision_computes_in_it_and_keeps_full_weights(tiny: Any, precis
     trainer.model.head.register_forward_hook(look)
     result = trainer.train()
     assert set(seen) == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
-    assert trainer.model.head.weight.dtype == torch.float32 and (trainer.scaler is not None) == (precision == "fp16")
+    assert trainer.model.head.weight.dtype == torch.float32 and (trainer.scaler is not None) == (
+        precision == "fp16"
+    )
     full = tiny.trainer("full", **SHORT).train()
     assert result.training_loss == pytest.approx(full.training_loss, rel=0.02) and result != full
 
@@ -72,7 +85,10 @@ def test_mixed_precision_computes_in_it_and_keeps_full_weights(tiny: Any, precis
 def test_a_step_that_the_scaler_leaves_out_does_not_move_the_schedule(tiny: Any) -> None:
     """And its state goes on where it was."""
     trainer = tiny.trainer(
-        **{**SHORT, "save_strategy": "steps"}, save_steps=3, mixed_precision="fp16", notes=(notes := tiny.notes())
+        **{**SHORT, "save_strategy": "steps"},
+        save_steps=3,
+        mixed_precision="fp16",
+        notes=(notes := tiny.notes()),
     )
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
 
@@ -96,7 +112,9 @@ def test_a_fused_optimizer_has_the_same_checkpoints(tiny: Any) -> None:
     for step in (3, 6):
         assert tiny.differences("plain", "fused", step) == {}
     path = str(tiny.root("plain") / "checkpoint-3")
-    tiny.trainer("resumed", fuse_optim_with_backward=True, resume_from_checkpoint=path, **options).train()
+    tiny.trainer(
+        "resumed", fuse_optim_with_backward=True, resume_from_checkpoint=path, **options
+    ).train()
     assert tiny.differences("plain", "resumed", 6) == {}
 
 
@@ -134,7 +152,10 @@ def test_a_model_without_values_is_filled_from_the_checkpoint(tiny: Any) -> None
 
 def test_the_default_dtype_holds_while_the_model_is_built(tiny: Any) -> None:
     trainer = tiny.trainer(**SHORT, default_dtype="bfloat16")
-    assert trainer.model.head.weight.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
+    assert (
+        trainer.model.head.weight.dtype == torch.bfloat16
+        and torch.get_default_dtype() == torch.float32
+    )
     trainer.train()
 
 
@@ -147,7 +168,9 @@ def test_label_smoothing_is_its_formula(tiny: Any) -> None:
         def forward(self, input_ids: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
             return {"logits": self.logits.expand(*input_ids.shape, 256)}
 
-    trainer = tiny.trainer(**SHORT, model_init=Logits, compute_loss_func=None, label_smoothing_factor=0.1)
+    trainer = tiny.trainer(
+        **SHORT, model_init=Logits, compute_loss_func=None, label_smoothing_factor=0.1
+    )
     log_p = torch.log_softmax(trainer.model.logits.detach(), 0)
     labels = torch.cat([tiny.windows(3, noisy=False)[i]["labels"] for i in range(3)])
     expected = (0.9 * -log_p[labels] + 0.1 * -log_p.mean()).mean()
@@ -165,12 +188,18 @@ def test_a_loss_that_shares_weights_with_the_model(tiny: Any) -> None:
     def fused(model: nn.Module) -> Any:
         def loss(outputs: torch.Tensor, labels: torch.Tensor, items: float) -> torch.Tensor:
             logits = model.head(outputs).flatten(0, 1)
-            return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / items
+            return (
+                torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / items
+            )
 
         return loss
 
     notes = tiny.notes()
-    model = {"model_init": lambda: Hidden(tiny.gpt), "compute_loss_func": None, "fused_loss_factory": fused}
+    model = {
+        "model_init": lambda: Hidden(tiny.gpt),
+        "compute_loss_func": None,
+        "fused_loss_factory": fused,
+    }
     tiny.trainer("fused", notes, **SHORT, **model, gradient_accumulation_steps=2).train()
     plain = losses(tiny, "plain", gradient_accumulation_steps=2)
     assert [seen["loss"] for seen in notes.steps.values()] == plain
@@ -212,7 +241,9 @@ def test_full_determinism_is_switched_on(tiny: Any, monkeypatch: pytest.MonkeyPa
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("fp8_recipe", "rowwise"), ("qat_recipe", "int4-weight-only")])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("fp8_recipe", "rowwise"), ("qat_recipe", "int4-weight-only")]
+)
 def test_low_precision_without_its_package_or_device_is_a_clear_error(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, name: str, recipe: str
 ) -> None:
@@ -228,7 +259,9 @@ def test_without_a_seed_the_order_of_the_data_is_kept_all_the_same(tiny: Any) ->
         tiny.trainer("run", stopped, seed=-1, save_steps=4).train()
     tiny.trainer("run", resumed, seed=-1, save_steps=4).train()
     steps = {**stopped.steps, **resumed.steps}
-    assert sorted(i for step in range(1, 7) for batch in steps[step]["samples"] for i in batch) == list(range(11))
+    assert sorted(
+        i for step in range(1, 7) for batch in steps[step]["samples"] for i in batch
+    ) == list(range(11))
 
 
 def test_the_order_of_the_data_may_have_a_seed_of_its_own(tiny: Any) -> None:
@@ -246,7 +279,9 @@ def test_looking_at_data_leaves_training_alone(tiny: Any) -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     metrics = trainer.evaluate()
     by_batches = {trainer.args.max_eval_steps: metrics["eval_loss"]}
-    assert list(trainer.predict(tiny.windows(3, noisy=False)).items()) == [("test_loss", metrics["eval_loss"])]
+    assert list(trainer.predict(tiny.windows(3, noisy=False)).items()) == [
+        ("test_loss", metrics["eval_loss"])
+    ]
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2] and trainer.wrapped.training
     assert [name for name, _ in notes.events] == [
@@ -269,7 +304,12 @@ def test_data_of_other_kinds_can_be_trained_on(tiny: Any) -> None:
         ("loader", torch.utils.data.DataLoader(tiny.windows(11, noisy=False), batch_size=2)),
     ):
         whole, stopped, resumed = tiny.notes(), tiny.notes(), tiny.notes()
-        options = {"train_dataset": dataset, "max_steps": 9, "epoch_train_steps": 6, "save_steps": 5}
+        options = {
+            "train_dataset": dataset,
+            "max_steps": 9,
+            "epoch_train_steps": 6,
+            "save_steps": 5,
+        }
         tiny.trainer(f"{kind}-whole", whole, **options).train()
         stopped.die_at = 5
         with pytest.raises(tiny.died):
@@ -287,23 +327,39 @@ def test_a_saved_model_has_each_weight_once_and_loads(
             (Path(path) / "tokens.json").write_text("{}")
 
     trainer = Trainer(
-        tiny.arguments(save_safetensors=False), model=ByteGPT(tiny.gpt), callbacks=[], processing_class=Tokens())  # fmt: skip
+        tiny.arguments(save_safetensors=False),
+        model=ByteGPT(tiny.gpt),
+        callbacks=[],
+        processing_class=Tokens(),
+    )
     assert "save_safetensors=False has no effect" in caplog.text
     trainer.save_model(str(tmp_path / "model"))
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["model.safetensors", "tokens.json"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "model.safetensors",
+        "tokens.json",
+    ]
     state = load_file(tmp_path / "model" / "model.safetensors")
     assert "head.weight" not in state
     other = ByteGPT(tiny.gpt)
     missing = other.load_state_dict(state, strict=False)
     assert (missing.unexpected_keys, missing.missing_keys) == ([], ["head.weight"])
-    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), trainer.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(other.parameters(), trainer.model.parameters(), strict=True)
+    )
 
 
 def test_groups_and_optimizers_of_ones_own(tiny: Any) -> None:
     groups = {"plain": {"regex": "norm|bias", "config": {"weight_decay": 0.0}}}
-    trainer = tiny.trainer(optimizer_groups=groups, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}), **SHORT)
+    trainer = tiny.trainer(
+        optimizer_groups=groups, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}), **SHORT
+    )
     assert isinstance(trainer.optimizer, torch.optim.SGD)
-    assert [group["weight_decay"] for group in trainer.optimizer.param_groups if group.get("name") == "plain"] == [0.0]
+    assert [
+        group["weight_decay"]
+        for group in trainer.optimizer.param_groups
+        if group.get("name") == "plain"
+    ] == [0.0]
     assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(
         list(trainer.model.parameters())
     )
@@ -314,7 +370,12 @@ def test_groups_and_optimizers_of_ones_own(tiny: Any) -> None:
 def test_b17_no_step_is_logged_twice(tiny: Any) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    options = {"max_steps": 20, "logging_steps": 1, "save_steps": 10, "report_to": ["tensorboard", "json"]}
+    options = {
+        "max_steps": 20,
+        "logging_steps": 1,
+        "save_steps": 10,
+        "report_to": ["tensorboard", "json"],
+    }
     stopped = tiny.notes()
     stopped.die_at = 15
     with pytest.raises(tiny.died):
@@ -331,5 +392,7 @@ def test_b17_no_step_is_logged_twice(tiny: Any) -> None:
     )
     from ckpt_trainers.callbacks import read_json_array
 
-    records = [record for record in read_json_array(folder / "trainer_logs.json") if "loss" in record]
+    records = [
+        record for record in read_json_array(folder / "trainer_logs.json") if "loss" in record
+    ]
     assert [record["global_step"] for record in records] == steps

@@ -36,14 +36,23 @@ def by_hand(kind: str, t: int, w: int, total: int, options: dict[str, Any]) -> f
 
 
 @given(
-    kind=st.sampled_from(sorted(SCHEDULES)), w=st.integers(0, 12), total=st.integers(1, 40), t=st.integers(0, 60),
-    cycles=st.integers(1, 5), power=st.sampled_from([0.5, 1.0, 2.0, 3.0]),
-)  # fmt: skip
-def test_factors_are_those_of_the_formulas(kind: str, w: int, total: int, t: int, cycles: int, power: float) -> None:
-    options: dict[str, Any] = {"cosine_with_restarts": {"num_cycles": cycles}, "polynomial": {"power": power}}.get(
-        kind, {}
+    kind=st.sampled_from(sorted(SCHEDULES)),
+    w=st.integers(0, 12),
+    total=st.integers(1, 40),
+    t=st.integers(0, 60),
+    cycles=st.integers(1, 5),
+    power=st.sampled_from([0.5, 1.0, 2.0, 3.0]),
+)
+def test_factors_are_those_of_the_formulas(
+    kind: str, w: int, total: int, t: int, cycles: int, power: float
+) -> None:
+    options: dict[str, Any] = {
+        "cosine_with_restarts": {"num_cycles": cycles},
+        "polynomial": {"power": power},
+    }.get(kind, {})
+    assert schedule(kind, w, total, options)(t) == pytest.approx(
+        by_hand(kind, t, w, total, options), abs=1e-12
     )
-    assert schedule(kind, w, total, options)(t) == pytest.approx(by_hand(kind, t, w, total, options), abs=1e-12)
 
 
 def test_some_values_by_heart() -> None:
@@ -118,7 +127,9 @@ def test_b44_a_resumed_run_has_its_own_total_and_base_rates() -> None:
 
 def test_rates_that_are_tensors_are_changed_in_place() -> None:
     rate = torch.tensor(0.5)
-    one = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=rate, capturable=False, foreach=False)
+    one = torch.optim.AdamW(
+        [nn.Parameter(torch.zeros(1))], lr=rate, capturable=False, foreach=False
+    )
     held = one.param_groups[0]["lr"]
     assert isinstance(held, torch.Tensor)
     scheduler = make_scheduler(TrainingArguments(lr_scheduler_type="linear"), one, 4)
@@ -131,12 +142,19 @@ def test_rates_that_are_tensors_are_changed_in_place() -> None:
 
 def test_warm_up_as_a_share_of_all_steps() -> None:
     args = TrainingArguments(warmup_ratio=0.2, lr_scheduler_type="constant_with_warmup")
-    assert rates(make_scheduler(args, optimizer(), 9), 4) == [(0.0, 0.0), (0.25, 0.5), (0.5, 1.0), (0.5, 1.0)]
+    assert rates(make_scheduler(args, optimizer(), 9), 4) == [
+        (0.0, 0.0),
+        (0.25, 0.5),
+        (0.5, 1.0),
+        (0.5, 1.0),
+    ]
 
 
 def test_a_constant_rate_has_no_warm_up_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    constant = make_scheduler(TrainingArguments(warmup_steps=4, lr_scheduler_type="constant"), optimizer(), 9)
+    constant = make_scheduler(
+        TrainingArguments(warmup_steps=4, lr_scheduler_type="constant"), optimizer(), 9
+    )
     assert rates(constant, 2) == [(0.5, 1.0)] * 2
     (record,) = caplog.records
     assert "4 warm-up steps have no effect" in record.message
@@ -148,7 +166,10 @@ def test_a_factory_replaces_it_all() -> None:
     groups = optimizer()
     made = torch.optim.lr_scheduler.ConstantLR(groups)
     assert (
-        make_scheduler(TrainingArguments(), groups, 9, factory=lambda given: made if given is groups else None) is made
+        make_scheduler(
+            TrainingArguments(), groups, 9, factory=lambda given: made if given is groups else None
+        )
+        is made
     )  # type: ignore[arg-type,return-value]
 
 

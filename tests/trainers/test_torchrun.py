@@ -1,4 +1,5 @@
-"""The real launcher: `torchrun` stops, kills and restarts ranks, and the run is the run that was left alone."""
+"""The real launcher: `torchrun` stops, kills and restarts ranks, and the run is the run that was
+left alone."""
 
 from __future__ import annotations
 
@@ -24,18 +25,32 @@ TIMES = ("tok_per_sec",)
 @pytest.fixture
 def words(text: Path) -> list[str]:
     model = [
-        f"model.{name}={value}" for name, value in (("n_layer", 1), ("n_head", 1), ("n_embd", 8), ("block_size", 8))
+        f"model.{name}={value}"
+        for name, value in (("n_layer", 1), ("n_head", 1), ("n_embd", 8), ("block_size", 8))
     ]
     values = {
-        "data": text, "per_device_train_batch_size": 2, "use_cpu": "true", "report_to": "none", "eval_strategy": "no",
-        "save_total_limit": "null"}  # fmt: skip
+        "data": text,
+        "per_device_train_batch_size": 2,
+        "use_cpu": "true",
+        "report_to": "none",
+        "eval_strategy": "no",
+        "save_total_limit": "null",
+    }
     return [*model, *(f"{name}={value}" for name, value in values.items())]
 
 
 def torchrun(words: list[str], *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                *options,
+            ),
             *("-m", "ckpt_trainers.main", "--threads", "1", *words),
         ],
         stdout=subprocess.PIPE,
@@ -65,11 +80,17 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     """The workers of a launcher."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if "ckpt_trainers.main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [
+        int(pid)
+        for pid in children
+        if "ckpt_trainers.main" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
 
 
 def assert_same(one: Path, other: Path, step: int) -> None:
-    parts = compare_checkpoints(str(one / f"checkpoint-{step}"), str(other / f"checkpoint-{step}"), TIMES)
+    parts = compare_checkpoints(
+        str(one / f"checkpoint-{step}"), str(other / f"checkpoint-{step}"), TIMES
+    )
     assert {part.name: part.differences for part in parts if part.differences} == {}
     assert (one / "losses.jsonl").read_bytes() == (other / "losses.jsonl").read_bytes()
 
@@ -88,15 +109,24 @@ def test_a_rank_that_is_killed_is_started_again_and_the_result_is_the_same(
     resumed = re.findall(r"resumed from step (\d+)", out)
     assert len(resumed) == 1 and int(resumed[0]) >= 10 and int(resumed[0]) % 10 == 0
     assert out.count(f"to step {steps}") == 1
-    assert ranks.command(2, ["--threads", "1", f"output_dir={whole}", *words], tmp_path / "log") == [0, 0]
+    assert ranks.command(
+        2, ["--threads", "1", f"output_dir={whole}", *words], tmp_path / "log"
+    ) == [0, 0]
     assert_same(killed, whole, steps)
     assert [info.status for info in scan_root(str(killed))] == ["committed"] * (steps // 10)
 
 
 def terminate(words: list[str], folder: Path, step: int) -> int:
-    """SIGTERM to the launcher, as a cluster sends it: it passes it on to the ranks, which save and end well."""
+    """SIGTERM to the launcher, as a cluster sends it: it passes it on to the ranks, which save and
+    end well."""
     process = torchrun(
-        [f"output_dir={folder}", "max_steps=100000", "save_steps=100000", "enable_jit_checkpoint=true", *words]
+        [
+            f"output_dir={folder}",
+            "max_steps=100000",
+            "save_steps=100000",
+            "enable_jit_checkpoint=true",
+            *words,
+        ]
     )
     wait_until(lambda: max(read_losses(folder), default=0) >= step, process)
     os.kill(process.pid, signal.SIGTERM)
@@ -108,11 +138,15 @@ def terminate(words: list[str], folder: Path, step: int) -> int:
 
 
 @pytest.mark.timeout(400)
-def test_a_sigterm_to_the_launcher_is_a_checkpoint_to_go_on_from(ranks: Any, words: list[str], tmp_path: Path) -> None:
+def test_a_sigterm_to_the_launcher_is_a_checkpoint_to_go_on_from(
+    ranks: Any, words: list[str], tmp_path: Path
+) -> None:
     stopped = tmp_path / "stopped"
     step = terminate(words, stopped, 5)
     length = [f"max_steps={step + 5}", "save_steps=100000", "lr_scheduler_type=constant", *words]
-    assert ranks.command(2, ["--threads", "1", f"output_dir={stopped}", *length], tmp_path / "log") == [0, 0]
+    assert ranks.command(
+        2, ["--threads", "1", f"output_dir={stopped}", *length], tmp_path / "log"
+    ) == [0, 0]
     assert sorted(read_losses(stopped)) == list(range(1, step + 6))
 
 

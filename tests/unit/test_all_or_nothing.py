@@ -1,4 +1,5 @@
-"""A load that fails half-way: who refused, on which rank, what was overwritten; and nothing was, where that was asked for."""
+"""A load that fails half-way: who refused, on which rank, what was overwritten; and nothing was,
+where that was asked for."""
 
 from __future__ import annotations
 
@@ -59,16 +60,30 @@ def build(value: float, refusals: int = 0) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + value)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            optimizer.state[p] = {"step": torch.tensor(value), "exp_avg": p.detach() + 1, "exp_avg_sq": p.detach() + 2}
+            optimizer.state[p] = {
+                "step": torch.tensor(value),
+                "exp_avg": p.detach() + 1,
+                "exp_avg_sq": p.detach() + 2,
+            }
     return {
-        "model": model, "optimizer": optimizer, "box": Box({"t": torch.full((3,), value), "n": value}),
-        "plain": {"n": value, "list": [value, {"t": torch.full((2,), value)}], "a": np.full(2, value)},
-        "bad": Refuses(int(value), refusals), "after": {"n": value}, "rng": RNGState(),
-    }  # fmt: skip
+        "model": model,
+        "optimizer": optimizer,
+        "box": Box({"t": torch.full((3,), value), "n": value}),
+        "plain": {
+            "n": value,
+            "list": [value, {"t": torch.full((2,), value)}],
+            "a": np.full(2, value),
+        },
+        "bad": Refuses(int(value), refusals),
+        "after": {"n": value},
+        "rng": RNGState(),
+    }
 
 
 def content(state: dict[str, Any]) -> str:
-    parts = {k: v if isinstance(v, dict) else v.state_dict() for k, v in state.items() if k != "rng"}
+    parts = {
+        k: v if isinstance(v, dict) else v.state_dict() for k, v in state.items() if k != "rng"
+    }
     return repr(parts)
 
 
@@ -99,7 +114,9 @@ def test_transactional_is_all_or_nothing(saved, how: str) -> None:
     live = build(5.0, refusals=1)
     before, moment = content(live), live["optimizer"].state[live["model"][0].weight]["exp_avg"]
     random = torch.get_rng_state()
-    with pytest.raises(LoadFailed, match=r"component 'bad'.*; live state is as it was before the load$"):
+    with pytest.raises(
+        LoadFailed, match=r"component 'bad'.*; live state is as it was before the load$"
+    ):
         getattr(saved, how)(live, transactional=True)
     assert content(live) == before
     assert live["optimizer"].state[live["model"][0].weight]["exp_avg"] is moment
@@ -110,7 +127,11 @@ def test_transactional_is_all_or_nothing(saved, how: str) -> None:
 
 def test_what_cannot_be_put_back_is_named(saved) -> None:
     live = build(5.0, refusals=2)  # refuses what it had before, too
-    with pytest.raises(LoadFailed, match=r"these could not be: 'bad' \(KeyError: 'momentum'\); do not train on it$"):
+    with pytest.raises(
+        LoadFailed,
+        match=r"these could not be: 'bad' \(KeyError: 'momentum'\); do not train on "
+        r"it$",
+    ):
         saved.load(live, transactional=True)
     assert content({**live, "bad": Box(0)}) == content({**build(5.0), "bad": Box(0)})
 
@@ -139,10 +160,18 @@ def test_on_ranks_all_are_put_back(tmp_path: Path, transactional: bool) -> None:
             StateComponent("bad", bad, SharingPattern.REPLICATED),
         ]
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
-            ckpt.save(1, [StateComponent("w", {"w": torch.ones(3)}), StateComponent("bad", Refuses(1))])
+            ckpt.save(
+                1, [StateComponent("w", {"w": torch.ones(3)}), StateComponent("bad", Refuses(1))]
+            )
             with pytest.raises(LoadFailed) as caught:
                 ckpt.load(parts, transactional=transactional)
-        return live["w"].tolist(), bad.value, caught.value.component, caught.value.rank, str(caught.value)
+        return (
+            live["w"].tolist(),
+            bad.value,
+            caught.value.component,
+            caught.value.rank,
+            str(caught.value),
+        )
 
     for rank, (w, value, component, failed, text) in enumerate(run_ranks(2, program)):
         assert (component, failed) == ("bad", 1)
@@ -159,13 +188,22 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize("where", ["model", "extra"])
 @pytest.mark.parametrize("kind", [dict, Box])
 @pytest.mark.parametrize("why", ["required", "keep"])
-def test_a01_what_is_passed_over_leaves_nothing_behind(tmp_path: Path, where: str, kind: Any, why: str) -> None:
-    """A component that the older checkpoint lacks, or that stays because the number of ranks is another."""
-    rule = {"required": False} if why == "required" else {"sharing_pattern": "PER_RANK", "on_resize": "keep"}
+def test_a01_what_is_passed_over_leaves_nothing_behind(
+    tmp_path: Path, where: str, kind: Any, why: str
+) -> None:
+    """A component that the older checkpoint lacks, or that stays because the number of ranks is
+    another."""
+    rule = (
+        {"required": False}
+        if why == "required"
+        else {"sharing_pattern": "PER_RANK", "on_resize": "keep"}
+    )
 
     def parts(value: float, extra: bool = True) -> list[StateComponent]:
         model = StateComponent("model", kind({"w": torch.full((1 << 16,), value)}))
-        return [model, StateComponent("extra", kind({"w": torch.full((1 << 16,), value)}), **rule)][: 1 + extra]
+        return [model, StateComponent("extra", kind({"w": torch.full((1 << 16,), value)}), **rule)][
+            : 1 + extra
+        ]
 
     if why == "keep":
 
@@ -178,7 +216,11 @@ def test_a01_what_is_passed_over_leaves_nothing_behind(tmp_path: Path, where: st
         if why == "required":
             ckpt.save(1, parts(1.0, extra=False))
         ckpt.save(2, parts(2.0))
-    name = f"{where}.rank00000.safetensors" if (where, why) == ("extra", "keep") else f"{where}.safetensors"
+    name = (
+        f"{where}.rank00000.safetensors"
+        if (where, why) == ("extra", "keep")
+        else f"{where}.safetensors"
+    )
     flip(tmp_path / "checkpoint-2" / name)
     live = parts(0.0)
     with warnings.catch_warnings():
@@ -207,7 +249,10 @@ def test_a_fresh_start_is_refused_with_what_the_damage_left(tmp_path: Path) -> N
 
 def test_a_component_that_need_not_be_there_on_either_side(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ckpt:
-        ckpt.save(1, [StateComponent("model", {"w": 1}), StateComponent("cache", {"x": 1}, required=False)])
+        ckpt.save(
+            1,
+            [StateComponent("model", {"w": 1}), StateComponent("cache", {"x": 1}, required=False)],
+        )
         report = ckpt.restore([StateComponent("model", {"w": 0})])
         assert report.unexpected == ["cache"]
         ckpt.save(2, [StateComponent("model", {"w": 1}), StateComponent("cache", {"x": 1})])

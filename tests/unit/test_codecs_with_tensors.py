@@ -1,4 +1,5 @@
-"""Values of registered types that hold tensors: decoded from tensors that are read, compared, never taken for each other."""
+"""Values of registered types that hold tensors: decoded from tensors that are read, compared, never
+taken for each other."""
 
 from __future__ import annotations
 
@@ -66,13 +67,19 @@ def array(frame: Frame) -> np.ndarray:
     return np.frombuffer(frame.raw)
 
 
-register_codec(Ema, lambda e: {"shadow": e.shadow, "n": e.n}, lambda p: Ema(p["shadow"].clone(), p["n"]))
+register_codec(
+    Ema, lambda e: {"shadow": e.shadow, "n": e.n}, lambda p: Ema(p["shadow"].clone(), p["n"])
+)
 register_codec(Frame, lambda f: {"v": array(f)}, lambda p: Frame(p["v"].tobytes()))
-register_codec(Reversed, lambda f: {"v": array(f).copy()[::-1]}, lambda p: Reversed(p["v"][::-1].tobytes()))
+register_codec(
+    Reversed, lambda f: {"v": array(f).copy()[::-1]}, lambda p: Reversed(p["v"][::-1].tobytes())
+)
 register_codec(Copied, lambda f: {"v": array(f).copy()}, lambda p: Copied(p["v"].tobytes()))
 register_codec(Odd, lambda f: {"v": array(f)}, lambda p: Odd(p["v"].no_such_thing))
 register_codec(Table, dict, lambda p: Table({key: copied(item) for key, item in p.items()}))
-register_codec(Pairs, lambda t: list(t.items()), lambda p: Pairs((key, copied(item)) for key, item in p))
+register_codec(
+    Pairs, lambda t: list(t.items()), lambda p: Pairs((key, copied(item)) for key, item in p)
+)
 
 
 class Holder:
@@ -100,7 +107,9 @@ def saving(root: Path, world: int, state_of: Any, pattern: str, **how: Any) -> N
     run_ranks(world, program)
 
 
-def loading(root: Path, world: int, state_of: Any, pattern: str, broadcast: bool = False, **how: Any) -> list[Any]:
+def loading(
+    root: Path, world: int, state_of: Any, pattern: str, broadcast: bool = False, **how: Any
+) -> list[Any]:
     """What each rank was handed."""
 
     def program(comm: Any) -> Any:
@@ -113,7 +122,9 @@ def loading(root: Path, world: int, state_of: Any, pattern: str, broadcast: bool
 
 
 @pytest.mark.parametrize("kind", [Frame, Reversed, Copied])
-def test_arrays_that_a_codec_makes_are_not_taken_for_each_other(tmp_path: Path, kind: type[Frame]) -> None:
+def test_arrays_that_a_codec_makes_are_not_taken_for_each_other(
+    tmp_path: Path, kind: type[Frame]
+) -> None:
     # Each array is gone once it is copied for torch, and the next one may get its id.
     frames = [kind(np.arange(n, n + ITEMS, dtype=float).tobytes()) for n in range(4)]
     saving(tmp_path, 1, lambda _: {"f": frames}, "GLOBAL")
@@ -131,13 +142,17 @@ def nested(value: float) -> dict[str, Any]:
     return {
         "e": Ema(torch.full((3,), value), 5),
         "f": filled(Copied, value),
-        "q": deque([Ema(torch.full((2,), value + 1)), (Ema(torch.full((1,), value + 2)), "x")], maxlen=4),
+        "q": deque(
+            [Ema(torch.full((2,), value + 1)), (Ema(torch.full((1,), value + 2)), "x")], maxlen=4
+        ),
         "o": OrderedDict(a={"e": Ema(torch.full((4,), value + 3))}, b=[filled(Frame, value + 4)]),
         "plain": torch.full((2,), value),
     }
 
 
-@pytest.mark.parametrize(("transactional", "broadcast"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("transactional", "broadcast"), [(False, False), (True, False), (True, True)]
+)
 @pytest.mark.parametrize("live", ["the same", "nothing"])
 @pytest.mark.parametrize("wrap", [dict, Holder])
 @pytest.mark.parametrize("pattern", ["GLOBAL", "REPLICATED", "SHARDED"])
@@ -167,7 +182,9 @@ def test_decoding_comes_after_reading(
 @pytest.mark.parametrize("wrap", [lambda state: state, Holder], ids=["plain", "stateful"])
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("kind", [Table, Pairs])
-def test_a_dict_of_a_type_of_its_own(tmp_path: Path, pattern: str, wrap: Any, deep: bool, kind: type[dict]) -> None:
+def test_a_dict_of_a_type_of_its_own(
+    tmp_path: Path, pattern: str, wrap: Any, deep: bool, kind: type[dict]
+) -> None:
     def state(value: float) -> Any:
         table = kind(x=torch.full((2,), value), n=3)
         return wrap({"t": table} if deep else table)
@@ -175,22 +192,37 @@ def test_a_dict_of_a_type_of_its_own(tmp_path: Path, pattern: str, wrap: Any, de
     saving(tmp_path, 2, lambda _: state(4.0), pattern)
     for found in loading(tmp_path, 2, lambda _: state(0.0), pattern):
         table = found["t"] if deep else found
-        assert (type(table), list(table), table["x"].tolist(), table["n"]) == (kind, ["x", "n"], [4, 4], 3)
+        assert (type(table), list(table), table["x"].tolist(), table["n"]) == (
+            kind,
+            ["x", "n"],
+            [4, 4],
+            3,
+        )
 
 
 DIFFERENT = {
     "tensor of a codec": (lambda v: {"e": Ema(torch.full((2,), v))}, "e/shadow", "e/shadow"),
     "array of a codec": (lambda v: {"f": filled(Copied, v)}, "f/v", "f/v"),
     "value of a codec": (lambda v: {"e": Ema(torch.zeros(2), int(v))}, "e/n", "e"),
-    "tensor of a deque": (lambda v: {"a": 1, "window": deque([torch.full((4,), v)])}, "window/0/0", "window/0/0"),
-    "codec in a deque": (lambda v: {"w": deque([Ema(torch.full((2,), v))])}, "w/0/0/shadow", "w/0/0/shadow"),
+    "tensor of a deque": (
+        lambda v: {"a": 1, "window": deque([torch.full((4,), v)])},
+        "window/0/0",
+        "window/0/0",
+    ),
+    "codec in a deque": (
+        lambda v: {"w": deque([Ema(torch.full((2,), v))])},
+        "w/0/0/shadow",
+        "w/0/0/shadow",
+    ),
 }
 
 
 @pytest.mark.parametrize("level", ["QUICK", "TENSOR", "FULL"])
 @pytest.mark.parametrize("pattern", ["REPLICATED", "SHARDED"])
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_replicas_that_differ_are_refused_by_name(tmp_path: Path, what: str, pattern: str, level: str) -> None:
+def test_replicas_that_differ_are_refused_by_name(
+    tmp_path: Path, what: str, pattern: str, level: str
+) -> None:
     state_of, key, key_when_sharded = DIFFERENT[what]
     with pytest.raises(ReplicationMismatch) as found:
         saving(tmp_path, 2, lambda rank: state_of(1.0 + rank), pattern, validation_level=level)
@@ -208,7 +240,11 @@ def test_replicas_that_differ_are_refused_by_name(tmp_path: Path, what: str, pat
 @pytest.mark.parametrize("pattern", ["REPLICATED", "SHARDED"])
 def test_equal_replicas_pass_in_any_order(tmp_path: Path, pattern: str, level: str) -> None:
     def state(rank: int, value: float = 3.0) -> dict[str, Any]:
-        pairs = [("a", 1), ("w", deque([torch.full((4,), value)])), ("e", Ema(torch.full((2,), value), 6))]
+        pairs = [
+            ("a", 1),
+            ("w", deque([torch.full((4,), value)])),
+            ("e", Ema(torch.full((2,), value), 6)),
+        ]
         return dict(pairs[:: (-1) ** rank])
 
     saving(tmp_path, 2, state, pattern, validation_level=level)
@@ -219,7 +255,9 @@ def test_equal_replicas_pass_in_any_order(tmp_path: Path, pattern: str, level: s
 
 def test_a_codec_that_fails_is_named(tmp_path: Path) -> None:
     saving(tmp_path, 1, lambda _: {"f": filled(Odd, 1)}, "GLOBAL")
-    with pytest.raises(CheckpointCorrupt, match=r"component 'm': .*\.Odd': AttributeError.*no_such_thing"):
+    with pytest.raises(
+        CheckpointCorrupt, match=r"component 'm': .*\.Odd': AttributeError.*no_such_thing"
+    ):
         loading(tmp_path, 1, lambda _: {"f": filled(Odd, 0)}, "GLOBAL")
 
 
@@ -230,5 +268,8 @@ def test_values_can_be_looked_at_without_reading_tensors(tmp_path: Path) -> None
     found = open_checkpoint(tmp_path / "checkpoint-1").values("m")
     assert found["n"] == 2
     assert found["e"].payload["n"] == 5
-    assert (found["e"].payload["shadow"].name, found["e"].payload["shadow"].shape) == ("e/shadow", (3,))
+    assert (found["e"].payload["shadow"].name, found["e"].payload["shadow"].shape) == (
+        "e/shadow",
+        (3,),
+    )
     assert [info.name for info in found["q"]] == ["q/0/0"]

@@ -1,4 +1,5 @@
-"""B20 and crafted files: nothing runs, nothing outside the checkpoint is touched, and the error is ours."""
+"""B20 and crafted files: nothing runs, nothing outside the checkpoint is touched, and the error is
+ours."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from ckptcore import CheckpointCorrupt, CheckpointError, CheckpointManager, RNGState, UnsafePath, open_checkpoint
+from ckptcore import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointManager,
+    RNGState,
+    UnsafePath,
+    open_checkpoint,
+)
 from ckptcore.format.digest import content_digest
 from ckptcore.format.index import Index
 from ckptcore.format.values import encode
@@ -28,7 +36,9 @@ class Bomb:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     with CheckpointManager(tmp_path / "root") as ckpt:
-        ckpt.save(1, {"m": {"a": torch.arange(4.0), "b": torch.arange(4.0), "n": 1}, "rng": RNGState()})
+        ckpt.save(
+            1, {"m": {"a": torch.arange(4.0), "b": torch.arange(4.0), "n": 1}, "rng": RNGState()}
+        )
     return tmp_path / "root" / "checkpoint-1"
 
 
@@ -65,9 +75,17 @@ def live() -> dict:
 def ways_in(folder: Path):
     """Every way to read a checkpoint."""
     yield "load", lambda: CheckpointManager(folder.parent).load(live(), 1)
-    yield "transactional load", lambda: CheckpointManager(folder.parent).load(live(), 1, transactional=True)
+    yield (
+        "transactional load",
+        lambda: CheckpointManager(folder.parent).load(live(), 1, transactional=True),
+    )
     yield "values", lambda: [open_checkpoint(folder).values(key) for key in ("m", "rng")]
-    yield "read", lambda: [open_checkpoint(folder).read(t.full_name) for t in open_checkpoint(folder).tensors()]
+    yield (
+        "read",
+        lambda: [
+            open_checkpoint(folder).read(t.full_name) for t in open_checkpoint(folder).tensors()
+        ],
+    )
 
 
 def refused(folder: Path, kind: type[CheckpointError] = CheckpointError) -> int:
@@ -84,15 +102,28 @@ def refused(folder: Path, kind: type[CheckpointError] = CheckpointError) -> int:
 
 
 @pytest.mark.parametrize(
-    "file", ["m.safetensors", "rng.rank00000.safetensors", "index.rank00000.msgpack", "checkpoint_manifest.json"]
+    "file",
+    [
+        "m.safetensors",
+        "rng.rank00000.safetensors",
+        "index.rank00000.msgpack",
+        "checkpoint_manifest.json",
+    ],
 )
-def test_b20_a_pickle_in_place_of_a_file_never_runs(folder: Path, file: str, tmp_path: Path) -> None:
+def test_b20_a_pickle_in_place_of_a_file_never_runs(
+    folder: Path, file: str, tmp_path: Path
+) -> None:
     pwned = tmp_path / "pwned"
     data = pickle.dumps(Bomb(str(pwned)))
     (folder / file).write_bytes(data)
-    assert refused(folder, CheckpointCorrupt) >= 3, "all ways but that to the plain values read every file"
+    assert refused(folder, CheckpointCorrupt) >= 3, (
+        "all ways but that to the plain values read every file"
+    )
     if file != "checkpoint_manifest.json":
-        resign(folder, lambda document: document["files"].update({file: [len(data), content_digest(data), 0]}))
+        resign(
+            folder,
+            lambda document: document["files"].update({file: [len(data), content_digest(data), 0]}),
+        )
         assert refused(folder) >= 2
     assert not pwned.exists()
 
@@ -129,14 +160,23 @@ def test_b20_random_states_need_no_allow_lists(tmp_path: Path) -> None:
     assert (random.random(), np.random.rand()) == expected
 
 
-NAMES = ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "..", "s3://bucket/x", "checkpoint_manifest.json"]
+NAMES = [
+    "../outside.safetensors",
+    "/etc/passwd",
+    "a/b.safetensors",
+    "..",
+    "s3://bucket/x",
+    "checkpoint_manifest.json",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_file_names_that_leave_are_refused_and_never_deleted(folder: Path, name: str) -> None:
     outside = folder.parent / "outside.safetensors"
     outside.write_bytes(b"mine")
-    resign(folder, lambda document: document["files"].update({name: [4, content_digest(b"mine"), 0]}))
+    resign(
+        folder, lambda document: document["files"].update({name: [4, content_digest(b"mine"), 0]})
+    )
     with pytest.raises(UnsafePath):
         open_checkpoint(folder)
     with pytest.raises(CheckpointError):
@@ -186,7 +226,7 @@ CHANGES = {
     "no tree": lambda index: setattr(index.components["m"], "tree", None),
     "tensor that is not there": lambda index: index.components["m"].tensors.pop(),
     "component that is not there": lambda index: index.components.pop("m"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())

@@ -13,10 +13,25 @@ from ckptcore import CheckpointManager, UnsupportedValue
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 NATIVE = [
-    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
-    torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-]  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
 REFUSED = {torch.qint8, torch.qint32, torch.quint8, torch.quint2x4, torch.quint4x2}
 
 
@@ -44,7 +59,9 @@ def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in REFUSED], ids=name)
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_b38_dtype_comes_back_bit_for_bit(dtype: torch.dtype, transactional: bool, tmp_path: Path) -> None:
+def test_b38_dtype_comes_back_bit_for_bit(
+    dtype: torch.dtype, transactional: bool, tmp_path: Path
+) -> None:
     saved = every_bit(dtype)
     live = {"t": zeros(dtype, 2, 3), "scalar": zeros(dtype, 1)[0], "none": zeros(dtype, 0, 3)}
     with CheckpointManager(tmp_path) as ckpt:
@@ -61,7 +78,9 @@ def test_b38_dtype_comes_back_bit_for_bit(dtype: torch.dtype, transactional: boo
 
 @pytest.mark.parametrize("dtype", sorted(REFUSED, key=str), ids=name)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_b38_quantized_dtypes_are_refused_before_a_byte_is_written(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_b38_quantized_dtypes_are_refused_before_a_byte_is_written(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     if dtype in (torch.quint4x2, torch.quint2x4):
         scales, zeros = torch.ones(2), torch.zeros(2)
         made = torch.quantize_per_channel(torch.ones(2, 4), scales, zeros, 0, torch.quint4x2)
@@ -69,7 +88,10 @@ def test_b38_quantized_dtypes_are_refused_before_a_byte_is_written(dtype: torch.
             pytest.skip("this torch makes no tensor of it")
     else:
         made = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, dtype)
-    with CheckpointManager(tmp_path / "root") as ckpt, pytest.raises(UnsupportedValue, match=name(dtype)) as caught:
+    with (
+        CheckpointManager(tmp_path / "root") as ckpt,
+        pytest.raises(UnsupportedValue, match=name(dtype)) as caught,
+    ):
         ckpt.save(1, {"net": {"layer": {"q": made}}})
     assert (caught.value.component, caught.value.key) == ("net", "layer/q")
     assert not (tmp_path / "root").exists() or list((tmp_path / "root").iterdir()) == []

@@ -1,4 +1,5 @@
-"""A stranger's reader and writer, made from docs/format.md alone: the document says enough, and says what is so.
+"""A stranger's reader and writer, made from docs/format.md alone: the document says enough, and
+says what is so.
 
 The first half imports nothing of ckptcore. Section numbers are those of the document.
 """
@@ -28,7 +29,14 @@ NATIVE = {
     4: "U32 I32 F32",
     8: "U64 I64 F64 C64",
 }
-AS_BYTES = {"bits16": 2, "complex32": 4, "complex128": 16, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1, "bits8": 1}
+AS_BYTES = {
+    "bits16": 2,
+    "complex32": 4,
+    "complex128": 16,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "bits8": 1,
+}
 ITEM = {name: size for size, names in NATIVE.items() for name in names.split()} | AS_BYTES
 PLAIN_NAME = re.compile(r"[^/\\:\x00-\x1f\x7f]{1,255}")
 KINDS = {7: "time", 8: "path", 9: "numpy scalar", 11: "registered"}
@@ -58,7 +66,9 @@ class Tagged:
     payload: Any
 
 
-def box_of(layout: Any, meshes: list[Any], shape: list[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(
+    layout: Any, meshes: list[Any], shape: list[int], rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Section 9: offset and shape of the box that a rank of the mesh holds."""
     mesh, ranks = meshes[layout[0]]
     place, placements = np.unravel_index(ranks.index(rank), mesh), layout[1].split()
@@ -79,7 +89,9 @@ def writers_of(layout: Any, meshes: list[Any], shape: list[int]) -> Iterator[tup
     if isinstance(layout, int):
         yield layout, ((0,) * len(shape), tuple(shape))
     elif isinstance(layout, dict):
-        yield from ((writer, (tuple(offset), tuple(size))) for writer, offset, size in layout["boxes"])
+        yield from (
+            (writer, (tuple(offset), tuple(size))) for writer, offset, size in layout["boxes"]
+        )
     else:
         mesh, ranks = meshes[layout[0]]
         for rank, place in zip(ranks, product(*map(range, mesh)), strict=True):
@@ -101,13 +113,21 @@ class Reader:
         """Section 3."""
         body, ending = data[:-50], data[-50:]
         found = re.fullmatch(rb',\n "digest": "([0-9a-f]{32})"\n}\n', ending)
-        check(found and found[1].decode() == xxhash.xxh3_128_hexdigest(body), "the manifest's digest")
+        check(
+            found and found[1].decode() == xxhash.xxh3_128_hexdigest(body), "the manifest's digest"
+        )
         manifest = json.loads(body + b"\n}")
         check(manifest["format"] == "ckptcore", "the manifest's format")
         version = manifest["format_version"]
         check(int(version.split(".")[0]) <= 1, f"format version {version} is newer than 1")
-        for name in [*manifest["files"], *(n for c in manifest["components"].values() for n in c["files"])]:
-            check(PLAIN_NAME.fullmatch(name) and name not in (".", "..", MANIFEST), f"the name {name!r}")
+        for name in [
+            *manifest["files"],
+            *(n for c in manifest["components"].values() for n in c["files"]),
+        ]:
+            check(
+                PLAIN_NAME.fullmatch(name) and name not in (".", "..", MANIFEST),
+                f"the name {name!r}",
+            )
         return manifest
 
     def copies(self, key: str) -> list[tuple[str, list[int]]]:
@@ -116,10 +136,17 @@ class Reader:
         if component["pattern"] == "PER_RANK":
             return [(f".rank{rank:05d}", [rank]) for rank in world]
         if component["pattern"] == "PER_NODE":
-            return [(f".node{number:05d}", ranks) for number, ranks in enumerate(self.manifest["nodes"])]
+            return [
+                (f".node{number:05d}", ranks) for number, ranks in enumerate(self.manifest["nodes"])
+            ]
         if component["pattern"] == "PER_GROUP":
-            names = component["group_keys"] or [f"{n:05d}" for n in range(len(component["partition"]))]
-            return [(f".{component['group']}-{n}", p) for n, p in zip(names, component["partition"], strict=True)]
+            names = component["group_keys"] or [
+                f"{n:05d}" for n in range(len(component["partition"]))
+            ]
+            return [
+                (f".{component['group']}-{n}", p)
+                for n, p in zip(names, component["partition"], strict=True)
+            ]
         return [("", list(world))]
 
     def index(self, writer: int) -> Any:
@@ -128,10 +155,16 @@ class Reader:
             name = f"index.rank{writer:05d}.msgpack"
             data = (self.folder / name).read_bytes()
             check(
-                [len(data), xxhash.xxh3_128_hexdigest(data), writer] == self.manifest["files"][name], f"digest {name}"
+                [len(data), xxhash.xxh3_128_hexdigest(data), writer]
+                == self.manifest["files"][name],
+                f"digest {name}",
             )
             index = msgpack.unpackb(data, unicode_errors="surrogatepass")
-            check((index["format"], index["version"], index["writer"]) == ("ckptcore.index", 1, writer), name)
+            check(
+                (index["format"], index["version"], index["writer"])
+                == ("ckptcore.index", 1, writer),
+                name,
+            )
             parts: dict[str, list[tuple[int, bytes]]] = {file: [] for file in index["files"]}
             for component in index["components"].values():
                 for row in component.get("tensors", []):
@@ -142,7 +175,8 @@ class Reader:
             for file, (size, header_size, digest) in index["files"].items():
                 together = b"".join([digest, *(digests for _, digests in sorted(parts[file]))])
                 check(
-                    [size, xxhash.xxh3_128_hexdigest(together), writer] == self.manifest["files"][file],
+                    [size, xxhash.xxh3_128_hexdigest(together), writer]
+                    == self.manifest["files"][file],
                     f"digest {file}",
                 )
                 content = (self.folder / file).read_bytes()
@@ -154,7 +188,10 @@ class Reader:
 
     def check_tensor_file(self, content: bytes, header_size: int) -> None:
         """Section 5: what the tables say of every tensor file."""
-        check(header_size % 4096 == 0 and header_size == 8 + int.from_bytes(content[:8], "little"), "padding")
+        check(
+            header_size % 4096 == 0 and header_size == 8 + int.from_bytes(content[:8], "little"),
+            "padding",
+        )
         header = json.loads(content[8:header_size])
         check(next(iter(header.items())) == ("__metadata__", {"format": "pt"}), "metadata")
         del header["__metadata__"]
@@ -162,7 +199,11 @@ class Reader:
         at = 0
         for entry in header.values():
             size = ITEM[entry["dtype"]]
-            check(entry["data_offsets"] == [at, at + size * math.prod(entry["shape"])] and at % size == 0, "place")
+            check(
+                entry["data_offsets"] == [at, at + size * math.prod(entry["shape"])]
+                and at % size == 0,
+                "place",
+            )
             at = entry["data_offsets"][1]
         check(header_size + at == len(content), "end")
 
@@ -170,7 +211,10 @@ class Reader:
         """Section 8: the bytes of one tensor or box, every chunk checked."""
         data = (self.folder / file).read_bytes()[start : start + size]
         chunks = [data[at : at + CHUNK] for at in range(0, size, CHUNK)]
-        check(len(data) == size and b"".join(map(xxhash.xxh3_64_digest, chunks)) == digests, f"a chunk of {file}")
+        check(
+            len(data) == size and b"".join(map(xxhash.xxh3_64_digest, chunks)) == digests,
+            f"a chunk of {file}",
+        )
         return data
 
     def component(self, key: str, copy: int = 0) -> Any:
@@ -182,7 +226,10 @@ class Reader:
             return self.value(first["tree"], tensors)
         parts = {w: self.index(w)["components"][key] for w in component["writers"] if w in members}
         rows = {row[0]: row for part in parts.values() for row in part["tensors"]}
-        check(sorted(rows) == list(range(sum(len(p["tensors"]) for p in parts.values()))), "numbers of tensors")
+        check(
+            sorted(rows) == list(range(sum(len(p["tensors"]) for p in parts.values()))),
+            "numbers of tensors",
+        )
         tensors = []
         for number in range(len(rows)):
             _, _, dtype, shape, _, _, _, _, alias = rows[number]
@@ -193,8 +240,11 @@ class Reader:
 
     def sharded(self, key: str, table: Any) -> list[Tensor]:
         found: list[Tensor] = []
-        pieces = {(w, piece[0]): piece[1:] for w in self.manifest["components"][key]["writers"]
-                  for piece in self.index(w)["components"][key]["pieces"]}  # fmt: skip
+        pieces = {
+            (w, piece[0]): piece[1:]
+            for w in self.manifest["components"][key]["writers"]
+            for piece in self.index(w)["components"][key]["pieces"]
+        }
         for number, (_, dtype, shape, alias, layout) in enumerate(table["tensors"]):
             if alias is not None:
                 number, layout = alias, table["tensors"][alias][4]
@@ -202,10 +252,16 @@ class Reader:
             for writer, (offset, size) in writers_of(layout, table["meshes"], shape):
                 data = self.bytes_of(*pieces[writer, number], ITEM[dtype] * math.prod(size))
                 place = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-                whole[place] = np.frombuffer(data, whole.dtype).reshape(size) if data else whole[place]
+                whole[place] = (
+                    np.frombuffer(data, whole.dtype).reshape(size) if data else whole[place]
+                )
             found.append(Tensor(dtype, tuple(shape), whole.tobytes()))
-        told = {(w, n) for n, row in enumerate(table["tensors"]) if row[3] is None
-                for w, _ in writers_of(row[4], table["meshes"], row[2])}  # fmt: skip
+        told = {
+            (w, n)
+            for n, row in enumerate(table["tensors"])
+            if row[3] is None
+            for w, _ in writers_of(row[4], table["meshes"], row[2])
+        }
         check(told == set(pieces), "pieces that the table does not tell, or lacks")
         return found
 
@@ -231,25 +287,35 @@ class Reader:
             check(code in KINDS, f"extension {code}")
             return Tagged(KINDS[code], inner)
 
-        return msgpack.unpackb(data, ext_hook=extension, strict_map_key=False, unicode_errors="surrogatepass")
+        return msgpack.unpackb(
+            data, ext_hook=extension, strict_map_key=False, unicode_errors="surrogatepass"
+        )
 
     def check_checksums(self) -> None:
-        """Section 8: the checksums of components, and the digests of files that no index describes."""
+        """Section 8: the checksums of components, and the digests of files that no index
+        describes."""
         for key, component in self.manifest["components"].items():
             lowest = [min(members) for _, members in self.copies(key)]
             if component["pattern"] == "SHARDED":
                 lowest = list(range(self.manifest["world_size"]))
             trees = [
-                self.index(w)["components"].get(key, {}).get("tree") if w in component["writers"] else None
+                self.index(w)["components"].get(key, {}).get("tree")
+                if w in component["writers"]
+                else None
                 for w in lowest
             ]
             parts = [xxhash.xxh3_128_digest(tree or b"") for tree in trees]
             parts += [bytes.fromhex(self.manifest["files"][name][1]) for name in component["files"]]
-            check(xxhash.xxh3_128_hexdigest(b"".join(parts)) == component["checksum"], f"checksum of {key}")
+            check(
+                xxhash.xxh3_128_hexdigest(b"".join(parts)) == component["checksum"],
+                f"checksum of {key}",
+            )
         for name, (size, digest, _) in self.manifest["files"].items():
             if name.endswith(".json"):
                 data = (self.folder / name).read_bytes()
-                check((len(data), xxhash.xxh3_128_hexdigest(data)) == (size, digest), f"digest {name}")
+                check(
+                    (len(data), xxhash.xxh3_128_hexdigest(data)) == (size, digest), f"digest {name}"
+                )
 
 
 def ended(document: dict[str, Any]) -> bytes:
@@ -258,12 +324,18 @@ def ended(document: dict[str, Any]) -> bytes:
     return body + b',\n "digest": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def write_checkpoint(folder: Path, tree: bytes, tensors: list[tuple[str, str, list[int], bytes]]) -> None:
+def write_checkpoint(
+    folder: Path, tree: bytes, tensors: list[tuple[str, str, list[int], bytes]]
+) -> None:
     """A checkpoint of one component, "model", by one process; no two bytes decided by ckptcore."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, dtype, shape, raw in sorted(tensors, key=lambda t: (-ITEM[t[1]], t[0])):
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 4096)
@@ -271,27 +343,67 @@ def write_checkpoint(folder: Path, tree: bytes, tensors: list[tuple[str, str, li
     digest = xxhash.xxh3_128_digest(head)
     rows, digests = [], {}
     for number, (name, dtype, shape, raw) in enumerate(tensors):
-        chunks = b"".join(xxhash.xxh3_64_digest(raw[at : at + CHUNK]) for at in range(0, len(raw), CHUNK))
+        chunks = b"".join(
+            xxhash.xxh3_64_digest(raw[at : at + CHUNK]) for at in range(0, len(raw), CHUNK)
+        )
         start = len(head) + header[name]["data_offsets"][0]
         rows.append([number, name, dtype, shape, "m.safetensors", None, start, chunks, None])
         digests[start] = chunks
-    together = xxhash.xxh3_128_hexdigest(digest + b"".join(digests[start] for start in sorted(digests)))
+    together = xxhash.xxh3_128_hexdigest(
+        digest + b"".join(digests[start] for start in sorted(digests))
+    )
     size = len(head) + len(data)
-    index = msgpack.packb({
-        "format": "ckptcore.index", "version": 1, "writer": 0, "files": {"m.safetensors": [size, len(head), digest]},
-        "components": {"model": {"tree": tree, "tensors": rows}}})  # fmt: skip
+    index = msgpack.packb(
+        {
+            "format": "ckptcore.index",
+            "version": 1,
+            "writer": 0,
+            "files": {"m.safetensors": [size, len(head), digest]},
+            "components": {"model": {"tree": tree, "tensors": rows}},
+        }
+    )
     component = {
-        "pattern": "GLOBAL", "writers": [0], "group": None, "partition": None, "group_keys": None,
-        "files": ["m.safetensors"], "size_bytes": len(data), "tensors": len(rows), "required": True, "metadata": {},
-        "checksum": xxhash.xxh3_128_hexdigest(xxhash.xxh3_128_digest(tree) + bytes.fromhex(together)),
-        "of tomorrow": 1}  # fmt: skip
+        "pattern": "GLOBAL",
+        "writers": [0],
+        "group": None,
+        "partition": None,
+        "group_keys": None,
+        "files": ["m.safetensors"],
+        "size_bytes": len(data),
+        "tensors": len(rows),
+        "required": True,
+        "metadata": {},
+        "checksum": xxhash.xxh3_128_hexdigest(
+            xxhash.xxh3_128_digest(tree) + bytes.fromhex(together)
+        ),
+        "of tomorrow": 1,
+    }
     manifest = {
-        "format": "ckptcore", "format_version": "1.7", "checkpoint_id": "1", "step": 7, "run_id": "r", "attempt_id": "a",
-        "sequence": 1, "created": "2026-01-31T12:00:00.000Z", "world_size": 1, "nodes": [[0]], "groups": {},
-        "components": {"model": component}, "metrics": {"loss": "nan"}, "metrics_step": 7, "training_args_hash": None,
-        "files": {"m.safetensors": [size, together, 0],
-                  "index.rank00000.msgpack": [len(index), xxhash.xxh3_128_hexdigest(index), 0]},
-        "versions": {}, "environment": {}, "timings": {}, "metadata": {"note": "é"}, "of tomorrow": [1]}  # fmt: skip
+        "format": "ckptcore",
+        "format_version": "1.7",
+        "checkpoint_id": "1",
+        "step": 7,
+        "run_id": "r",
+        "attempt_id": "a",
+        "sequence": 1,
+        "created": "2026-01-31T12:00:00.000Z",
+        "world_size": 1,
+        "nodes": [[0]],
+        "groups": {},
+        "components": {"model": component},
+        "metrics": {"loss": "nan"},
+        "metrics_step": 7,
+        "training_args_hash": None,
+        "files": {
+            "m.safetensors": [size, together, 0],
+            "index.rank00000.msgpack": [len(index), xxhash.xxh3_128_hexdigest(index), 0],
+        },
+        "versions": {},
+        "environment": {},
+        "timings": {},
+        "metadata": {"note": "é"},
+        "of tomorrow": [1],
+    }
     folder.mkdir(parents=True)
     (folder / "m.safetensors").write_bytes(head + data)
     (folder / "index.rank00000.msgpack").write_bytes(index)
@@ -326,9 +438,16 @@ from ckptcore.testing.ranks import run_ranks  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.float64: "F64", torch.bool: "BOOL",
-    torch.complex128: "complex128", torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.uint16: "U16",
-}  # fmt: skip
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.bool: "BOOL",
+    torch.complex128: "complex128",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+}
 
 
 @pytest.fixture
@@ -351,7 +470,9 @@ class Tied(nn.Module):
         self.emb, self.head = nn.Embedding(9, 5), nn.Linear(5, 9, bias=False)
         self.head.weight = self.emb.weight
         self.norm = nn.LayerNorm(5, dtype=torch.bfloat16)
-        self.register_buffer("large", torch.arange(1_300_000, dtype=torch.float32))  # more than one chunk
+        self.register_buffer(
+            "large", torch.arange(1_300_000, dtype=torch.float32)
+        )  # more than one chunk
         self.register_buffer("none", torch.zeros(0, 3))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -368,8 +489,10 @@ VALUES = {
     "array": np.arange(6, dtype=">i2").reshape(2, 3),
 }
 TAGGED = {
-    "when": (dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC),
-             Tagged("time", ["datetime", "2026-01-31T12:00:00", 0, ["timezone", 0, 0, 0, "UTC"]])),
+    "when": (
+        dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC),
+        Tagged("time", ["datetime", "2026-01-31T12:00:00", 0, ["timezone", 0, 0, 0, "UTC"]]),
+    ),
     "day": (dt.date(2026, 1, 31), Tagged("time", ["date", "2026-01-31"])),
     "span": (dt.timedelta(1, 2, 3), Tagged("time", ["timedelta", 1, 2, 3])),
     "path": (pathlib.PurePosixPath("a/b"), Tagged("path", ["PurePosixPath", "a/b"])),
@@ -381,7 +504,7 @@ TAGGED = {
     "range": (range(1, 9, 2), Tagged("registered", ["range", [1, 9, 2]])),
     "size": (torch.Size([2, 3]), Tagged("registered", ["torch.Size", [2, 3]])),
     "dtype": (torch.bfloat16, Tagged("registered", ["torch.dtype", "bfloat16"])),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -393,7 +516,10 @@ def single(tmp_path: Path) -> tuple[Path, Any, Any, Any]:
     optimizer.step()
     nested = {
         "a/b~c": {0: torch.tensor([True, False]), "0": torch.tensor(2.5, dtype=torch.float64)},
-        "list": [torch.zeros(3, dtype=torch.complex128), (torch.ones(2, 2).to(torch.float8_e4m3fn),)],
+        "list": [
+            torch.zeros(3, dtype=torch.complex128),
+            (torch.ones(2, 2).to(torch.float8_e4m3fn),),
+        ],
         "big array": np.arange(1000, dtype=np.float64),
     }
     state = {"model": model, "optimizer": optimizer, "nested": nested, "values": VALUES}
@@ -411,7 +537,10 @@ def test_a_stranger_reads_a_checkpoint_of_one_process(single, stored, same) -> N
     assert found == stored(dict(model.state_dict()))
     assert reader.component("optimizer") == stored(OptimizerState(optimizer, model).state_dict())
     rows = {row[1]: row for row in reader.index(0)["components"]["model"]["tensors"]}
-    assert rows["head.weight"][8] == rows["emb.weight"][0] or rows["emb.weight"][8] == rows["head.weight"][0]
+    assert (
+        rows["head.weight"][8] == rows["emb.weight"][0]
+        or rows["emb.weight"][8] == rows["head.weight"][0]
+    )
     assert list(rows) == sorted(rows) and len(rows["large"][7]) == 16
     array = nested.pop("big array")
     found = reader.component("nested")
@@ -454,7 +583,12 @@ FULL = {
     "stage": torch.arange(3.0) + 0.5,
 }
 CUTS = {"column": "s0 S0", "row": "S0 S1", "hsdp": "R S0", "twice": "S0 S0", "complex": "S0 R"}
-BOXES = [((0, 0), (1, 6)), ((1, 0), (3, 2)), ((1, 2), (3, 3)), ((1, 5), (3, 1))]  # one for each rank
+BOXES = [
+    ((0, 0), (1, 6)),
+    ((1, 0), (3, 2)),
+    ((1, 2), (3, 3)),
+    ((1, 5), (3, 1)),
+]  # one for each rank
 GROUPS = [[0, 2], [1, 3]]
 SPLIT = {name: torch.full((3,), float(number)) for number, name in enumerate("abcdef")}
 
@@ -470,19 +604,24 @@ def dtensor(full: torch.Tensor, placements: str, rank: int) -> DTensor:
         "s": lambda d: _StridedShard(int(d), split_factor=2),
     }
     cuts = [kinds[p[0]](p[1:]) for p in placements.split()]
-    return DTensor.from_local(local, mesh, cuts, run_check=False, shape=full.shape, stride=full.stride())
+    return DTensor.from_local(
+        local, mesh, cuts, run_check=False, shape=full.shape, stride=full.stride()
+    )
 
 
 @pytest.fixture
 def sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of four ranks with every sharing pattern; replicated state is split over the ranks."""
+    """A checkpoint of four ranks with every sharing pattern; replicated state is split over the
+    ranks."""
     monkeypatch.setattr("ckptcore.saving.plan.MIN_SHARE_BYTES", 1)
 
     def program(comm: Any) -> None:
         rank = comm.rank
         state: dict[str, Any] = {name: dtensor(FULL[name], cut, rank) for name, cut in CUTS.items()}
         offset, size = BOXES[rank]
-        part = FULL["boxes"][tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].clone()
+        part = FULL["boxes"][
+            tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+        ].clone()
         state["boxes"] = Shard(part, (4, 6), offset)
         state["rows/1"] = Shard(FULL["rows/1"][rank : rank + 1 + rank // 3].clone(), (5,), (rank,))
         state["plain"] = state["tied"] = FULL["plain"].clone()
@@ -492,14 +631,23 @@ def sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             state["stage"] = FULL["stage"].clone()
         components = [
             StateComponent("model", state, SharingPattern.SHARDED),
-            StateComponent("own", {"rank": rank, "t": torch.full((2,), float(rank))}, SharingPattern.PER_RANK),
-            StateComponent("loader", {"group": rank % 2, "t": torch.full((2,), float(rank % 2))}, SharingPattern.PER_GROUP,
-                           process_group_name="dp", group_key=["even", "odd"][rank % 2]),
+            StateComponent(
+                "own", {"rank": rank, "t": torch.full((2,), float(rank))}, SharingPattern.PER_RANK
+            ),
+            StateComponent(
+                "loader",
+                {"group": rank % 2, "t": torch.full((2,), float(rank % 2))},
+                SharingPattern.PER_GROUP,
+                process_group_name="dp",
+                group_key=["even", "odd"][rank % 2],
+            ),
             StateComponent("cache", {"node": torch.tensor(rank)}, SharingPattern.PER_NODE),
             StateComponent("args", {"lr": 0.1}, SharingPattern.REPLICATED),
             StateComponent("split", SPLIT, SharingPattern.REPLICATED),
-        ]  # fmt: skip
-        with CheckpointManager(tmp_path, comm=comm, run_id="r", process_groups={"dp": GROUPS}) as manager:
+        ]
+        with CheckpointManager(
+            tmp_path, comm=comm, run_id="r", process_groups={"dp": GROUPS}
+        ) as manager:
             manager.save(3, components)
 
     run_ranks(4, program, nodes=[[0, 1], [2, 3]])
@@ -522,31 +670,49 @@ def test_a_stranger_reads_a_checkpoint_of_four_ranks(sharded, stored) -> None:
         expected = {"rank": rank, "t": torch.full((2,), float(rank))}
         assert reader.component("own", rank) == stored(expected)
     for number, label in enumerate(["even", "odd"]):
-        assert reader.component("loader", number) == stored({"group": number, "t": torch.full((2,), float(number))})
+        assert reader.component("loader", number) == stored(
+            {"group": number, "t": torch.full((2,), float(number))}
+        )
         assert components["loader"]["files"][number] == f"loader.dp-{label}.safetensors"
     assert [reader.component("cache", node) for node in (0, 1)] == [
-        stored({"node": torch.tensor(0)}), stored({"node": torch.tensor(2)})]  # fmt: skip
+        stored({"node": torch.tensor(0)}),
+        stored({"node": torch.tensor(2)}),
+    ]
     assert reader.component("args") == {"lr": 0.1}
     assert reader.component("split") == stored(SPLIT)
-    assert {writer: [row[1] for row in reader.index(writer)["components"]["split"]["tensors"]] for writer in range(4)} == {
-        0: ["a", "e"], 1: ["b", "f"], 2: ["c"], 3: ["d"]}  # fmt: skip
+    assert {
+        writer: [row[1] for row in reader.index(writer)["components"]["split"]["tensors"]]
+        for writer in range(4)
+    } == {0: ["a", "e"], 1: ["b", "f"], 2: ["c"], 3: ["d"]}
     weights = json.loads((sharded / "split.safetensors.index.json").read_text())
     assert (
-        weights["metadata"] == {"total_size": 72} and weights["weight_map"]["c"] == "split-00003-of-00004.safetensors"
+        weights["metadata"] == {"total_size": 72}
+        and weights["weight_map"]["c"] == "split-00003-of-00004.safetensors"
     )
-    assert sorted({*reader.manifest["files"], MANIFEST}) == sorted(path.name for path in sharded.iterdir())
+    assert sorted({*reader.manifest["files"], MANIFEST}) == sorted(
+        path.name for path in sharded.iterdir()
+    )
 
 
 def test_the_worked_example() -> None:
     mesh = [[[2, 2], [0, 1, 2, 3]], [[2, 4], list(range(8))]]
     text = DOCUMENT.read_text().split("### Worked example")[1].split("\n## ")[0]
-    column, row, hsdp = (re.findall(r"^\| \d.*\|$", table, re.M) for table in re.split(r"layout\s`\[", text)[1:])
+    column, row, hsdp = (
+        re.findall(r"^\| \d.*\|$", table, re.M) for table in re.split(r"layout\s`\[", text)[1:]
+    )
     for line, rank in zip(column, range(4), strict=True):
         offset, size = box_of([0, "s0 S0"], mesh, [10, 3], rank)
         place = np.unravel_index(rank, (2, 2))
         tensor_parallel = f"rows {place[1] * 5} to {place[1] * 5 + 5}"
         rows = f"rows {offset[0]} to {offset[0] + size[0]}"
-        cells = [rank, f"{place[0]}, {place[1]}", tensor_parallel, rows, str(offset)[1:-1], str(size)[1:-1]]
+        cells = [
+            rank,
+            f"{place[0]}, {place[1]}",
+            tensor_parallel,
+            rows,
+            str(offset)[1:-1],
+            str(size)[1:-1],
+        ]
         assert line == f"| {' | '.join(map(str, cells))} |"
     for line, rank in zip(row, range(4), strict=True):
         offset, size = box_of([0, "S0 S1"], mesh, [3, 10], rank)
@@ -579,7 +745,11 @@ def test_the_real_example(tmp_path: Path) -> None:
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
         return (
-            value.hex() if isinstance(value, bytes) else list(map(plain, value)) if isinstance(value, list) else value
+            value.hex()
+            if isinstance(value, bytes)
+            else list(map(plain, value))
+            if isinstance(value, list)
+            else value
         )
 
     assert json.loads(as_json) == plain(reader.index(0))
@@ -590,11 +760,22 @@ def test_the_real_example(tmp_path: Path) -> None:
 
 
 def test_ckptcore_reads_what_a_stranger_wrote(tmp_path: Path, stored, bits) -> None:
-    state = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor([1, 0], dtype=torch.bool), "n": (1, 2)}
-    tree = msgpack.packb({
-        "a": msgpack.ExtType(12, msgpack.packb([1, False])), "b": msgpack.ExtType(12, msgpack.packb([0, False])),
-        "n": msgpack.ExtType(2, msgpack.packb([1, 2]))})  # fmt: skip
-    rows = [(name, NAMES[state[name].dtype], list(state[name].shape), bits(state[name])) for name in "ba"]
+    state = {
+        "b": torch.arange(6.0).reshape(2, 3),
+        "a": torch.tensor([1, 0], dtype=torch.bool),
+        "n": (1, 2),
+    }
+    tree = msgpack.packb(
+        {
+            "a": msgpack.ExtType(12, msgpack.packb([1, False])),
+            "b": msgpack.ExtType(12, msgpack.packb([0, False])),
+            "n": msgpack.ExtType(2, msgpack.packb([1, 2])),
+        }
+    )
+    rows = [
+        (name, NAMES[state[name].dtype], list(state[name].shape), bits(state[name]))
+        for name in "ba"
+    ]
     folder = tmp_path / "checkpoint-7"
     write_checkpoint(folder, tree, rows)
     assert Reader(folder).component("model") == stored(state)
@@ -609,7 +790,11 @@ def test_ckptcore_reads_what_a_stranger_wrote(tmp_path: Path, stored, bits) -> N
 
 
 def test_newer_major_versions_are_refused_by_name(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "c", msgpack.packb({"t": msgpack.ExtType(12, b"\x92\0\xc2")}), [("t", "U8", [1], b"x")])
+    write_checkpoint(
+        tmp_path / "c",
+        msgpack.packb({"t": msgpack.ExtType(12, b"\x92\0\xc2")}),
+        [("t", "U8", [1], b"x")],
+    )
     manifest = json.loads((tmp_path / "c" / MANIFEST).read_text())
     del manifest["digest"]
     (tmp_path / "c" / MANIFEST).write_bytes(ended({**manifest, "format_version": "2.0"}))

@@ -1,4 +1,5 @@
-"""Storages that want to be asked for more than one chunk at once: the same values, in fewer reads."""
+"""Storages that want to be asked for more than one chunk at once: the same values, in fewer
+reads."""
 
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class Asked(LocalStorage):
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "reads"), [(0, [4 * MIB, 4 * MIB, 4 * MIB, MIB]), (8 * MIB, [5 * MIB, 8 * MIB])]
+    ("request_bytes", "reads"),
+    [(0, [4 * MIB, 4 * MIB, 4 * MIB, MIB]), (8 * MIB, [5 * MIB, 8 * MIB])],
 )
 @pytest.mark.parametrize("strided", [False, True])
 def test_chunks_that_are_neighbours_come_together(
@@ -42,7 +44,10 @@ def test_chunks_that_are_neighbours_come_together(
     # 12 MiB and 1 MiB, in this order in the file.
     saved = {"a": torch.randn(1024, 3072), "b": torch.randn(512, 512)}
     CheckpointManager(tmp_path).save(1, {"m": saved})
-    live = {name: torch.zeros(t.shape[::-1]).t() if strided else torch.zeros(t.shape) for name, t in saved.items()}
+    live = {
+        name: torch.zeros(t.shape[::-1]).t() if strided else torch.zeros(t.shape)
+        for name, t in saved.items()
+    }
     storage = Asked(tmp_path, request_bytes)
     manager = CheckpointManager(storage, io_threads=1)
     manager.load({"m": live})

@@ -1,4 +1,5 @@
-"""Plain values too large for an index: stored as tensors, or refused before a byte is written; never committed unread."""
+"""Plain values too large for an index: stored as tensors, or refused before a byte is written;
+never committed unread."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ VALUES = {
 
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("how", ["save", "save_async"])
-def test_large_values_come_back_as_they_were(kind: str, how: str, small_limit: None, tmp_path: Path, same) -> None:
+def test_large_values_come_back_as_they_were(
+    kind: str, how: str, small_limit: None, tmp_path: Path, same
+) -> None:
     live = Holder(None)
     with CheckpointManager(tmp_path) as ckpt:
         if how == "save":
@@ -81,7 +84,10 @@ def test_any_text_and_bytes_around_the_limit(data: Any, tmp_path_factory, same) 
     sizes = st.integers(0, 3 * SMALL)
     leaf = sizes.flatmap(lambda n: st.binary(min_size=n, max_size=n)) | st.text(max_size=2 * SMALL)
     drawn = data.draw(
-        st.recursive(leaf, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=2), x, max_size=3))
+        st.recursive(
+            leaf,
+            lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=2), x, max_size=3),
+        )
     )
     live = Holder(data.draw(st.sampled_from([None, drawn, [], {}])))
     before, values.LARGE_BYTES = values.LARGE_BYTES, SMALL
@@ -94,8 +100,11 @@ def test_any_text_and_bytes_around_the_limit(data: Any, tmp_path_factory, same) 
     same(live.value, drawn)
 
 
-def test_live_values_of_another_size_do_not_matter_and_are_not_written_into(small_limit: None, tmp_path: Path) -> None:
-    """bytes cannot be changed in place, and what the live state has of them says nothing about where the saved ones go."""
+def test_live_values_of_another_size_do_not_matter_and_are_not_written_into(
+    small_limit: None, tmp_path: Path
+) -> None:
+    """bytes cannot be changed in place, and what the live state has of them says nothing about
+    where the saved ones go."""
     frame = bytes(SMALL)
     live = {"frame": frame, "other": b"x" * 100, "w": torch.zeros(2)}
     with CheckpointManager(tmp_path) as ckpt:
@@ -131,9 +140,13 @@ def saved_by(tmp_path: Path, pattern: SharingPattern, value_of: Any, **declared:
 
 
 @pytest.mark.parametrize("pattern", ["GLOBAL", "REPLICATED", "PER_RANK", "PER_NODE", "SHARDED"])
-def test_every_pattern_gives_each_rank_its_large_values(pattern: str, small_limit: None, tmp_path: Path) -> None:
+def test_every_pattern_gives_each_rank_its_large_values(
+    pattern: str, small_limit: None, tmp_path: Path
+) -> None:
     of = {"PER_RANK": lambda r: r, "PER_NODE": lambda r: r // 2}.get(pattern, lambda r: 7)
-    found = saved_by(tmp_path, SharingPattern(pattern), lambda rank: {"a": bytes([of(rank)]) * 50, "n": of(rank)})
+    found = saved_by(
+        tmp_path, SharingPattern(pattern), lambda rank: {"a": bytes([of(rank)]) * 50, "n": of(rank)}
+    )
     assert found == [{"a": bytes([of(rank)]) * 50, "n": of(rank)} for rank in range(3)]
 
 
@@ -142,7 +155,11 @@ def test_large_values_of_replicas_are_compared_to_the_last_byte(tmp_path: Path) 
     frame = bytes(1 << 20)
     other = frame[:333_333] + b"\x01" + frame[333_334:]
     with pytest.raises(ReplicationMismatch, match="'frames/1'"):
-        saved_by(tmp_path, SharingPattern.REPLICATED, lambda rank: {"frames": [b"", other if rank == 2 else frame]})
+        saved_by(
+            tmp_path,
+            SharingPattern.REPLICATED,
+            lambda rank: {"frames": [b"", other if rank == 2 else frame]},
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,7 +171,13 @@ def test_more_plain_values_than_readers_take_are_refused_before_a_byte_is_writte
     with CheckpointManager(tmp_path, keep=KeepLast(1)) as ckpt:
         ckpt.save(1, {"a": {"n": 1}})
         with pytest.raises(UnsupportedValue) as refused:
-            getattr(ckpt, how)(2, {"a": {"n": 1}, "b": {"deep": [{"order": list(range(10_000))}], "w": torch.ones(1)}})
+            getattr(ckpt, how)(
+                2,
+                {
+                    "a": {"n": 1},
+                    "b": {"deep": [{"order": list(range(10_000))}], "w": torch.ones(1)},
+                },
+            )
         assert (refused.value.component, refused.value.key) == ("b", "deep/0/order")
         assert "20,000" in str(refused.value) and "tensor" in str(refused.value)
         assert [info.step for info in ckpt.list()] == [1]

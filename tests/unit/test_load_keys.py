@@ -1,4 +1,5 @@
-"""Loading a part: keys select by name, pattern or function, strict over what was asked for, and nothing else changes."""
+"""Loading a part: keys select by name, pattern or function, strict over what was asked for, and
+nothing else changes."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def trained(seed: int) -> dict:
         model(torch.randn(8, 3)).square().sum().backward()
         optimizer.step()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, seed)
-    counters = {"seen": seed, "per": {"a": seed, "b": torch.full((2,), float(seed))}, "tail": [seed, seed]}
+    counters = {
+        "seen": seed,
+        "per": {"a": seed, "b": torch.full((2,), float(seed))},
+        "tail": [seed, seed],
+    }
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "counters": counters}
 
 
@@ -58,7 +63,9 @@ def ckpt(tmp_path: Path) -> CheckpointManager:
     return manager
 
 
-@pytest.mark.parametrize("keys", ["model", "model/*", ["model/*"], lambda n: n.startswith("model/"), {"model"}])
+@pytest.mark.parametrize(
+    "keys", ["model", "model/*", ["model/*"], lambda n: n.startswith("model/"), {"model"}]
+)
 def test_weights_alone(ckpt, keys, bits) -> None:
     state, saved = trained(2), trained(1)
     before = {n: moments(state, n) for n, _ in state["model"].named_parameters()}
@@ -80,7 +87,8 @@ def test_a_layer_and_its_moments(ckpt, bits) -> None:
     for name, _ in state["model"].named_parameters():
         expected = saved if name.startswith("0.") else before
         assert bits(moments(state, name)) == bits(moments(expected, name)), name
-    # All parameters of the first group were taken, and so were its options; none of the other group's.
+    # All parameters of the first group were taken, and so were its options; none of the other
+    # group's.
     assert [group["lr"] for group in state["optimizer"].param_groups] == [0.1, 0.001]
     ckpt.load(state2 := trained(3), keys="optimizer/0.weight")
     assert state2["optimizer"].param_groups[0]["lr"] == 3 / 10
@@ -91,7 +99,10 @@ def test_a_layer_and_its_moments(ckpt, bits) -> None:
 def test_moments_into_an_optimizer_that_has_none(ckpt, bits) -> None:
     model = net(4)
     optimizer = torch.optim.AdamW(
-        [{"params": model[0].parameters()}, {"params": [*model[1].parameters(), *model[2].parameters()]}]
+        [
+            {"params": model[0].parameters()},
+            {"params": [*model[1].parameters(), *model[2].parameters()]},
+        ]
     )
     state = {"model": model, "optimizer": optimizer}
     ckpt.load(state, keys="optimizer/2.*")
@@ -110,7 +121,8 @@ def test_plain_values_and_objects(ckpt) -> None:
 
 
 def test_a_function_renames(ckpt, bits) -> None:
-    """Called with each live name; what it returns is where that is read from, in another component, too."""
+    """Called with each live name; what it returns is where that is read from, in another component,
+    too."""
     asked = []
 
     def keys(name: str) -> bool | str | None:
@@ -123,11 +135,19 @@ def test_a_function_renames(ckpt, bits) -> None:
     state = {"teacher": net(7), "notes": {"first": 0, "all": None, "own": 9}}
     report = ckpt.load(state, keys=keys)
     assert sorted(asked) == sorted(
-        [f"teacher/{n}" for n in net(7).state_dict()] + ["notes/first", "notes/all", "notes/own"])  # fmt: skip
+        [f"teacher/{n}" for n in net(7).state_dict()] + ["notes/first", "notes/all", "notes/own"]
+    )
     for name, value in state["teacher"].state_dict().items():
-        assert bits(value) == bits((net(7) if name.startswith("1.") else trained(1)["model"]).state_dict()[name]), name
+        assert bits(value) == bits(
+            (net(7) if name.startswith("1.") else trained(1)["model"]).state_dict()[name]
+        ), name
     notes = report.values["notes"]
-    assert (notes["first"], notes["all"]["a"], notes["all"]["b"].tolist(), notes["own"]) == (1, 1, [1.0, 1.0], 9)
+    assert (notes["first"], notes["all"]["a"], notes["all"]["b"].tolist(), notes["own"]) == (
+        1,
+        1,
+        [1.0, 1.0],
+        9,
+    )
 
 
 def test_one_saved_name_for_several(ckpt, bits) -> None:
@@ -144,7 +164,10 @@ def test_moments_of_renamed_parameters(ckpt, bits) -> None:
             self.body = net(8)
 
     model = Wrapped()
-    parts = [[*model.body[0].parameters()], [*model.body[1].parameters(), *model.body[2].parameters()]]
+    parts = [
+        [*model.body[0].parameters()],
+        [*model.body[1].parameters(), *model.body[2].parameters()],
+    ]
     state = {"model": model, "optimizer": torch.optim.AdamW([{"params": part} for part in parts])}
     torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)
     with pytest.raises(StateMismatch):
@@ -153,7 +176,9 @@ def test_moments_of_renamed_parameters(ckpt, bits) -> None:
     saved = trained(1)
     for name, parameter in model.named_parameters():
         assert bits(parameter) == bits(saved["model"].state_dict()[name.removeprefix("body.")])
-        assert bits(state["optimizer"].state[parameter]["exp_avg"]) == bits(moments(saved, name.removeprefix("body.")))
+        assert bits(state["optimizer"].state[parameter]["exp_avg"]) == bits(
+            moments(saved, name.removeprefix("body."))
+        )
     assert state["optimizer"].param_groups[0]["lr"] == 0.1
 
 
@@ -170,7 +195,10 @@ def test_strict_over_what_is_asked_for(ckpt, transactional: bool) -> None:
     error = attempt({"model": wide}, "model/*")
     assert (error.missing, error.unexpected) == (["model/3.weight", "model/3.bias"], [])
     assert ckpt.load({"model": wide}, keys="model/[0-2].*").missing == []
-    assert ckpt.load({"model": wide}, keys="model/*", strict=False).missing == ["model/3.weight", "model/3.bias"]
+    assert ckpt.load({"model": wide}, keys="model/*", strict=False).missing == [
+        "model/3.weight",
+        "model/3.bias",
+    ]
     narrow = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     error = attempt({"model": narrow}, "model/*")
     assert (error.missing, error.unexpected) == ([], ["model/2.weight", "model/2.bias"])
@@ -206,11 +234,17 @@ def test_what_is_no_selection(ckpt, keys, tmp_path) -> None:
 
 
 def test_components_that_were_not_given(ckpt) -> None:
-    """A load is strict within what it is given; a restore minds a component that was forgotten, unless keys leave it out."""
+    """A load is strict within what it is given; a restore minds a component that was forgotten,
+    unless keys leave it out."""
     assert ckpt.load({"model": net(2)}).unexpected == ["counters", "optimizer", "scheduler"]
     folder = f"{ckpt.root}/checkpoint-5"
     assert CheckpointCoordinator({"model": net(2)}).load_checkpoint(folder).step == 5
-    assert CheckpointCoordinator({"model": net(2)}).load_checkpoint(folder, keys="model/0.*").unexpected == []
+    assert (
+        CheckpointCoordinator({"model": net(2)})
+        .load_checkpoint(folder, keys="model/0.*")
+        .unexpected
+        == []
+    )
     for which in ("auto", 5):
         with pytest.raises(StateMismatch) as caught:
             ckpt.restore({"model": net(2)}, which)
@@ -219,16 +253,23 @@ def test_components_that_were_not_given(ckpt) -> None:
         with pytest.raises(StateMismatch) as caught:
             ckpt.restore({"model": net(2)}, which, keys=["model", "*e*"])
         assert caught.value.unexpected == ["counters", "optimizer", "scheduler"]
-        with pytest.raises(StateMismatch, match=r"'optim[*]' asks for nothing that the live state has"):
+        with pytest.raises(
+            StateMismatch, match=r"'optim[*]' asks for nothing that the live state has"
+        ):
             ckpt.restore({"model": net(2)}, which, keys=["model", "optim*"])
 
 
 def test_errors_name_what_was_saved(ckpt) -> None:
-    """Of what is read under another name: the name that the checkpoint lacks, and the tensor that is damaged there."""
-    with pytest.raises(StateMismatch, match=r"nothing that keys ask for .* not 'model/9\.weight'") as caught:
+    """Of what is read under another name: the name that the checkpoint lacks, and the tensor that
+    is damaged there."""
+    with pytest.raises(
+        StateMismatch, match=r"nothing that keys ask for .* not 'model/9\.weight'"
+    ) as caught:
         ckpt.load({"teacher": {"w": torch.zeros(4, 3)}}, keys=lambda name: "model/9.weight")
     assert caught.value.missing == ["teacher/w"]
-    with pytest.raises(StateMismatch, match=r"missing in the checkpoint: 'model/9\.weight';") as caught:
+    with pytest.raises(
+        StateMismatch, match=r"missing in the checkpoint: 'model/9\.weight';"
+    ) as caught:
         names = {"teacher/w": "model/9.weight", "teacher/b": "model/0.bias"}
         ckpt.load({"teacher": {"w": torch.zeros(4, 3), "b": torch.zeros(4)}}, keys=names.get)
     assert caught.value.missing == ["teacher/w"]
@@ -253,7 +294,11 @@ def test_tied_weights(tmp_path, bits) -> None:
     def tied(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = nn.ModuleDict(
-            {"embed": nn.Embedding(4, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 4, bias=False)}
+            {
+                "embed": nn.Embedding(4, 3),
+                "body": nn.Linear(3, 3),
+                "head": nn.Linear(3, 4, bias=False),
+            }
         )
         model["head"].weight = model["embed"].weight
         return model
@@ -302,13 +347,19 @@ KEYS = st.one_of(st.sampled_from(["a", "b", "a/b", "x~y", "*"]), st.integers(0, 
 LEAVES = st.sampled_from(["tensor", "value", "list"])
 TREES = st.recursive(
     LEAVES, lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3), max_leaves=8
-).filter(lambda tree: isinstance(tree, dict))  # fmt: skip
+).filter(lambda tree: isinstance(tree, dict))
 
 
 def filled(tree, number: float, kind=dict):
     if isinstance(tree, dict):
-        return kind({key: filled(item, number + n / 10, kind) for n, (key, item) in enumerate(tree.items())})
-    return {"tensor": torch.full((3,), number), "value": number, "list": [number, torch.tensor(number)]}[tree]
+        return kind(
+            {key: filled(item, number + n / 10, kind) for n, (key, item) in enumerate(tree.items())}
+        )
+    return {
+        "tensor": torch.full((3,), number),
+        "value": number,
+        "list": [number, torch.tensor(number)],
+    }[tree]
 
 
 def leaves(state, path=()):
@@ -319,9 +370,15 @@ def leaves(state, path=()):
         yield path, state
 
 
-@given(tree=TREES, chosen=st.sets(st.integers(0, 7)), kind=st.sampled_from([dict, OrderedDict]), reverse=st.booleans())
+@given(
+    tree=TREES,
+    chosen=st.sets(st.integers(0, 7)),
+    kind=st.sampled_from([dict, OrderedDict]),
+    reverse=st.booleans(),
+)
 def test_any_names_of_any_nested_state(tmp_path_factory, tree, chosen, kind, reverse, same) -> None:
-    """What a function takes is as it was saved, to the bit; everything else is as it was; also the other way around."""
+    """What a function takes is as it was saved, to the bit; everything else is as it was; also the
+    other way around."""
     ckpt = CheckpointManager(tmp_path_factory.mktemp("root"))
     saved, live, before = filled(tree, 1.0, kind), filled(tree, 2.0, kind), filled(tree, 2.0, kind)
     ckpt.save(1, {"c": saved})
@@ -333,9 +390,14 @@ def test_any_names_of_any_nested_state(tmp_path_factory, tree, chosen, kind, rev
         with pytest.raises(StateMismatch):
             ckpt.load({"c": live}, keys=lambda name: name in wanted)
         return
-    report = ckpt.load({"c": live}, keys=(lambda name: name in wanted) if reverse else [*map(escape, sorted(wanted))])
+    report = ckpt.load(
+        {"c": live},
+        keys=(lambda name: name in wanted) if reverse else [*map(escape, sorted(wanted))],
+    )
     loaded = dict(leaves(report.values["c"]))
-    for name, (path, old), (_, new) in zip(names, leaves(before), leaves(filled(tree, 1.0, kind)), strict=True):
+    for name, (path, old), (_, new) in zip(
+        names, leaves(before), leaves(filled(tree, 1.0, kind)), strict=True
+    ):
         same(loaded[path], new if name in wanted else old, name)
     # Tensors that are leaves of dicts are restored in place.
     for path, leaf in leaves(live):

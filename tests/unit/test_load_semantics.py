@@ -25,9 +25,13 @@ from ckptcore import (
 def ckpt(tmp_path: Path) -> CheckpointManager:
     manager = CheckpointManager(tmp_path)
     state = {
-        "net": {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0]), "meta": {"name": "x", "n": 5}},
+        "net": {
+            "w": torch.tensor([1.0, 2.0]),
+            "b": torch.tensor([3.0]),
+            "meta": {"name": "x", "n": 5},
+        },
         "opt": {"m": torch.tensor([4.0])},
-    }  # fmt: skip
+    }
     manager.save(7, state)
     return manager
 
@@ -51,7 +55,10 @@ def modules(tmp_path: Path) -> CheckpointManager:
 
 
 def live_modules(**changes) -> dict:
-    return {"net": parameters(**{"w": torch.zeros(2), "b": torch.zeros(1), **changes}), "opt": {"m": torch.zeros(1)}}
+    return {
+        "net": parameters(**{"w": torch.zeros(2), "b": torch.zeros(1), **changes}),
+        "opt": {"m": torch.zeros(1)},
+    }
 
 
 def untouched(state: dict) -> bool:
@@ -62,7 +69,13 @@ def test_tensors_in_place_and_values_in_the_report(ckpt) -> None:
     state = live()
     address = state["net"]["w"].data_ptr()
     report = ckpt.load(state)
-    assert (report.step, report.fresh, report.missing, report.unexpected, report.cast) == (7, False, [], [], {})
+    assert (report.step, report.fresh, report.missing, report.unexpected, report.cast) == (
+        7,
+        False,
+        [],
+        [],
+        {},
+    )
     assert report.path == f"{ckpt.root}/checkpoint-7"
     assert report.manifest.step == 7
     assert report.values["net"]["meta"] == {"name": "x", "n": 5}
@@ -108,7 +121,8 @@ def test_plain_values_that_are_not_in_the_checkpoint_stay_when_not_strict(ckpt, 
 
 
 def test_what_a_plain_dict_only_refers_to_must_be_there(ckpt) -> None:
-    """Another tensor in the place of a parameter, or of a part of one, would not reach whoever uses it."""
+    """Another tensor in the place of a parameter, or of a part of one, would not reach whoever uses
+    it."""
     module, whole = nn.Linear(2, 1), torch.zeros(4)
     for refers, name in [
         ({"w": torch.zeros(2), "x": module.weight}, "net/x"),
@@ -129,7 +143,8 @@ def test_missing_and_unexpected_components(ckpt) -> None:
     del state["opt"]
     with pytest.raises(StateMismatch) as caught:
         ckpt.load(state)
-    # A load is of what it is given; components that only the checkpoint has are an error of a restore.
+    # A load is of what it is given; components that only the checkpoint has are an error of a
+    # restore.
     assert (caught.value.missing, caught.value.unexpected) == (["ema"], [])
     assert untouched(state)
     for which in ("auto", 7):
@@ -196,7 +211,9 @@ def test_plain_tensors_of_another_dtype_or_shape(ckpt, cast: bool) -> None:
     w = state["net"]["w"]
     report = ckpt.load(state, cast=cast)
     assert state["net"]["b"].tolist() == [3.0]
-    assert (state["net"]["w"] is w, list(report.cast)) == ((True, ["net/w"]) if cast else (False, []))
+    assert (state["net"]["w"] is w, list(report.cast)) == (
+        (True, ["net/w"]) if cast else (False, [])
+    )
     assert state["net"]["w"].dtype is (torch.bfloat16 if cast else torch.float32)
     assert state["net"]["w"].tolist() == [1.0, 2.0]
 
@@ -285,7 +302,8 @@ def test_which_checkpoint(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [{}, [], 5, None, "text", [1, 2], {"": {"a": 1}}, {"a/b": {"a": 1}}, {5: {"a": 1}}, {"a\0": 1}]
+    "state",
+    [{}, [], 5, None, "text", [1, 2], {"": {"a": 1}}, {"a/b": {"a": 1}}, {5: {"a": 1}}, {"a\0": 1}],
 )
 def test_states_that_are_none(state, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ckpt:
@@ -303,7 +321,19 @@ def test_two_components_of_one_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["model", "a b", "ü" * 40, "..", ".hidden", "con", "a%b", "index.rank00000", "x" * 80, "\ud800"]
+    "key",
+    [
+        "model",
+        "a b",
+        "ü" * 40,
+        "..",
+        ".hidden",
+        "con",
+        "a%b",
+        "index.rank00000",
+        "x" * 80,
+        "\ud800",
+    ],
 )
 def test_component_keys_of_any_text(key: str, tmp_path: Path) -> None:
     # Stored and found again, or refused before a byte is written.
@@ -341,7 +371,9 @@ def test_a_provider_is_a_state(tmp_path: Path) -> None:
     assert info.manifest.components["w"].metadata == {"why": "test"}
 
 
-@pytest.mark.parametrize("value", [[1, (2, 3)], {}, {1, 2}, torch.tensor([1.0]), bytearray(b"abc"), np.arange(3)])
+@pytest.mark.parametrize(
+    "value", [[1, (2, 3)], {}, {1, 2}, torch.tensor([1.0]), bytearray(b"abc"), np.arange(3)]
+)
 def test_components_that_are_bare_values(value, tmp_path: Path, same) -> None:
     live = copy.deepcopy(value)
     if torch.is_tensor(live) or isinstance(live, np.ndarray):
@@ -356,11 +388,17 @@ def test_components_that_are_bare_values(value, tmp_path: Path, same) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [5, True, 2.5, "text", b"bytes", None, (torch.ones(1), "a"), frozenset({1}), np.float32(1), 1j]
+    "value",
+    [5, True, 2.5, "text", b"bytes", None, (torch.ones(1), "a"), frozenset({1}), np.float32(1), 1j],
 )
-def test_bare_values_that_cannot_be_put_back_are_refused_at_the_save(value, tmp_path: Path, same) -> None:
+def test_bare_values_that_cannot_be_put_back_are_refused_at_the_save(
+    value, tmp_path: Path, same
+) -> None:
     for state in ({"w": {"a": 1}, "epoch": value}, [StateComponent("epoch", value)]):
-        with CheckpointManager(tmp_path) as ckpt, pytest.raises(InvalidState, match=r"'progress'.*Value\(") as caught:
+        with (
+            CheckpointManager(tmp_path) as ckpt,
+            pytest.raises(InvalidState, match=r"'progress'.*Value\(") as caught,
+        ):
             ckpt.save(1, state)
         assert caught.value.component == "epoch"
     assert list(tmp_path.iterdir()) == []
@@ -374,8 +412,17 @@ def test_bare_values_that_cannot_be_put_back_are_refused_at_the_save(value, tmp_
     same(report.values["epoch"], value)
 
 
-@pytest.mark.parametrize(("saved", "live"), [({"a": 1}, [1]), ([1], {"a": 1}), ({1}, [1]), (torch.ones(2), {"a": 1}),
-                                             (np.ones(2), np.ones(3)), (torch.ones(2), torch.ones(3))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        ({"a": 1}, [1]),
+        ([1], {"a": 1}),
+        ({1}, [1]),
+        (torch.ones(2), {"a": 1}),
+        (np.ones(2), np.ones(3)),
+        (torch.ones(2), torch.ones(3)),
+    ],
+)
 def test_a_whole_component_of_another_kind_is_refused(saved, live, tmp_path: Path) -> None:
     before = copy.deepcopy(live)
     with CheckpointManager(tmp_path) as ckpt:
@@ -383,4 +430,6 @@ def test_a_whole_component_of_another_kind_is_refused(saved, live, tmp_path: Pat
         with pytest.raises(StateMismatch) as caught:
             ckpt.load({"v": live}, strict=False)
     assert list(caught.value.mismatched) == ["v/value"]
-    assert np.array_equal(before, live) if isinstance(live, np.ndarray) else str(before) == str(live)
+    assert (
+        np.array_equal(before, live) if isinstance(live, np.ndarray) else str(before) == str(live)
+    )

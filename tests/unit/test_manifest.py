@@ -9,13 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore.errors import CheckpointCorrupt, CheckpointError, InvalidState, UnsafePath, UnsupportedVersion
+from ckptcore.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    InvalidState,
+    UnsafePath,
+    UnsupportedVersion,
+)
 from ckptcore.format.digest import content_digest
-from ckptcore.format.manifest import CheckpointManifest, ComponentManifest, FileRecord, check_file_name
+from ckptcore.format.manifest import (
+    CheckpointManifest,
+    ComponentManifest,
+    FileRecord,
+    check_file_name,
+)
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 counts = st.integers(0, 2**60)
@@ -44,7 +61,10 @@ def manifests(draw) -> CheckpointManifest:
         if draw(st.booleans()):
             part.pattern, part.group, part.partition = "PER_GROUP", "dp", [[0, 2], [1, 3]]
             part.group_keys = draw(st.none() | st.just(["even", "odd"]))
-        part.key, part.files = key, draw(st.lists(st.sampled_from(files), unique=True)) if files else []
+        part.key, part.files = (
+            key,
+            draw(st.lists(st.sampled_from(files), unique=True)) if files else [],
+        )
     known = set(CheckpointManifest.__slots__) | {"format", "digest"}
     return CheckpointManifest(
         checkpoint_id=draw(st.text(max_size=8)),
@@ -78,12 +98,21 @@ def test_manifest_comes_back(manifest: CheckpointManifest) -> None:
 
 
 def plain(**changes) -> CheckpointManifest:
-    part = ComponentManifest("model", files=["model.safetensors"], size_bytes=16, checksum="c" * 32, tensors=1)
+    part = ComponentManifest(
+        "model", files=["model.safetensors"], size_bytes=16, checksum="c" * 32, tensors=1
+    )
     values = {
-        "checkpoint_id": "id", "step": 5, "run_id": "run", "attempt_id": "a", "sequence": 1, "created": "now",
-        "components": {"model": part}, "files": {"model.safetensors": FileRecord(16, "d" * 32, 0)},
-        "metrics": {"loss": 0.5}, "metadata": {"note": "é"},
-    }  # fmt: skip
+        "checkpoint_id": "id",
+        "step": 5,
+        "run_id": "run",
+        "attempt_id": "a",
+        "sequence": 1,
+        "created": "now",
+        "components": {"model": part},
+        "files": {"model.safetensors": FileRecord(16, "d" * 32, 0)},
+        "metrics": {"loss": 0.5},
+        "metadata": {"note": "é"},
+    }
     return CheckpointManifest(**{**values, **changes})
 
 
@@ -132,7 +161,9 @@ def test_any_value_in_any_field(field: str, value) -> None:
     if field == "digest":
         return
     try:
-        found = CheckpointManifest.decode(resigned(lambda document: document.update({field: value})))
+        found = CheckpointManifest.decode(
+            resigned(lambda document: document.update({field: value}))
+        )
     except CheckpointError:
         return
     # JSON has one kind of number: what was accepted is what was there.
@@ -161,8 +192,24 @@ def test_missing_fields_are_refused(field: str) -> None:
         CheckpointManifest.decode(resigned(lambda document: document.pop(field)))
 
 
-UNSAFE = ["../a", "a/b", "/etc/passwd", "..", ".", "", "a\\b", "C:a", "s3://b/a", "a\0", "a\nb",
-          "checkpoint_manifest.json", "a" * 256, 5, None, True]  # fmt: skip
+UNSAFE = [
+    "../a",
+    "a/b",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "a\\b",
+    "C:a",
+    "s3://b/a",
+    "a\0",
+    "a\nb",
+    "checkpoint_manifest.json",
+    "a" * 256,
+    5,
+    None,
+    True,
+]
 
 
 @pytest.mark.parametrize("name", UNSAFE, ids=repr)
@@ -175,9 +222,13 @@ def test_unsafe_file_names(name) -> None:
 @pytest.mark.parametrize("name", [name for name in UNSAFE if isinstance(name, str)], ids=repr)
 def test_unsafe_file_names_in_a_manifest(name: str) -> None:
     with pytest.raises(UnsafePath):
-        CheckpointManifest.decode(resigned(lambda document: document["files"].update({name: [1, "d" * 32, 0]})))
+        CheckpointManifest.decode(
+            resigned(lambda document: document["files"].update({name: [1, "d" * 32, 0]}))
+        )
     with pytest.raises(UnsafePath):
-        CheckpointManifest.decode(resigned(lambda document: document["components"]["model"].update(files=[name])))
+        CheckpointManifest.decode(
+            resigned(lambda document: document["components"]["model"].update(files=[name]))
+        )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "a b", "..a", "a..", "ü", "%2Fa", "-"])
@@ -188,11 +239,20 @@ def test_plain_file_names(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        b'{"format": "ckptcore", "step": 1, "step": 2', b'{"a": {"b": 1, "b": 1}', b'{"step": NaN',
-        b'{"step": Infinity', b"[1", b'"text', b"{", b"", b'{"step": \xff', b"[" * 100_000, b'{"a": 1e5000, "b": ' + b"9" * 9999,
+        b'{"format": "ckptcore", "step": 1, "step": 2',
+        b'{"a": {"b": 1, "b": 1}',
+        b'{"step": NaN',
+        b'{"step": Infinity',
+        b"[1",
+        b'"text',
+        b"{",
+        b"",
+        b'{"step": \xff',
+        b"[" * 100_000,
+        b'{"a": 1e5000, "b": ' + b"9" * 9999,
     ],
     ids=range(11),
-)  # fmt: skip
+)
 def test_text_that_is_not_strict_json(text: bytes) -> None:
     with pytest.raises(CheckpointCorrupt):
         CheckpointManifest.decode(signed(text))
@@ -271,7 +331,9 @@ def test_metadata_that_json_lacks(value) -> None:
 def test_component_files_are_listed() -> None:
     with pytest.raises(CheckpointCorrupt, match=r"other\.safetensors"):
         CheckpointManifest.decode(
-            resigned(lambda document: document["components"]["model"].update(files=["other.safetensors"]))
+            resigned(
+                lambda document: document["components"]["model"].update(files=["other.safetensors"])
+            )
         )
 
 

@@ -1,4 +1,5 @@
-"""However many files a checkpoint has: no more of them are open than threads work on them, and live state is safe."""
+"""However many files a checkpoint has: no more of them are open than threads work on them, and live
+state is safe."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def open_files() -> int:
 
 @pytest.fixture
 def peak(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], int]:
-    """peak(call): the most descriptors that were open during the call, beside those before; all are closed after it."""
+    """peak(call): the most descriptors that were open during the call, beside those before; all are
+    closed after it."""
     seen: list[int] = []
 
     def counting(original):
@@ -54,7 +56,9 @@ def state(value: float, tensors: int = FILES) -> dict[str, torch.Tensor]:
 
 
 def test_few_files_are_open_at_once_whatever_is_done(peak, tmp_path: Path) -> None:
-    few = 2 * THREADS + 2  # a thread's own, the way to it, and one that the next thread has taken up
+    few = (
+        2 * THREADS + 2
+    )  # a thread's own, the way to it, and one that the next thread has taken up
     live = state(0.0)
     with CheckpointManager(tmp_path / "run", io_threads=THREADS) as ckpt:
         assert peak(lambda: ckpt.save(1, state(1.0))) <= few
@@ -71,7 +75,8 @@ def test_few_files_are_open_at_once_whatever_is_done(peak, tmp_path: Path) -> No
 def test_one_component_in_many_files(peak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptcore.saving.plan.MAX_FILE_BYTES", 1)
     monkeypatch.setattr(
-        "ckptcore.saving.plan.plan_component.__kwdefaults__", {"max_file_bytes": 1, "header_limit": 10**6}
+        "ckptcore.saving.plan.plan_component.__kwdefaults__",
+        {"max_file_bytes": 1, "header_limit": 10**6},
     )
     live = state(0.0)
     with CheckpointManager(tmp_path, io_threads=THREADS) as ckpt:
@@ -97,7 +102,9 @@ def test_four_times_as_many_tensors_as_descriptors(few_descriptors, tmp_path: Pa
     assert [t.tolist() for t in live.values()] == [[1.0 + n] * 3 for n in range(1200)]
 
 
-def test_a_load_without_any_descriptor_left_touches_nothing(few_descriptors, tmp_path: Path) -> None:
+def test_a_load_without_any_descriptor_left_touches_nothing(
+    few_descriptors, tmp_path: Path
+) -> None:
     live = state(0.0)
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, state(1.0))
@@ -120,7 +127,9 @@ def test_a_load_without_any_descriptor_left_touches_nothing(few_descriptors, tmp
     assert [t.tolist() for t in live.values()] == [[1.0 + n] * 3 for n in range(FILES)]
 
 
-def test_a_failed_save_of_many_files_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_of_many_files_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create, made = LocalStorage.create, []
 
     def fails(self, path, size):

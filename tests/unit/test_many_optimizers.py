@@ -1,4 +1,5 @@
-"""One optimizer for each parameter, as components: a model is walked once in each step, however many there are."""
+"""One optimizer for each parameter, as components: a model is walked once in each step, however
+many there are."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ckptcore import CheckpointManager, InvalidState, OptimizerState
 def make(layers: int, seed: int) -> tuple[nn.Module, dict[str, torch.optim.Optimizer]]:
     torch.manual_seed(seed)
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])
-    optimizers = {name: torch.optim.SGD([p], lr=0.1, momentum=0.9) for name, p in model.named_parameters()}
+    optimizers = {
+        name: torch.optim.SGD([p], lr=0.1, momentum=0.9) for name, p in model.named_parameters()
+    }
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, float(seed))
     for optimizer in optimizers.values():
@@ -23,8 +26,12 @@ def make(layers: int, seed: int) -> tuple[nn.Module, dict[str, torch.optim.Optim
     return model, optimizers
 
 
-def declared(wrapped: bool, model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, object]:
-    each = {f"opt.{name}": OptimizerState(o, model) if wrapped else o for name, o in optimizers.items()}
+def declared(
+    wrapped: bool, model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]
+) -> dict[str, object]:
+    each = {
+        f"opt.{name}": OptimizerState(o, model) if wrapped else o for name, o in optimizers.items()
+    }
     return {"model": model, **each}
 
 
@@ -63,8 +70,12 @@ def walked(walks, folder: Path, layers: int, wrapped: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_walks_do_not_grow_with_the_number_of_optimizers(wrapped: bool, walks, tmp_path: Path) -> None:
-    assert walked(walks, tmp_path / "few", 3, wrapped) == walked(walks, tmp_path / "many", 12, wrapped)
+def test_walks_do_not_grow_with_the_number_of_optimizers(
+    wrapped: bool, walks, tmp_path: Path
+) -> None:
+    assert walked(walks, tmp_path / "few", 3, wrapped) == walked(
+        walks, tmp_path / "many", 12, wrapped
+    )
 
 
 def test_a_module_that_changed_since_is_looked_at_again(tmp_path: Path) -> None:
@@ -72,11 +83,17 @@ def test_a_module_that_changed_since_is_looked_at_again(tmp_path: Path) -> None:
     kept = OptimizerState(optimizers["0.weight"], model)
     model.add_module("late", nn.Linear(2, 2))
     late = torch.optim.SGD(model.late.parameters(), lr=0.1)
-    assert list(OptimizerState(late, model).state_dict()["group_of"]) == ["late.weight", "late.bias"]
+    assert list(OptimizerState(late, model).state_dict()["group_of"]) == [
+        "late.weight",
+        "late.bias",
+    ]
     model.add_module("moved", model._modules.pop("0"))
     assert list(kept.state_dict()["group_of"]) == ["moved.weight"]
     model._modules["moved"] = nn.Linear(2, 2)
-    with pytest.raises(InvalidState, match="in none of the models"), CheckpointManager(tmp_path) as ckpt:
+    with (
+        pytest.raises(InvalidState, match="in none of the models"),
+        CheckpointManager(tmp_path) as ckpt,
+    ):
         ckpt.save(1, {"opt": kept})
     assert not any(tmp_path.iterdir())
 

@@ -78,7 +78,10 @@ def test_overwriting(url: str) -> None:
         ckpt.load(live)
         assert live["m"]["a"].tolist() == [2.0] * 3
     assert sorted(name.rsplit("/", 1)[-1] for name in objects(url)) == [
-        "checkpoint_manifest.json", "index.rank00000.msgpack", "m.safetensors"]  # fmt: skip
+        "checkpoint_manifest.json",
+        "index.rank00000.msgpack",
+        "m.safetensors",
+    ]
 
 
 def test_a_save_that_is_refused_leaves_the_one_it_would_replace(url: str) -> None:
@@ -113,7 +116,9 @@ def test_a_save_that_fails_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPa
         assert objects(url) == before
 
 
-@pytest.mark.parametrize("file", ["m.safetensors", "index.rank00000.msgpack", "checkpoint_manifest.json"])
+@pytest.mark.parametrize(
+    "file", ["m.safetensors", "index.rank00000.msgpack", "checkpoint_manifest.json"]
+)
 def test_damage_is_found(url: str, file: str) -> None:
     with CheckpointManager(url) as ckpt:
         ckpt.save(1, state(1))

@@ -1,4 +1,5 @@
-"""B42: keys are those of the bare module, however it is wrapped, and only real wrappers are looked through."""
+"""B42: keys are those of the bare module, however it is wrapped, and only real wrappers are looked
+through."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckptcore import CheckpointManager, InvalidState, LoadFailed, ModelState, StateMismatch, open_checkpoint
+from ckptcore import (
+    CheckpointManager,
+    InvalidState,
+    LoadFailed,
+    ModelState,
+    StateMismatch,
+    open_checkpoint,
+)
 
 
 class Block(nn.Module):
@@ -25,9 +33,15 @@ class Block(nn.Module):
 
 
 KEYS = {
-    "module.weight", "module.bias", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var",
-    "norm.num_batches_tracked", "steps",
-}  # fmt: skip
+    "module.weight",
+    "module.bias",
+    "norm.weight",
+    "norm.bias",
+    "norm.running_mean",
+    "norm.running_var",
+    "norm.num_batches_tracked",
+    "steps",
+}
 
 
 def block(seed: int) -> Block:
@@ -170,7 +184,9 @@ def test_a_bug_in_a_modules_own_loading_is_not_taken_for_a_bad_checkpoint(tmp_pa
             def load_state_dict(self, state_dict, strict=True, assign=False):
                 raise KeyError("mine")
 
-        with pytest.raises(LoadFailed, match=r"component 'm' on rank 0 .* KeyError: 'mine'; overwritten") as caught:
+        with pytest.raises(
+            LoadFailed, match=r"component 'm' on rank 0 .* KeyError: 'mine'; overwritten"
+        ) as caught:
             ckpt.load({"m": Wrong(2, 2)})
     assert isinstance(caught.value.__cause__, KeyError)
     assert (caught.value.component, caught.value.rank, caught.value.overwritten) == ("m", 0, ["m"])

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from ckptcore import CheckpointManager, CheckpointWarning, InvalidState, OptimizerState, StateMismatch, open_checkpoint
+from ckptcore import (
+    CheckpointManager,
+    CheckpointWarning,
+    InvalidState,
+    OptimizerState,
+    StateMismatch,
+    open_checkpoint,
+)
 
 
 class Two(nn.Module):
@@ -18,12 +25,16 @@ class Two(nn.Module):
             self.register_parameter(f"p{name}", nn.Parameter(torch.full(shape, float(ord(name)))))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, frozen: str = "") -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, frozen: str = ""
+) -> None:
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         for name, parameter in model.named_parameters():
             if name not in frozen.split():
-                parameter.grad = torch.full_like(parameter, step * 0.1 + (len(name) + ord(name[-1])) * 0.01)
+                parameter.grad = torch.full_like(
+                    parameter, step * 0.1 + (len(name) + ord(name[-1])) * 0.01
+                )
         optimizer.step()
 
 
@@ -34,7 +45,8 @@ def adam(model: nn.Module, **options) -> torch.optim.Optimizer:
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     names = {p: n for n, p in model.named_parameters()}
     return {
-        names[p]: {k: v.clone() if torch.is_tensor(v) else v for k, v in s.items()} for p, s in optimizer.state.items()
+        names[p]: {k: v.clone() if torch.is_tensor(v) else v for k, v in s.items()}
+        for p, s in optimizer.state.items()
     }
 
 
@@ -51,13 +63,17 @@ def saved(tmp_path: Path) -> tuple[CheckpointManager, dict, Two]:
 @pytest.mark.parametrize("order", ["ab", "ba"])
 @pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
 @pytest.mark.parametrize("transactional", [False, True])
-def test_b51_moments_follow_names(saved, same, order: str, trained: bool, transactional: bool) -> None:
+def test_b51_moments_follow_names(
+    saved, same, order: str, trained: bool, transactional: bool
+) -> None:
     ckpt, moments, source = saved
     model = Two(order)
     optimizer = adam(model)
     if trained:
         train(model, optimizer, steps=1)
-    ckpt.load({"model": model, "opt": OptimizerState(optimizer, model)}, transactional=transactional)
+    ckpt.load(
+        {"model": model, "opt": OptimizerState(optimizer, model)}, transactional=transactional
+    )
     found = snapshot(model, optimizer)
     same({name: found[name] for name in moments}, moments)
     assert set(moments["pa"]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -176,12 +192,16 @@ def groups(model: Two, split: str) -> torch.optim.Optimizer:
     if split == "one":
         return torch.optim.SGD([{"params": [model.pa, model.pb]}], lr=0.1, momentum=0.9)
     first, second = (model.pa, model.pb) if split == "a, b" else (model.pb, model.pa)
-    return torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.2}], lr=0.1, momentum=0.9)
+    return torch.optim.SGD(
+        [{"params": [first]}, {"params": [second], "lr": 0.2}], lr=0.1, momentum=0.9
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), [("one", "a, b"), ("a, b", "one"), ("a, b", "b, a")])
 @pytest.mark.parametrize("strict", [True, False])
-def test_b51_regrouping_is_refused_by_name(before: str, after: str, strict: bool, tmp_path: Path, same) -> None:
+def test_b51_regrouping_is_refused_by_name(
+    before: str, after: str, strict: bool, tmp_path: Path, same
+) -> None:
     model = Two()
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(0, {"opt": OptimizerState(groups(model, before), model)})
@@ -269,7 +289,9 @@ def test_wide_moments_of_narrow_parameters_keep_their_bits(tmp_path: Path, same)
 def test_several_models(tmp_path: Path, same) -> None:
     def build() -> tuple[dict, torch.optim.Optimizer]:
         models = {"gen": Two(), "disc": Two("ba")}
-        return models, torch.optim.AdamW([p for m in models.values() for p in m.parameters()], lr=1e-2)
+        return models, torch.optim.AdamW(
+            [p for m in models.values() for p in m.parameters()], lr=1e-2
+        )
 
     models, optimizer = build()
     for number, model in enumerate(models.values()):
@@ -278,7 +300,11 @@ def test_several_models(tmp_path: Path, same) -> None:
     optimizer.step()
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, {**models, "opt": optimizer})
-        names = {t.name for t in open_checkpoint(tmp_path / "checkpoint-1").tensors() if t.component == "opt"}
+        names = {
+            t.name
+            for t in open_checkpoint(tmp_path / "checkpoint-1").tensors()
+            if t.component == "opt"
+        }
         assert "state/gen.pa/exp_avg" in names
         assert "state/disc.pb/exp_avg" in names
         again, live = build()
@@ -336,7 +362,10 @@ def test_every_kind_of_optimizer_goes_on_bitwise(kind: str, tmp_path: Path, same
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
-        options = {"SGD": {"lr": 0.1, "momentum": 0.9}, "RMSprop": {"centered": True, "momentum": 0.5}}.get(kind, {})
+        options = {
+            "SGD": {"lr": 0.1, "momentum": 0.9},
+            "RMSprop": {"centered": True, "momentum": 0.5},
+        }.get(kind, {})
         return model, getattr(torch.optim, kind)(model.parameters(), **options)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -381,7 +410,9 @@ def tensors(values: float) -> dict[str, torch.Tensor]:
     return {n: torch.full((2,), values, requires_grad=True) for n in ("a", "b")}
 
 
-@pytest.mark.parametrize("how", ["names said", "names of the groups", "tensors in the state", "one tensor", "a tree"])
+@pytest.mark.parametrize(
+    "how", ["names said", "names of the groups", "tensors in the state", "one tensor", "a tree"]
+)
 def test_an_optimizer_over_tensors_without_a_module(tmp_path: Path, same, how: str) -> None:
     def build(value: float) -> tuple[dict, torch.optim.Optimizer, dict]:
         held = tensors(value)
@@ -436,7 +467,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(a, b) for a in KINDS for b in KINDS if a != b and {a, b} != {"adam", "adamw"}]
+    ("before", "after"),
+    [(a, b) for a in KINDS for b in KINDS if a != b and {a, b} != {"adam", "adamw"}],
 )
 def test_another_kind_of_optimizer_is_refused_before_anything_is_touched(
     tmp_path: Path, same, before: str, after: str
@@ -448,7 +480,9 @@ def test_another_kind_of_optimizer_is_refused_before_anything_is_touched(
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(3, {"model": model, "opt": optimizer})
         for strict in (True, False):
-            with pytest.raises(StateMismatch, match=r"'opt'.*another kind of optimizer than") as caught:
+            with pytest.raises(
+                StateMismatch, match=r"'opt'.*another kind of optimizer than"
+            ) as caught:
                 ckpt.load({"model": other, "opt": second}, strict=strict)
         assert type(second).__name__ in str(caught.value)
     same({n: p.detach() for n, p in other.named_parameters()}, held)
@@ -459,7 +493,8 @@ def test_another_kind_of_optimizer_is_refused_before_anything_is_touched(
 @pytest.mark.parametrize("live_steps", [0, 1])
 @pytest.mark.filterwarnings("ignore::ckptcore.CheckpointWarning")
 def test_kinds_that_fit_are_taken(tmp_path: Path, same, after: str, live_steps: int) -> None:
-    """Adam and AdamW have the same state; options of older torch, and of a scheduler, are no other kind."""
+    """Adam and AdamW have the same state; options of older torch, and of a scheduler, are no other
+    kind."""
     model, other = Two(), Two()
     optimizer, second = adam(model), KINDS[after](other.parameters())
     train(model, optimizer)

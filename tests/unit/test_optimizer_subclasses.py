@@ -1,4 +1,5 @@
-"""Optimizers of the user's own: state that is of no parameter is stored, and what a state_dict() of their own adds."""
+"""Optimizers of the user's own: state that is of no parameter is stored, and what a state_dict() of
+their own adds."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Wrapping(torch.optim.SGD):
         return {**super().state_dict(), "slow": self.slow}
 
 
-def trained(kind: type[torch.optim.Optimizer], steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    kind: type[torch.optim.Optimizer], steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)
@@ -48,7 +51,8 @@ def trained(kind: type[torch.optim.Optimizer], steps: int) -> tuple[nn.Module, t
 @pytest.mark.parametrize("live_steps", [0, 1])
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize(
-    ("pattern", "broadcast"), [("GLOBAL", False), ("REPLICATED", True), ("SHARDED", False), ("SHARDED", True)]
+    ("pattern", "broadcast"),
+    [("GLOBAL", False), ("REPLICATED", True), ("SHARDED", False), ("SHARDED", True)],
 )
 def test_state_of_no_parameter(
     tmp_path: Path, same, pattern: str, broadcast: bool, transactional: bool, live_steps: int
@@ -56,7 +60,10 @@ def test_state_of_no_parameter(
     """As torch's own state_dict and load_state_dict bring it back."""
 
     def parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[StateComponent]:
-        return [StateComponent("m", model, pattern), StateComponent("o", OptimizerState(optimizer, model), pattern)]
+        return [
+            StateComponent("m", model, pattern),
+            StateComponent("o", OptimizerState(optimizer, model), pattern),
+        ]
 
     def program(comm: Any) -> None:
         source, live = trained(Counting, 3), trained(Counting, live_steps)
@@ -88,7 +95,12 @@ def test_state_of_no_parameter_that_was_not_there_yet_is_dropped(tmp_path: Path)
 
 def test_no_such_state_is_no_key() -> None:
     model, optimizer = trained(torch.optim.SGD, 1)
-    assert list(OptimizerState(optimizer, model).state_dict()) == ["state", "group_of", "shapes", "groups"]
+    assert list(OptimizerState(optimizer, model).state_dict()) == [
+        "state",
+        "group_of",
+        "shapes",
+        "groups",
+    ]
 
 
 def hooked(*args: Any, **options: Any) -> torch.optim.Optimizer:
@@ -104,10 +116,14 @@ def prepared(*args: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", [Wrapping, hooked])
-def test_a_state_dict_with_more_that_nothing_puts_back_is_refused(tmp_path: Path, kind: Any) -> None:
+def test_a_state_dict_with_more_that_nothing_puts_back_is_refused(
+    tmp_path: Path, kind: Any
+) -> None:
     model, optimizer = trained(kind, 2)
     with CheckpointManager(tmp_path) as ckpt:
-        with pytest.raises(InvalidState, match=r"state_dict\(\) of its own, or hooks on it") as caught:
+        with pytest.raises(
+            InvalidState, match=r"state_dict\(\) of its own, or hooks on it"
+        ) as caught:
             ckpt.save(1, {"m": model, "o": optimizer})
         with pytest.raises(InvalidState, match="OptimizerState"):
             ckpt.save(1, {"m": model, "o": OptimizerState(optimizer, model)})
@@ -143,7 +159,9 @@ def test_a_state_dict_with_more_is_stored_as_it_is(tmp_path: Path, same, kind: A
         model(torch.ones(2)).sum().backward()
         optimizer.step()
     same(dict(live[0].state_dict()), dict(source[0].state_dict()))
-    moments = [optimizer.state[model.weight]["momentum_buffer"] for model, optimizer in (source, live)]
+    moments = [
+        optimizer.state[model.weight]["momentum_buffer"] for model, optimizer in (source, live)
+    ]
     same(moments[1], moments[0])
 
 

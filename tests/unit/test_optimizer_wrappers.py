@@ -1,4 +1,5 @@
-"""Optimizers that wrap or hold others: the moments come back into the one that makes the steps, or the save refuses."""
+"""Optimizers that wrap or hold others: the moments come back into the one that makes the steps, or
+the save refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckptcore import CheckpointManager, InvalidState, OptimizerState, StateComponent, StateMismatch, open_checkpoint
+from ckptcore import (
+    CheckpointManager,
+    InvalidState,
+    OptimizerState,
+    StateComponent,
+    StateMismatch,
+    open_checkpoint,
+)
 from ckptcore.testing.ranks import run_ranks
 
 
@@ -66,7 +74,9 @@ class Container(torch.optim.Optimizer):
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
-        super().__init__([p for part in parts for group in part.param_groups for p in group["params"]], {})
+        super().__init__(
+            [p for part in parts for group in part.param_groups for p in group["params"]], {}
+        )
 
     def step(self, closure: Any = None) -> None:
         for part in self.parts:
@@ -112,7 +122,10 @@ class Flat(Container):
     def state_dict(self) -> Any:
         packed = [part.state_dict() for part in self.parts]
         return {
-            f"{n}.{p}.{k}": v for n, one in enumerate(packed) for p, s in one["state"].items() for k, v in s.items()
+            f"{n}.{p}.{k}": v
+            for n, one in enumerate(packed)
+            for p, s in one["state"].items()
+            for k, v in s.items()
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -204,7 +217,9 @@ class Steps:
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("live_steps", [0, 2])
 @pytest.mark.filterwarnings("error::ckptcore.CheckpointWarning")
-def test_training_goes_on_as_if_nothing_happened(tmp_path: Path, same, kind: str, live_steps: int) -> None:
+def test_training_goes_on_as_if_nothing_happened(
+    tmp_path: Path, same, kind: str, live_steps: int
+) -> None:
     model, other = net(), net()
     optimizer, second = MAKERS[kind](model), MAKERS[kind](other)
     train(model, Steps(optimizer), 0, 3)
@@ -233,7 +248,9 @@ def test_moments_go_by_name_into_the_optimizers_alone(tmp_path: Path, same, kind
     same(dict(other.state_dict()), dict(model.state_dict()))
     with open_checkpoint(tmp_path / "checkpoint-3") as view:
         names = {t.full_name for t in view.tensors()}
-    assert {n for n in names if n.startswith("optimizer/state/0.bias/")} >= {"optimizer/state/0.bias/exp_avg"}
+    assert {n for n in names if n.startswith("optimizer/state/0.bias/")} >= {
+        "optimizer/state/0.bias/exp_avg"
+    }
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -276,15 +293,21 @@ class Copying(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda m: Sharpness(adamw(m)), "Sharpness keeps state of its own besides that of the AdamW inside"),
+        (
+            lambda m: Sharpness(adamw(m)),
+            "Sharpness keeps state of its own besides that of the AdamW inside",
+        ),
         (
             lambda m: Forgetful(adamw(m)),
-            "Forgetful and the optimizers inside it hold state that its state_dict.. does not: 'step' of the AdamW",
+            "Forgetful and the optimizers inside it hold state that its state_dict.. does not: "
+            "'step' of the AdamW",
         ),
         (lambda m: Copying(m.parameters(), lr=0.1), "Copying.state is another object each time"),
     ],
 )
-def test_state_that_would_be_lost_is_refused_with_what_to_do(tmp_path: Path, same, make: Any, why: str) -> None:
+def test_state_that_would_be_lost_is_refused_with_what_to_do(
+    tmp_path: Path, same, make: Any, why: str
+) -> None:
     model = net()
     optimizer = make(model)
     if not isinstance(optimizer, Copying):
@@ -385,7 +408,10 @@ def test_fabric_stores_the_names_of_the_bare_model(tmp_path: Path, same) -> None
         again, second = fabric.setup(held := net(), adamw(held))
         ckpt.load({"model": again, "optimizer": second})
     for resumed, its in ((other, plain), (again, second)):
-        assert torch.equal(its.state[next(resumed.parameters())]["exp_avg"], optimizer.state[bare[0].weight]["exp_avg"])
+        assert torch.equal(
+            its.state[next(resumed.parameters())]["exp_avg"],
+            optimizer.state[bare[0].weight]["exp_avg"],
+        )
     train(model, wrapped, 2, 4)
     train(other, plain, 2, 4)
     train(again, second, 2, 4)
@@ -405,7 +431,9 @@ class Lookahead(torch.optim.Optimizer):
         self.inner.step()
         self.count += 1
         if self.count % 2 == 0:
-            for slow, p in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
+            for slow, p in zip(
+                self.slow, (p for g in self.param_groups for p in g["params"]), strict=True
+            ):
                 p.data.copy_(slow.lerp_(p.detach(), 0.5))
 
     def state_dict(self) -> Any:
@@ -422,14 +450,17 @@ NESTS = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
         st.tuples(st.sampled_from([Handing, Hidden, Lookahead, Sharpness]), inner),
-        st.tuples(st.sampled_from([Container, Counted, Mute]), st.lists(inner, min_size=1, max_size=2)),
+        st.tuples(
+            st.sampled_from([Container, Counted, Mute]), st.lists(inner, min_size=1, max_size=2)
+        ),
     ),
     max_leaves=4,
 )
 
 
 def told(nest: Any) -> bool:
-    """Whether all that is hidden is in the state_dict() of what is hidden; of the rest not even torch knows."""
+    """Whether all that is hidden is in the state_dict() of what is hidden; of the rest not even
+    torch knows."""
     kind, inner = (nest, []) if isinstance(nest, str) else nest
     inner = inner if isinstance(inner, list) else [inner]
     silent = kind is Hidden and any(name in str(inner) for name in ("Sharpness", "Mute"))
@@ -437,7 +468,8 @@ def told(nest: Any) -> bool:
 
 
 def nested(nest: Any, parameters: list[nn.Parameter]) -> Any:
-    """The optimizer that a nest describes; the parameters are dealt out over those in a container."""
+    """The optimizer that a nest describes; the parameters are dealt out over those in a
+    container."""
     if isinstance(nest, str):
         options = {"momentum": 0.9} if nest in ("SGD", "RMSprop") else {}
         return getattr(torch.optim, nest)(parameters, lr=0.01, **options)
@@ -445,14 +477,18 @@ def nested(nest: Any, parameters: list[nn.Parameter]) -> Any:
     if not isinstance(inner, list):
         return kind(nested(inner, parameters))
     number = len(inner)
-    return kind([nested(one, parameters[n::number]) for n, one in enumerate(inner) if parameters[n::number]])
+    return kind(
+        [nested(one, parameters[n::number]) for n, one in enumerate(inner) if parameters[n::number]]
+    )
 
 
 @settings(max_examples=60)
 @example(nest=(Lookahead, (Sharpness, "SGD")), live_steps=0)
 @example(nest=(Container, [(Lookahead, "SGD"), "AdamW"]), live_steps=2)
 @given(nest=NESTS.filter(told), live_steps=st.sampled_from([0, 2]))
-def test_any_nest_of_optimizers_goes_on_exactly_or_is_refused(same, nest: Any, live_steps: int) -> None:
+def test_any_nest_of_optimizers_goes_on_exactly_or_is_refused(
+    same, nest: Any, live_steps: int
+) -> None:
     model, other = net(), net()
     optimizer, second = (nested(nest, list(m.parameters())) for m in (model, other))
     train(model, optimizer, 0, 3)
@@ -463,7 +499,9 @@ def test_any_nest_of_optimizers_goes_on_exactly_or_is_refused(same, nest: Any, l
         except InvalidState:
             # Where state is in no state_dict(), and something else is in one alone.
             more = "Lookahead" in str(nest) or "Counted" in str(nest)
-            assert "Sharpness" in str(nest) or ("Mute" in str(nest) and more), "refused without need"
+            assert "Sharpness" in str(nest) or ("Mute" in str(nest) and more), (
+                "refused without need"
+            )
             return
         ckpt.restore({"model": other, "optimizer": second})
     train(model, optimizer, 3, 6)
@@ -481,7 +519,10 @@ def test_every_rank_gets_the_moments(tmp_path: Path, same, kind: str, pattern: s
 
     def program(comm: Any) -> None:
         def parts(n: int) -> list[StateComponent]:
-            return [StateComponent("model", models[n], pattern), StateComponent("opt", optimizers[n], pattern)]
+            return [
+                StateComponent("model", models[n], pattern),
+                StateComponent("opt", optimizers[n], pattern),
+            ]
 
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
             ckpt.save(3, parts(comm.rank))
@@ -502,12 +543,16 @@ def test_an_optimizer_of_lazy_parameters_is_known_by_their_names(tmp_path: Path)
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     (model, optimizer), (other, second) = make(), make()
-    assert OptimizerState(second, other).state_dict()["shapes"] == {"0.weight": None, "0.bias": None}
+    assert OptimizerState(second, other).state_dict()["shapes"] == {
+        "0.weight": None,
+        "0.bias": None,
+    }
     train(model, optimizer, 0, 2)
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(2, {"opt": OptimizerState(optimizer, model)})
         other(torch.zeros(5, 4))
         ckpt.load({"opt": OptimizerState(second, other)})
     assert torch.equal(
-        second.state[other[0].weight]["momentum_buffer"], optimizer.state[model[0].weight]["momentum_buffer"]
+        second.state[other[0].weight]["momentum_buffer"],
+        optimizer.state[model[0].weight]["momentum_buffer"],
     )

@@ -1,5 +1,6 @@
-"""The owner decides what it takes: modules with loading code of their own are handed what was saved, versions included;
-memory that several components share never takes the value of whoever came last."""
+"""The owner decides what it takes: modules with loading code of their own are handed what was
+saved, versions included; memory that several components share never takes the value of whoever came
+last."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Doubling(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.full((3,), value))
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
         if (local_metadata.get("version") or 1) < 2:
             state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
@@ -48,7 +51,9 @@ class OnlyFirst(Doubling):
 
     _version = 1
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
         if local_metadata.get("version") != 1:
             raise ValueError(f"version {local_metadata.get('version')}")
         nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, *rest)
@@ -79,11 +84,15 @@ WRAPS = {
 @pytest.mark.parametrize("kind", [Doubling, OnlyFirst])
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("pattern", ["GLOBAL", "SHARDED"])
-def test_c54_the_version_of_a_module_comes_back(tmp_path: Path, wrap: str, kind: Any, pattern: str) -> None:
+def test_c54_the_version_of_a_module_comes_back(
+    tmp_path: Path, wrap: str, kind: Any, pattern: str
+) -> None:
     module = kind(5.0)
     for resume in (1, 2, 3):
         with CheckpointManager(tmp_path) as ckpt:
-            ckpt.save(resume, [StateComponent("model", WRAPS[wrap](module), SharingPattern(pattern))])
+            ckpt.save(
+                resume, [StateComponent("model", WRAPS[wrap](module), SharingPattern(pattern))]
+            )
             module = kind()
             ckpt.load([StateComponent("model", WRAPS[wrap](module), SharingPattern(pattern))])
         assert module.weight.tolist() == [5.0] * 3
@@ -191,7 +200,9 @@ def test_names_that_only_loading_code_can_judge(tmp_path: Path) -> None:
         assert fresh[0].seen_a.tolist() == [0.0, 1.0, 2.0]
         model[0].register_buffer("stray", torch.zeros(1))
         ckpt.save(2, {"model": model})
-        with pytest.raises(LoadFailed, match=r"component 'model' on rank 0 .*0\.stray.*overwritten") as caught:
+        with pytest.raises(
+            LoadFailed, match=r"component 'model' on rank 0 .*0\.stray.*overwritten"
+        ) as caught:
             ckpt.load({"model": nn.Sequential(Growing())})
         ckpt.load({"model": nn.Sequential(Growing())}, strict=False)
     assert caught.value.unexpected == ["0.stray"]
@@ -255,7 +266,9 @@ FORMS = {
 
 
 def averages(form: str, holder: Any) -> dict[str, torch.Tensor]:
-    found = {"object": lambda: holder.shadow, "nested": lambda: holder["of"][0]}.get(form, lambda: holder)()
+    found = {"object": lambda: holder.shadow, "nested": lambda: holder["of"][0]}.get(
+        form, lambda: holder
+    )()
     return {name: t.detach().clone() for name, t in found.items()}
 
 
@@ -271,7 +284,9 @@ def trained(tmp_path: Path) -> Iterator[tuple[CheckpointManager, dict[str, Any],
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("order", [("model", "ema"), ("ema", "model")])
-def test_c53_weights_and_averages_both_come_back(trained, form: str, order: Any, transactional: bool) -> None:
+def test_c53_weights_and_averages_both_come_back(
+    trained, form: str, order: Any, transactional: bool
+) -> None:
     ckpt, model, shadow = trained
     saved = {"nested": {"steps": 3, "of": [shadow]}, "object": Average(model)}.get(form, shadow)
     if form == "object":
@@ -301,7 +316,9 @@ def test_c53_equal_bytes_stay_one_memory(trained, order: Any) -> None:
 
 
 @pytest.mark.parametrize("order", [("model", "other"), ("other", "model")])
-def test_c53_two_modules_of_one_memory_are_refused_before_anything_is_touched(trained, order: Any) -> None:
+def test_c53_two_modules_of_one_memory_are_refused_before_anything_is_touched(
+    trained, order: Any
+) -> None:
     ckpt, model, shadow = trained
     other = nn.Linear(3, 3)
     other.load_state_dict(shadow)
@@ -317,7 +334,9 @@ def test_c53_two_modules_of_one_memory_are_refused_before_anything_is_touched(tr
 
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("order", [("model", "ema"), ("ema", "model")])
-def test_c53_an_object_that_copies_into_the_weights_is_found_out(trained, order: Any, transactional: bool) -> None:
+def test_c53_an_object_that_copies_into_the_weights_is_found_out(
+    trained, order: Any, transactional: bool
+) -> None:
     ckpt, model, shadow = trained
     saved = Average(model)
     saved.shadow = shadow
@@ -325,10 +344,16 @@ def test_c53_an_object_that_copies_into_the_weights_is_found_out(trained, order:
     fresh = nn.Linear(3, 3)
     before = copy.deepcopy(fresh.state_dict())
     live = {"model": fresh, "ema": Average(fresh, copies=True)}
-    with pytest.raises(LoadFailed, match=r"'ema/shadow/(\w+)' shares memory with 'model/\1'") as caught:
+    with pytest.raises(
+        LoadFailed, match=r"'ema/shadow/(\w+)' shares memory with 'model/\1'"
+    ) as caught:
         ckpt.load({k: live[k] for k in order}, transactional=transactional)
-    assert ("as it was before the load" if transactional else "partly overwritten") in str(caught.value)
-    assert not transactional or all(torch.equal(t, before[k]) for k, t in fresh.state_dict().items())
+    assert ("as it was before the load" if transactional else "partly overwritten") in str(
+        caught.value
+    )
+    assert not transactional or all(
+        torch.equal(t, before[k]) for k, t in fresh.state_dict().items()
+    )
 
 
 def test_views_that_overlap_in_part_and_do_not_agree_are_refused(tmp_path: Path) -> None:
@@ -354,7 +379,9 @@ def test_interleaved_views_of_a_fused_tensor_are_read_into_it(tmp_path: Path) ->
 def test_c75_a_scaler_that_was_off_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
     live = {"w": torch.zeros(3), "scaler": torch.amp.GradScaler("cpu", enabled=True)}
     with CheckpointManager(tmp_path) as ckpt:
-        ckpt.save(1, {"w": torch.full((3,), 5.0), "scaler": torch.amp.GradScaler("cpu", enabled=False)})
+        ckpt.save(
+            1, {"w": torch.full((3,), 5.0), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+        )
         with pytest.raises(StateMismatch, match="component 'scaler'"):
             ckpt.load(live)
     assert not live["w"].any()
@@ -388,7 +415,9 @@ def test_who_has_nothing_yet_is_handed_all_of_it(tmp_path: Path, pattern: str, l
         half = Shard(torch.full((2,), float(comm.rank)), (4,), (2 * comm.rank,))
         weight = half if pattern == "SHARDED" else torch.tensor([0.0, 0.0, 1.0, 1.0])
         with CheckpointManager(tmp_path, comm=comm) as ckpt:
-            ckpt.save(1, [StateComponent("model", {"weight": weight, "n": 3}, SharingPattern(pattern))])
+            ckpt.save(
+                1, [StateComponent("model", {"weight": weight, "n": 3}, SharingPattern(pattern))]
+            )
 
     run_ranks(2, save)
     holder = live()

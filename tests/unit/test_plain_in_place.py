@@ -1,4 +1,5 @@
-"""Plain values are put back where they are, at every level, whatever they were before; the obvious loop is right."""
+"""Plain values are put back where they are, at every level, whatever they were before; the obvious
+loop is right."""
 
 from __future__ import annotations
 
@@ -17,27 +18,44 @@ from ckptcore import CheckpointManager, InvalidState, StateComponent, Value
 from ckptcore.testing.ranks import run_ranks
 
 leaves = st.one_of(
-    st.none(), st.integers(), st.text(max_size=3), st.booleans(), st.floats(), st.just(2**70),
-    st.integers(0, 3).map(lambda n: torch.arange(float(n))), st.sampled_from(["f4", "i2"]).map(lambda d: np.ones(2, d)),
-    st.just(1).map(lambda _: np.arange(1500.0)), st.integers(0, 2).map(lambda n: torch.ones(n, dtype=torch.bfloat16)),
-)  # fmt: skip
+    st.none(),
+    st.integers(),
+    st.text(max_size=3),
+    st.booleans(),
+    st.floats(),
+    st.just(2**70),
+    st.integers(0, 3).map(lambda n: torch.arange(float(n))),
+    st.sampled_from(["f4", "i2"]).map(lambda d: np.ones(2, d)),
+    st.just(1).map(lambda _: np.arange(1500.0)),
+    st.integers(0, 2).map(lambda n: torch.ones(n, dtype=torch.bfloat16)),
+)
 keys = st.sampled_from(["a", "b", "c", 0, "0", (1, "x")])
 nested = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.dictionaries(keys, inner, max_size=3), st.lists(inner, max_size=3), st.lists(inner, max_size=2).map(tuple),
-        st.dictionaries(keys, inner, max_size=2).map(OrderedDict), st.lists(inner, max_size=2).map(deque),
-        st.sets(st.integers(), max_size=3), st.dictionaries(keys, st.integers(1, 9), max_size=3).map(Counter),
+        st.dictionaries(keys, inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=2).map(tuple),
+        st.dictionaries(keys, inner, max_size=2).map(OrderedDict),
+        st.lists(inner, max_size=2).map(deque),
+        st.sets(st.integers(), max_size=3),
+        st.dictionaries(keys, st.integers(1, 9), max_size=3).map(Counter),
     ),
     max_leaves=8,
-)  # fmt: skip
+)
 states = st.dictionaries(keys, nested, max_size=4) | st.lists(nested, max_size=3)
 
 
 def objects(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
     """Every container by its path, as far as they can be followed."""
     found = {path: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | deque) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list | deque)
+        else ()
+    )
     for key, item in items:
         found |= objects(item, (*path, key))
     return found
@@ -57,7 +75,11 @@ def test_whatever_was_there_it_is_as_saved(
         assert report.values["v"] == {} or report.values["v"] == [] or report.values["v"] is live
         for path, item in objects(live).items():
             was = before.get(path)
-            if type(was) is type(item) and isinstance(item, dict | list | set | deque) and _reached(before, live, path):
+            if (
+                type(was) is type(item)
+                and isinstance(item, dict | list | set | deque)
+                and _reached(before, live, path)
+            ):
                 assert item is was, path
         ckpt.save(2, {"v": live})
         ckpt.load({"v": live})
@@ -89,7 +111,8 @@ def test_the_obvious_loop(tmp_path: Path) -> None:
 
 
 def test_loops_that_take_the_values_out_of_the_report(tmp_path: Path) -> None:
-    """As they had to be written before: taking the object, updating with it, clearing and updating with it."""
+    """As they had to be written before: taking the object, updating with it, clearing and updating
+    with it."""
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, {"c": {"n": [1]}})
         for take in (
@@ -104,8 +127,20 @@ def test_loops_that_take_the_values_out_of_the_report(tmp_path: Path) -> None:
 
 
 def test_tensors_and_arrays_in_place_where_they_fit(tmp_path: Path) -> None:
-    saved = {"t": torch.ones(3), "u": torch.ones(3), "big": np.ones(1000), "small": np.ones(2), "grown": np.ones(3)}
-    live = {"t": torch.zeros(3), "u": torch.zeros(2), "big": np.zeros(1000), "small": np.zeros(2), "grown": np.zeros(2)}
+    saved = {
+        "t": torch.ones(3),
+        "u": torch.ones(3),
+        "big": np.ones(1000),
+        "small": np.ones(2),
+        "grown": np.ones(3),
+    }
+    live = {
+        "t": torch.zeros(3),
+        "u": torch.zeros(2),
+        "big": np.zeros(1000),
+        "small": np.zeros(2),
+        "grown": np.zeros(2),
+    }
     before = dict(live)
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, {"v": saved})
@@ -169,4 +204,9 @@ def test_a_sharded_dict_takes_what_is_its_own_and_what_is_new(tmp_path: Path) ->
 
     run_ranks(2, lambda comm: program(comm, True))
     for rank, found in enumerate(run_ranks(2, lambda comm: program(comm, False))):
-        assert found == {f"w{rank}": [rank + 1.0] * 2, f"n{rank}": 7, "best": {"loss": 0.5}, "seen": [1]}
+        assert found == {
+            f"w{rank}": [rank + 1.0] * 2,
+            f"n{rank}": 7,
+            "best": {"loss": 0.5},
+            "seen": [1],
+        }

@@ -1,4 +1,5 @@
-"""Plain values by the million: the bytes that the format says, whatever way they were packed, and no step of Python for each."""
+"""Plain values by the million: the bytes that the format says, whatever way they were packed, and
+no step of Python for each."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def reference(value: Any) -> Any:
     """Item by item what docs/format.md says of plain values."""
     kind = type(value)
     if kind is int and not -(2**63) <= value < 2**64:
-        return msgpack.ExtType(BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
+        return msgpack.ExtType(
+            BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True)
+        )
     if kind is list:
         return [reference(item) for item in value]
     if kind is tuple:
@@ -41,8 +44,18 @@ def reference(value: Any) -> Any:
     return value
 
 
-edges = st.sampled_from([-(2**63), -(2**63) - 1, 2**64 - 1, 2**64, 2**63, 10**40, -1, 0, 127, 128, 65536])
-atoms = st.none() | st.booleans() | st.integers() | edges | st.floats() | st.text(max_size=4) | st.binary(max_size=4)
+edges = st.sampled_from(
+    [-(2**63), -(2**63) - 1, 2**64 - 1, 2**64, 2**63, 10**40, -1, 0, 127, 128, 65536]
+)
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | edges
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=4)
+)
 keys = (
     st.integers(-3, 3)
     | edges
@@ -51,17 +64,27 @@ keys = (
     | st.tuples(st.integers(0, 2), st.text(max_size=1))
 )
 alike = st.one_of(
-    [st.lists(one, max_size=5) for one in (st.integers(), edges, st.floats(), st.text(max_size=3), st.booleans())]
+    [
+        st.lists(one, max_size=5)
+        for one in (st.integers(), edges, st.floats(), st.text(max_size=3), st.booleans())
+    ]
 )
 values = st.recursive(
-    atoms | alike | alike.map(tuple) | st.lists(alike, max_size=4) | st.lists(alike.map(tuple), max_size=4),
+    atoms
+    | alike
+    | alike.map(tuple)
+    | st.lists(alike, max_size=4)
+    | st.lists(alike.map(tuple), max_size=4),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(keys, inner, max_size=4)
-        | st.dictionaries(st.text(max_size=2), inner, max_size=4) | st.sets(keys, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=4)
+        | st.sets(keys, max_size=4)
         | st.frozensets(edges | st.integers(), max_size=4)
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(values)
@@ -83,10 +106,23 @@ class Text(str):
     pass
 
 
-@pytest.mark.parametrize("strange", [Whole(3), Text("a"), object(), torch.nn.Parameter(torch.ones(1))])
-@pytest.mark.parametrize("around", [lambda x: [1, 2, x], lambda x: [[1], [x]], lambda x: [(1,), (x,)], lambda x: {"a": x},
-                                    lambda x: {"a": 1, 5: x}, lambda x: (x,)])  # fmt: skip
-def test_what_only_looks_like_a_plain_value_is_refused_wherever_it_is(strange: Any, around: Any) -> None:
+@pytest.mark.parametrize(
+    "strange", [Whole(3), Text("a"), object(), torch.nn.Parameter(torch.ones(1))]
+)
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda x: [1, 2, x],
+        lambda x: [[1], [x]],
+        lambda x: [(1,), (x,)],
+        lambda x: {"a": x},
+        lambda x: {"a": 1, 5: x},
+        lambda x: (x,),
+    ],
+)
+def test_what_only_looks_like_a_plain_value_is_refused_wherever_it_is(
+    strange: Any, around: Any
+) -> None:
     from ckptcore import UnsupportedValue
 
     with pytest.raises(UnsupportedValue):
@@ -105,7 +141,8 @@ MANY = {
 
 @pytest.mark.parametrize("kind", MANY)
 def test_no_step_of_python_for_each_of_many_alike(kind: str, tmp_path: Path) -> None:
-    """Calls that `save_async` makes before it returns are counted, so that no busy machine matters."""
+    """Calls that `save_async` makes before it returns are counted, so that no busy machine
+    matters."""
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, {"order": MANY[kind], "w": torch.ones(3)})
         calls = 0

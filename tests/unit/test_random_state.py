@@ -18,10 +18,17 @@ from ckptcore.testing.ranks import run_ranks
 
 def draws() -> list:
     return [
-        random.random(), random.gauss(0, 1), random.getrandbits(70), np.random.rand(2).tolist(), np.random.normal(),
-        np.random.randint(1000), torch.rand(2).tolist(), torch.randn(1).item(), torch.randperm(9).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        random.getrandbits(70),
+        np.random.rand(2).tolist(),
+        np.random.normal(),
+        np.random.randint(1000),
+        torch.rand(2).tolist(),
+        torch.randn(1).item(),
+        torch.randperm(9).tolist(),
         nn.functional.dropout(torch.ones(16), 0.5).tolist(),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +98,9 @@ SCHEDULES = {
     "sequence": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 6)], [3]
     ),
-    "chain": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]),
+    "chain": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
 }
 
@@ -130,7 +139,9 @@ def test_learning_rates_go_on(kind: str, stop: int, tmp_path: Path) -> None:
 
 
 def test_loss_scale(tmp_path: Path) -> None:
-    scaler, fresh = (torch.amp.GradScaler("cpu", init_scale=2.0**n, growth_interval=5) for n in (3, 16))
+    scaler, fresh = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**n, growth_interval=5) for n in (3, 16)
+    )
     scaler.scale(torch.ones(1))
     scaler.load_state_dict({**scaler.state_dict(), "scale": 512.0, "_growth_tracker": 4})
     fresh.scale(torch.ones(1))
@@ -169,7 +180,8 @@ def test_a_state_that_is_none_leaves_all_streams_as_they_are(change) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_another_number_of_ranks(size: int, tmp_path: Path) -> None:
-    """The dict of README's example on other numbers of ranks: what is not said is inferred, streams may stay."""
+    """The dict of README's example on other numbers of ranks: what is not said is inferred, streams
+    may stay."""
 
     def state(number: float, **how) -> dict:
         model = nn.Linear(2, 2, bias=False)

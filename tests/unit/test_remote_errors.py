@@ -18,7 +18,11 @@ class EndpointGone(Exception):
 
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [(EndpointGone, errno.EREMOTEIO), (ValueError, errno.EREMOTEIO), (ConnectionResetError, errno.ECONNRESET)],
+    [
+        (EndpointGone, errno.EREMOTEIO),
+        (ValueError, errno.EREMOTEIO),
+        (ConnectionResetError, errno.ECONNRESET),
+    ],
 )
 def test_errors_of_clients_are_storage_errors(
     kind: type[Exception], number: int, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +81,9 @@ def test_a_client_that_cannot_connect_is_tried_again_until_the_deadline(
     assert unreachable.made > 1
     monkeypatch.setattr(unreachable, "made", 0)
     monkeypatch.setattr(unreachable, "times", 2)
-    with CheckpointManager("unreachable://host/run", storage_options={"retry_deadline": 30}) as ckpt:
+    with CheckpointManager(
+        "unreachable://host/run", storage_options={"retry_deadline": 30}
+    ) as ckpt:
         assert (unreachable.made, ckpt.storage.retries) == (3, 2)  # type: ignore[attr-defined]
         ckpt.save(1, {"m": {"x": 1}})
         assert [info.url for info in ckpt.list()] == ["unreachable://host/run/checkpoint-1"]
@@ -95,7 +101,9 @@ def test_a_client_that_is_refused_is_asked_once(
     unreachable: type[Unreachable], monkeypatch: pytest.MonkeyPatch, error: Exception, number: int
 ) -> None:
     monkeypatch.setattr(unreachable, "error", error)
-    with pytest.raises(StorageError, match=r"unreachable://host/run: connecting failed: .*login failed") as caught:
+    with pytest.raises(
+        StorageError, match=r"unreachable://host/run: connecting failed: .*login failed"
+    ) as caught:
         CheckpointManager("unreachable://host/run")
     assert type(caught.value) is StorageError
     assert (caught.value.errno, unreachable.made) == (number, 1)

@@ -1,4 +1,5 @@
-"""restore("auto"), B06 and B05: the newest checkpoint that verifies, else a fresh start, else a clear error."""
+"""restore("auto"), B06 and B05: the newest checkpoint that verifies, else a fresh start, else a
+clear error."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def test_b06b_only_unusable_ones_raise_and_nothing_is_touched(root: Path) -> Non
     for step in (1, 2):
         (root / f"checkpoint-{step}" / MANIFEST).unlink()
     before, live = snapshot(root), state()
-    with pytest.raises(NoUsableCheckpoint, match=r"checkpoint-2.*checkpoint-1.*fresh_ok=True") as caught:
+    with pytest.raises(
+        NoUsableCheckpoint, match=r"checkpoint-2.*checkpoint-1.*fresh_ok=True"
+    ) as caught:
         CheckpointManager(root).restore(live)
     assert set(caught.value.reasons) == {"checkpoint-1", "checkpoint-2"}
     assert isinstance(caught.value, CheckpointNotFound)
@@ -83,7 +86,9 @@ def test_b06b_only_unusable_ones_raise_and_nothing_is_touched(root: Path) -> Non
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_b06c_empty_root_starts_fresh(exists: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_b06c_empty_root_starts_fresh(
+    exists: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root = tmp_path / "root"
     if exists:
         root.mkdir()
@@ -118,20 +123,38 @@ DAMAGE = {
     "empty manifest": lambda folder: (folder / MANIFEST).write_bytes(b""),
     "no data": lambda folder: (folder / "m.safetensors").unlink(),
     "no index": lambda folder: (folder / "index.rank00000.msgpack").unlink(),
-    "cut": lambda folder: (folder / "m.safetensors").write_bytes((folder / "m.safetensors").read_bytes()[:-1]),
-    "longer": lambda folder: (folder / "m.safetensors").write_bytes((folder / "m.safetensors").read_bytes() + b"\0"),
-    "zeroed": lambda folder: (folder / "m.safetensors").write_bytes(bytes((folder / "m.safetensors").stat().st_size)),
+    "cut": lambda folder: (folder / "m.safetensors").write_bytes(
+        (folder / "m.safetensors").read_bytes()[:-1]
+    ),
+    "longer": lambda folder: (folder / "m.safetensors").write_bytes(
+        (folder / "m.safetensors").read_bytes() + b"\0"
+    ),
+    "zeroed": lambda folder: (folder / "m.safetensors").write_bytes(
+        bytes((folder / "m.safetensors").stat().st_size)
+    ),
     "link": lambda folder: link(folder / "m.safetensors"),
-    "folder": lambda folder: ((folder / "m.safetensors").unlink(), (folder / "m.safetensors").mkdir()),
-    "swapped": lambda folder: shutil.copy(folder.parent / "checkpoint-1" / "m.safetensors", folder / "m.safetensors"),
-    "newer format": lambda folder: rewrite(folder.parent, 2, lambda document: document.update(format_version="2.0")),
+    "folder": lambda folder: (
+        (folder / "m.safetensors").unlink(),
+        (folder / "m.safetensors").mkdir(),
+    ),
+    "swapped": lambda folder: shutil.copy(
+        folder.parent / "checkpoint-1" / "m.safetensors", folder / "m.safetensors"
+    ),
+    "newer format": lambda folder: rewrite(
+        folder.parent, 2, lambda document: document.update(format_version="2.0")
+    ),
     "no digest of a file": lambda folder: rewrite(
-        folder.parent, 2, lambda document: document["files"].update({"m.safetensors": [4116, "", 0]})
+        folder.parent,
+        2,
+        lambda document: document["files"].update({"m.safetensors": [4116, "", 0]}),
     ),
     "file not listed": lambda folder: rewrite(
         folder.parent,
         2,
-        lambda document: (document["files"].pop("m.safetensors"), document["components"]["m"].update(files=[])),
+        lambda document: (
+            document["files"].pop("m.safetensors"),
+            document["components"]["m"].update(files=[]),
+        ),
     ),
 }
 
@@ -146,7 +169,9 @@ def link(file: Path) -> None:
 def test_b05_damage_falls_back_with_one_warning(root: Path, damage) -> None:
     damage(root / "checkpoint-2")
     before, live = snapshot(root), state()
-    with pytest.warns(CheckpointWarning, match=r"restored checkpoint-1 \(step 1\); skipped checkpoint-2: ") as warned:
+    with pytest.warns(
+        CheckpointWarning, match=r"restored checkpoint-1 \(step 1\); skipped checkpoint-2: "
+    ) as warned:
         report = CheckpointManager(root).restore(live)
     assert len(warned) == 1
     assert (report.step, list(report.skipped)) == (1, ["checkpoint-2"])
@@ -156,7 +181,9 @@ def test_b05_damage_falls_back_with_one_warning(root: Path, damage) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_b05_damage_of_an_explicit_step_raises(root: Path, damage, request: pytest.FixtureRequest) -> None:
+def test_b05_damage_of_an_explicit_step_raises(
+    root: Path, damage, request: pytest.FixtureRequest
+) -> None:
     damage(root / "checkpoint-2")
     live = state()
     kinds = {"no manifest": CheckpointNotFound, "newer format": UnsupportedVersion}
@@ -165,7 +192,9 @@ def test_b05_damage_of_an_explicit_step_raises(root: Path, damage, request: pyte
     assert held(live) == [0.0] * 5
 
 
-REPLACEABLE = {name: damage for name, damage in DAMAGE.items() if name not in ("newer format", "folder")}
+REPLACEABLE = {
+    name: damage for name, damage in DAMAGE.items() if name not in ("newer format", "folder")
+}
 
 
 @pytest.mark.parametrize("damage", REPLACEABLE.values(), ids=REPLACEABLE.keys())
@@ -215,7 +244,9 @@ def test_nothing_of_a_damaged_checkpoint_remains_after_the_fallback(tmp_path: Pa
         report = CheckpointManager(tmp_path).restore(live, strict=False)
     assert (report.step, report.missing) == (1, ["m/a"])
     assert live["m"]["b"].tolist() == [1.0, 1.0]
-    assert live["m"]["a"].tolist() == [0.0] * 3, "a tensor of step 2 beside those of step 1 is a wrong restore"
+    assert live["m"]["a"].tolist() == [0.0] * 3, (
+        "a tensor of step 2 beside those of step 1 is a wrong restore"
+    )
 
 
 def test_mismatch_is_no_damage(root: Path) -> None:
@@ -227,7 +258,12 @@ def test_mismatch_is_no_damage(root: Path) -> None:
 
 def test_explicit_choices(root: Path) -> None:
     ckpt = CheckpointManager(root)
-    for which, value in [("latest", 2.0), (1, 1.0), (str(root / "checkpoint-1"), 1.0), (root / "checkpoint-2", 2.0)]:
+    for which, value in [
+        ("latest", 2.0),
+        (1, 1.0),
+        (str(root / "checkpoint-1"), 1.0),
+        (root / "checkpoint-2", 2.0),
+    ]:
         live = state()
         ckpt.restore(live, which)
         assert held(live) == [value] * 5, which

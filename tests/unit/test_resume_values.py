@@ -35,7 +35,9 @@ class Ema:
 
 class Progress:
     def __init__(self) -> None:
-        self.__dict__.update(step=0, ratio=0.0, name="start", flag=False, none=None, lst=[], big=0, nested={})
+        self.__dict__.update(
+            step=0, ratio=0.0, name="start", flag=False, none=None, lst=[], big=0, nested={}
+        )
 
     def advance(self) -> None:
         self.step += 1
@@ -104,9 +106,17 @@ def test_b29_in_new_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transactional", [False, True])
 def test_b29_bare_values_are_in_the_report(tmp_path: Path, same, transactional: bool) -> None:
     values = {
-        "step": 5, "ratio": 0.5, "name": "x", "flag": True, "none": None, "lst": [1, [2.0, "a"]], "big": 2**70,
-        "tup": (1, 2), "set": {1}, "count": torch.tensor(3),
-    }  # fmt: skip
+        "step": 5,
+        "ratio": 0.5,
+        "name": "x",
+        "flag": True,
+        "none": None,
+        "lst": [1, [2.0, "a"]],
+        "big": 2**70,
+        "tup": (1, 2),
+        "set": {1},
+        "count": torch.tensor(3),
+    }
     live = {**dict.fromkeys(values), "count": torch.tensor(0)}
     with CheckpointManager(tmp_path) as ckpt:
         for _ in range(3):

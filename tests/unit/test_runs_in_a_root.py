@@ -11,7 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore import CheckpointManager, CheckpointNotFound, CheckpointWarning, KeepLast, NoUsableCheckpoint, scan_root
+from ckptcore import (
+    CheckpointManager,
+    CheckpointNotFound,
+    CheckpointWarning,
+    KeepLast,
+    NoUsableCheckpoint,
+    scan_root,
+)
 
 
 def state(value: float = 0.0) -> dict:
@@ -32,9 +39,19 @@ def test_b21_retention_and_latest_keep_to_the_run(tmp_path: Path) -> None:
         assert ckpt.latest() is None
         assert ckpt.restore(state()).fresh
         ckpt.save(100, state(100))
-        assert names(tmp_path) == {"checkpoint-100", "checkpoint-500", "checkpoint-600", "checkpoint-700"}
+        assert names(tmp_path) == {
+            "checkpoint-100",
+            "checkpoint-500",
+            "checkpoint-600",
+            "checkpoint-700",
+        }
         ckpt.save(200, state(200))
-        assert names(tmp_path) == {"checkpoint-200", "checkpoint-500", "checkpoint-600", "checkpoint-700"}
+        assert names(tmp_path) == {
+            "checkpoint-200",
+            "checkpoint-500",
+            "checkpoint-600",
+            "checkpoint-700",
+        }
         assert ckpt.latest().step == 200
     live = state()
     again = CheckpointManager(tmp_path)
@@ -61,7 +78,13 @@ def test_b21_order_is_by_number_not_by_text_or_time(tmp_path: Path) -> None:
         assert [info.sequence for info in ckpt.list()] == [2, 4, 3, 1]
         ckpt.keep = KeepLast(2)
         ckpt.save(50, state(50))
-    assert names(tmp_path) == {"checkpoint-50", "checkpoint-100", "checkpoint-1000", "checkpoint-000100", "000100"}
+    assert names(tmp_path) == {
+        "checkpoint-50",
+        "checkpoint-100",
+        "checkpoint-1000",
+        "checkpoint-000100",
+        "000100",
+    }
 
 
 def test_a_renamed_folder_is_still_the_step_that_its_manifest_says(tmp_path: Path) -> None:
@@ -70,7 +93,10 @@ def test_a_renamed_folder_is_still_the_step_that_its_manifest_says(tmp_path: Pat
         ckpt.save(6, state(6))
     (tmp_path / "checkpoint-5").rename(tmp_path / "checkpoint-99")
     ckpt = CheckpointManager(tmp_path)
-    assert [(info.name, info.step) for info in ckpt.list()] == [("checkpoint-99", 5), ("checkpoint-6", 6)]
+    assert [(info.name, info.step) for info in ckpt.list()] == [
+        ("checkpoint-99", 5),
+        ("checkpoint-6", 6),
+    ]
     assert ckpt.latest().step == 6
 
 
@@ -105,7 +131,9 @@ def test_retention_never_removes_foreign_files(tmp_path: Path) -> None:
         assert ckpt.restore(state()).step == 2
 
 
-def test_a_deletion_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_that_fails_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ckptcore import StorageError
 
     with CheckpointManager(tmp_path, keep=KeepLast(1)) as ckpt:
@@ -157,8 +185,11 @@ def test_scan_lists_everything_that_looks_like_a_checkpoint(tmp_path: Path) -> N
     (tmp_path / "checkpoint-4.partial-x").mkdir()
     found = scan_root(tmp_path)
     assert [(i.name, i.status) for i in found] == [
-        ("checkpoint-1", "uncommitted"), ("checkpoint-2", "damaged"), ("checkpoint-3", "committed"),
-        ("checkpoint-4.partial-x", "partial")]  # fmt: skip
+        ("checkpoint-1", "uncommitted"),
+        ("checkpoint-2", "damaged"),
+        ("checkpoint-3", "committed"),
+        ("checkpoint-4.partial-x", "partial"),
+    ]
     assert "m.safetensors" in found[1].reason
     with pytest.raises(CheckpointNotFound):
         scan_root(tmp_path / "none")
@@ -189,7 +220,9 @@ def test_attempts_of_dead_processes_are_swept_and_others_are_not(tmp_path: Path)
 
 @given(st.lists(st.tuples(st.sampled_from("AB"), st.integers(0, 3)), min_size=1, max_size=6))
 @settings(max_examples=15)
-def test_latest_is_the_highest_step_of_the_run(tmp_path_factory: pytest.TempPathFactory, saves) -> None:
+def test_latest_is_the_highest_step_of_the_run(
+    tmp_path_factory: pytest.TempPathFactory, saves
+) -> None:
     root = tmp_path_factory.mktemp("root")
     owners: dict[int, str] = {}
     for run, step in saves:

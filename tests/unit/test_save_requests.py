@@ -30,17 +30,35 @@ def held(root: Path, step: int) -> float:
     return open_checkpoint(root / f"checkpoint-{step}").read("m/a").item()
 
 
-@pytest.mark.parametrize("step", [0, 5, 10**12, np.int64(7), np.uint8(3), torch.tensor(4)], ids=repr)
+@pytest.mark.parametrize(
+    "step", [0, 5, 10**12, np.int64(7), np.uint8(3), torch.tensor(4)], ids=repr
+)
 def test_steps_are_whole_numbers_of_any_type(step, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ckpt:
         info = ckpt.save(step, state())
-        assert (info.step, type(info.step), info.name) == (int(step), int, f"checkpoint-{int(step)}")
+        assert (info.step, type(info.step), info.name) == (
+            int(step),
+            int,
+            f"checkpoint-{int(step)}",
+        )
         assert ckpt.latest().step == int(step)
 
 
 @pytest.mark.parametrize(
     "step",
-    [-1, True, 1.0, "5", None, 2.5, math.nan, torch.tensor(2.5), torch.tensor([1, 2]), np.float64(3), [1]],
+    [
+        -1,
+        True,
+        1.0,
+        "5",
+        None,
+        2.5,
+        math.nan,
+        torch.tensor(2.5),
+        torch.tensor([1, 2]),
+        np.float64(3),
+        [1],
+    ],
     ids=repr,
 )
 def test_steps_that_are_none(step, tmp_path: Path) -> None:
@@ -51,21 +69,38 @@ def test_steps_that_are_none(step, tmp_path: Path) -> None:
 
 def test_metrics_become_numbers(tmp_path: Path) -> None:
     metrics = {
-        "loss": torch.tensor(0.5), "bf16": torch.tensor(2.0, dtype=torch.bfloat16), "one": torch.tensor([3.0]), "np": np.float32(0.25),
-        "int": 7, "flag": True, "nan": math.nan, "inf": -math.inf, "grad": torch.tensor(1.5, requires_grad=True),
-    }  # fmt: skip
+        "loss": torch.tensor(0.5),
+        "bf16": torch.tensor(2.0, dtype=torch.bfloat16),
+        "one": torch.tensor([3.0]),
+        "np": np.float32(0.25),
+        "int": 7,
+        "flag": True,
+        "nan": math.nan,
+        "inf": -math.inf,
+        "grad": torch.tensor(1.5, requires_grad=True),
+    }
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, state(), metrics=metrics)
         found = ckpt.latest().metrics
         assert ckpt.latest().manifest.metrics_step == 1
     assert math.isnan(found.pop("nan"))
     assert found == {
-        "loss": 0.5, "bf16": 2.0, "one": 3.0, "np": 0.25, "int": 7.0, "flag": 1.0, "inf": -math.inf, "grad": 1.5}  # fmt: skip
+        "loss": 0.5,
+        "bf16": 2.0,
+        "one": 3.0,
+        "np": 0.25,
+        "int": 7.0,
+        "flag": 1.0,
+        "inf": -math.inf,
+        "grad": 1.5,
+    }
     assert {type(value) for value in found.values()} == {float}
 
 
 @pytest.mark.parametrize(
-    "value", [None, "high", [1.0], {"a": 1}, torch.ones(2), 1j, object(), 10**400], ids=lambda v: type(v).__name__
+    "value",
+    [None, "high", [1.0], {"a": 1}, torch.ones(2), 1j, object(), 10**400],
+    ids=lambda v: type(v).__name__,
 )
 def test_metrics_that_are_no_numbers(value, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ckpt, pytest.raises(InvalidState, match="'loss'") as caught:
@@ -86,7 +121,9 @@ def test_metadata_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1, 2}, b"a", math.nan, torch.ones(1), "\ud800"], ids=lambda v: type(v).__name__
+    "value",
+    [object(), {1, 2}, b"a", math.nan, torch.ones(1), "\ud800"],
+    ids=lambda v: type(v).__name__,
 )
 def test_metadata_that_is_no_json_leaves_nothing(value, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ckpt, pytest.raises(InvalidState, match="JSON"):
@@ -122,7 +159,10 @@ def test_overwriting_leaves_no_file_of_the_old_one(tmp_path: Path) -> None:
         ckpt.save(1, {"m": {"a": torch.ones(1)}, "gone": {"a": torch.ones(1)}})
         ckpt.save(1, state(2.0), overwrite=True)
     assert sorted(p.name for p in (tmp_path / "checkpoint-1").iterdir()) == [
-        "checkpoint_manifest.json", "index.rank00000.msgpack", "m.safetensors"]  # fmt: skip
+        "checkpoint_manifest.json",
+        "index.rank00000.msgpack",
+        "m.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -131,14 +171,20 @@ def test_foreign_things_are_in_the_way(overwrite: bool, content: str, tmp_path: 
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     (folder / "folder").mkdir() if content == "folder/" else (folder / content).write_text("mine")
-    with CheckpointManager(tmp_path) as ckpt, pytest.raises(CheckpointExists, match="move the folder away"):
+    with (
+        CheckpointManager(tmp_path) as ckpt,
+        pytest.raises(CheckpointExists, match="move the folder away"),
+    ):
         ckpt.save(1, state(), overwrite=overwrite)
     assert [p.name for p in tmp_path.rglob("*")] == ["checkpoint-1", content.rstrip("/")]
 
 
 @pytest.mark.parametrize("content", [None, "m.safetensors", "index.rank00000.msgpack"])
-def test_a_folder_that_does_not_say_whose_it_is_gives_way_to_overwrite(content: str | None, tmp_path: Path) -> None:
-    """It may be a copy that is going on, or another program's: only what somebody asks to replace is replaced."""
+def test_a_folder_that_does_not_say_whose_it_is_gives_way_to_overwrite(
+    content: str | None, tmp_path: Path
+) -> None:
+    """It may be a copy that is going on, or another program's: only what somebody asks to replace
+    is replaced."""
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     if content:
@@ -159,7 +205,9 @@ def test_a_folder_that_does_not_say_whose_it_is_gives_way_to_overwrite(content: 
 @pytest.mark.parametrize("damage", ["a file is missing", "manifest", "no manifest", "withdrawn"])
 @pytest.mark.parametrize("run", ["mine", "other"])
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_a_save_replaces_only_what_is_provably_its_own(damage: str, run: str, kind: str, tmp_path: Path) -> None:
+def test_a_save_replaces_only_what_is_provably_its_own(
+    damage: str, run: str, kind: str, tmp_path: Path
+) -> None:
     root = tmp_path if kind == "local" else f"memory://{tmp_path.name}-{damage.replace(' ', '')}"
     storage = open_storage(root)
     with CheckpointManager(root, run_id=run) as ckpt:
@@ -184,7 +232,9 @@ def test_a_save_replaces_only_what_is_provably_its_own(damage: str, run: str, ki
         assert (ckpt.verify(1), ckpt.latest().run_id) == ([], "mine")
 
 
-def test_somebody_elses_model_stays_also_after_a_restore_that_passed_it_over(tmp_path: Path) -> None:
+def test_somebody_elses_model_stays_also_after_a_restore_that_passed_it_over(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights of a month")
@@ -242,7 +292,9 @@ def test_single_checkpoints_without_a_root(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("url", ["memory://single-checkpoint", "memory://single/deep"])
-def test_single_checkpoints_at_urls(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_checkpoints_at_urls(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     CheckpointCoordinator(state(6.0)).save_checkpoint(url, overwrite=True)
     live = state(0.0)

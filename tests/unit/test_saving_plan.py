@@ -1,4 +1,5 @@
-"""The save plan: every tensor once, the same on every rank, balanced, in files that stock readers take."""
+"""The save plan: every tensor once, the same on every rank, balanced, in files that stock readers
+take."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ def spec(number: int, name: str, dtype: str, shape: tuple[int, ...]) -> TensorSp
 
 specs = st.dictionaries(
     st.text(max_size=10),
-    st.tuples(st.sampled_from(["F32", "U8", "BF16", "I64", "complex128"]), st.lists(st.integers(0, 9), max_size=3)),
+    st.tuples(
+        st.sampled_from(["F32", "U8", "BF16", "I64", "complex128"]),
+        st.lists(st.integers(0, 9), max_size=3),
+    ),
     max_size=20,
 ).map(lambda named: [spec(n, name, d, tuple(s)) for n, (name, (d, s)) in enumerate(named.items())])
 writers = st.lists(st.integers(0, 30), min_size=1, max_size=5, unique=True).map(sorted)
@@ -33,9 +37,15 @@ def share_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(specs, writers, st.integers(1, 2000), st.integers(9000, 12000))
 @settings(max_examples=150)
-def test_every_tensor_once_within_all_limits(tensors, ranks, max_file_bytes: int, header_limit: int) -> None:
-    files = plan_component("model", tensors, ranks, max_file_bytes=max_file_bytes, header_limit=header_limit)
-    assert sorted(number for file in files for number, _ in file.places) == list(range(len(tensors)))
+def test_every_tensor_once_within_all_limits(
+    tensors, ranks, max_file_bytes: int, header_limit: int
+) -> None:
+    files = plan_component(
+        "model", tensors, ranks, max_file_bytes=max_file_bytes, header_limit=header_limit
+    )
+    assert sorted(number for file in files for number, _ in file.places) == list(
+        range(len(tensors))
+    )
     assert len({file.name for file in files}) == len(files)
     for file in files:
         assert file.component == "model"
@@ -47,12 +57,18 @@ def test_every_tensor_once_within_all_limits(tensors, ranks, max_file_bytes: int
         assert len(parse_header(file.header, file.size)) == len(file.places)
         for number, place in file.places:
             wanted = tensors[number]
-            assert (place.name, place.dtype, place.shape) == (wanted.stored_name, wanted.dtype, wanted.shape)
+            assert (place.name, place.dtype, place.shape) == (
+                wanted.stored_name,
+                wanted.dtype,
+                wanted.shape,
+            )
 
 
 @given(specs, writers)
 def test_plan_is_deterministic(tensors, ranks) -> None:
-    assert plan_component("model", tensors, ranks) == plan_component("model", list(tensors), list(ranks))
+    assert plan_component("model", tensors, ranks) == plan_component(
+        "model", list(tensors), list(ranks)
+    )
 
 
 @given(specs, writers)
@@ -72,14 +88,19 @@ def test_small_components_are_not_worth_sharing(monkeypatch: pytest.MonkeyPatch)
     assert {file.writer for file in plan_component("m", tensors[:3], [4, 5, 6])} == {4}
     assert {file.writer for file in plan_component("m", tensors, [4, 5, 6])} == {4}
     assert {
-        file.writer for file in plan_component("m", [spec(n, f"t{n}", "U8", (50,)) for n in range(4)], [4, 5, 6])
+        file.writer
+        for file in plan_component(
+            "m", [spec(n, f"t{n}", "U8", (50,)) for n in range(4)], [4, 5, 6]
+        )
     } == {4, 5}
 
 
 def test_names_of_files() -> None:
     tensors = [spec(n, f"t{n}", "U8", (10,)) for n in range(3)]
     assert [f.name for f in plan_component("model", tensors, [0])] == ["model.safetensors"]
-    assert [f.name for f in plan_component("opt", tensors, [3], ".rank00003")] == ["opt.rank00003.safetensors"]
+    assert [f.name for f in plan_component("opt", tensors, [3], ".rank00003")] == [
+        "opt.rank00003.safetensors"
+    ]
     split = plan_component("model", tensors, [0], max_file_bytes=10)
     assert [f.name for f in split] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     assert plan_component("model", [], [0]) == []
@@ -87,9 +108,17 @@ def test_names_of_files() -> None:
 
 @pytest.mark.parametrize(
     ("key", "stem"),
-    [("model", "model"), ("a.b-c_D9", "a.b-c_D9"), ("a b", "a%20b"), ("ü", "%C3%BC"), (".hidden", "%2Ehidden"),
-     ("..", "%2E."), ("a%b", "a%25b"), ("a:b\\c", "a%3Ab%5Cc")],
-)  # fmt: skip
+    [
+        ("model", "model"),
+        ("a.b-c_D9", "a.b-c_D9"),
+        ("a b", "a%20b"),
+        ("ü", "%C3%BC"),
+        (".hidden", "%2Ehidden"),
+        ("..", "%2E."),
+        ("a%b", "a%25b"),
+        ("a:b\\c", "a%3Ab%5Cc"),
+    ],
+)
 def test_keys_as_file_names(key: str, stem: str) -> None:
     assert file_stem(key) == stem
 
@@ -101,11 +130,15 @@ def test_different_keys_have_different_files(keys: list[str]) -> None:
 
 def test_hugging_face_index() -> None:
     tensors = [spec(0, "b", "F32", (2,)), spec(1, "a", "F32", (2,)), spec(2, "ü", "U8", (3,))]
-    document = json.loads(hugging_face_index(plan_component("model", tensors, [0], max_file_bytes=8)))
+    document = json.loads(
+        hugging_face_index(plan_component("model", tensors, [0], max_file_bytes=8))
+    )
     assert document["metadata"] == {"total_size": 19}
     assert document["weight_map"] == {
-        "a": "model-00002-of-00003.safetensors", "b": "model-00001-of-00003.safetensors",
-        "ü": "model-00003-of-00003.safetensors"}  # fmt: skip
+        "a": "model-00002-of-00003.safetensors",
+        "b": "model-00001-of-00003.safetensors",
+        "ü": "model-00003-of-00003.safetensors",
+    }
     assert list(document["weight_map"]) == ["a", "b", "ü"]
 
 

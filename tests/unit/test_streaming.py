@@ -1,4 +1,5 @@
-"""Large files stream to the disk while they are written: same bytes, and no failure of the disk is lost."""
+"""Large files stream to the disk while they are written: same bytes, and no failure of the disk is
+lost."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_streamed_files_have_the_same_bytes(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_files_have_the_same_bytes(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def counted(*args: int) -> int:
@@ -29,8 +32,11 @@ def test_streamed_files_have_the_same_bytes(threads: int, tmp_path: Path, monkey
         return sync(*args)
 
     sync = local._sync_range
-    # Not past the page cache: a tensor that happens to lie in memory as it will in the file would not be streamed.
-    with CheckpointManager(tmp_path, io_threads=threads, storage_options={"direct_io": False}) as ckpt:
+    # Not past the page cache: a tensor that happens to lie in memory as it will in the file would
+    # not be streamed.
+    with CheckpointManager(
+        tmp_path, io_threads=threads, storage_options={"direct_io": False}
+    ) as ckpt:
         ckpt.save(1, {"m": state()})
         monkeypatch.setattr(local, "STREAM_BYTES", 5 << 20)
         monkeypatch.setattr(local, "_sync_range", counted)
@@ -41,7 +47,9 @@ def test_streamed_files_have_the_same_bytes(threads: int, tmp_path: Path, monkey
     started = sorted(range_[:2] for range_ in calls if range_[2] == local.WRITE)
     waited = [range_[:2] for range_ in calls if range_[2] != local.WRITE]
     # Every byte is started once; all but the last 5 MiB are waited for before the fsync.
-    assert sum(length for _, length in started) == whole.stat().st_size and len(set(started)) == len(started)
+    assert sum(length for _, length in started) == whole.stat().st_size and len(
+        set(started)
+    ) == len(started)
     assert whole.stat().st_size - sum(length for _, length in waited) <= 5 << 20
     assert set(waited) < set(started)
 
@@ -49,7 +57,11 @@ def test_streamed_files_have_the_same_bytes(threads: int, tmp_path: Path, monkey
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, StorageError), (errno.ENOSPC, NoSpace)])
 @pytest.mark.parametrize("flags", ["starting", "waiting"])
 def test_a_disk_that_fails_in_mock_calls_is_reported(
-    number: int, kind: type[StorageError], flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    kind: type[StorageError],
+    flags: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A mock, because no disk here fails in write-back on demand.
     def failing(fd: int, offset: int, length: int, how: int) -> int:
@@ -68,7 +80,9 @@ def test_a_disk_that_fails_in_mock_calls_is_reported(
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
-def test_filesystems_without_it_are_fine_in_mock_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filesystems_without_it_are_fine_in_mock_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lacking(*_: int) -> int:
         ctypes.set_errno(errno.EINVAL)
         return -1

@@ -1,4 +1,5 @@
-"""Tensors and arrays of any memory layout are saved with their values and restored into any memory layout."""
+"""Tensors and arrays of any memory layout are saved with their values and restored into any memory
+layout."""
 
 from __future__ import annotations
 
@@ -17,8 +18,12 @@ LAYOUTS = {
     "contiguous": lambda: BASE.clone(),
     "transposed": lambda: BASE.clone().transpose(0, 2),
     "every second": lambda: BASE.clone()[:, ::2, 1::2],
-    "channels last": lambda: torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "channels last 3d": lambda: torch.arange(48.0).reshape(1, 3, 2, 2, 4).to(memory_format=torch.channels_last_3d),
+    "channels last": lambda: (
+        torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    ),
+    "channels last 3d": lambda: (
+        torch.arange(48.0).reshape(1, 3, 2, 2, 4).to(memory_format=torch.channels_last_3d)
+    ),
     "0-d": lambda: torch.tensor(2.5),
     "0-d in the middle": lambda: BASE.clone()[1, 2, 3],
     "empty": lambda: torch.empty(0),
@@ -29,18 +34,23 @@ LAYOUTS = {
     "needs grad": lambda: torch.nn.Parameter(BASE.clone()),
     "inside a graph": lambda: (torch.ones(3, requires_grad=True) * 2)[::2],
     "conjugated": lambda: torch.complex(torch.arange(4.0), torch.arange(4.0) + 1).conj(),
-    "conjugated part": lambda: torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3).conj()[:, 1:].t(),
-    "conjugated, wide": lambda: torch.complex(torch.arange(4.0).double(), torch.ones(4).double()).conj(),
+    "conjugated part": lambda: (
+        torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3).conj()[:, 1:].t()
+    ),
+    "conjugated, wide": lambda: torch.complex(
+        torch.arange(4.0).double(), torch.ones(4).double()
+    ).conj(),
     "negated": lambda: torch.complex(torch.arange(4.0), torch.arange(4.0) + 1).conj().imag,
     "wide complex, strided": lambda: torch.arange(8.0).to(torch.complex128).reshape(2, 4)[:, ::2],
     "half complex, strided": lambda: torch.arange(8.0).to(torch.complex32).reshape(2, 4).t(),
     "large": lambda: LARGE.clone(),
     "large, transposed": lambda: torch.arange(2.0 * 1031 * 1033).reshape(1031, -1).t(),
     "large, strided": lambda: torch.arange(2.0 * 1500 * 1033).reshape(1500, -1)[::2, ::2],
-    "large, channels last": lambda: torch.arange(3.0 * 601 * 701).reshape(1, 3, 601, 701).to(
-        memory_format=torch.channels_last),
+    "large, channels last": lambda: (
+        torch.arange(3.0 * 601 * 701).reshape(1, 3, 601, 701).to(memory_format=torch.channels_last)
+    ),
     "large bytes, strided": lambda: torch.arange(2 * CHUNK_BYTES + 22).to(torch.uint8)[::2],
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -64,7 +74,9 @@ def test_saved_and_restored_in_its_own_layout(make, tmp_path: Path, bits) -> Non
 def test_layouts_need_not_be_equal(make, transactional: bool, tmp_path: Path, bits) -> None:
     saved = make()
     plain = torch.zeros(saved.shape, dtype=saved.dtype)
-    other = torch.zeros(saved.shape[::-1], dtype=saved.dtype).permute(tuple(range(saved.ndim))[::-1])
+    other = torch.zeros(saved.shape[::-1], dtype=saved.dtype).permute(
+        tuple(range(saved.ndim))[::-1]
+    )
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, {"c": {"t": saved, "u": saved}})
         ckpt.load({"c": {"t": plain, "u": other}}, transactional=transactional)
@@ -77,7 +89,9 @@ def test_many_unaligned_tensors_that_are_not_contiguous(tmp_path: Path, bits) ->
     def make(seed: int) -> dict:
         generator = torch.Generator().manual_seed(seed)
         made = {}
-        for number, dtype in enumerate([torch.uint8, torch.complex128, torch.bool, torch.float64, torch.int16] * 8):
+        for number, dtype in enumerate(
+            [torch.uint8, torch.complex128, torch.bool, torch.float64, torch.int16] * 8
+        ):
             raw = torch.randint(0, 2, (6, 5 + number), generator=generator).to(dtype)
             made[f"t{number}"] = raw[::2, 1::2]
         return made
@@ -122,7 +136,9 @@ ARRAYS = {
 @pytest.mark.parametrize("count", [2, 3000], ids=["small", "large"])
 @pytest.mark.parametrize("target", ["same layout", "plain", "read-only"])
 @pytest.mark.parametrize("transactional", [False, True])
-def test_numpy_arrays_of_any_layout(make, count: int, target: str, transactional: bool, tmp_path: Path, same) -> None:
+def test_numpy_arrays_of_any_layout(
+    make, count: int, target: str, transactional: bool, tmp_path: Path, same
+) -> None:
     saved, live = make(count), make(count)
     live[:] = 0
     if target == "plain":

@@ -1,4 +1,5 @@
-"""Tensor names of any shape come back to their place, and stock readers find flat ones as they are."""
+"""Tensor names of any shape come back to their place, and stock readers find flat ones as they
+are."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def numbered(names) -> dict:
 
 
 def values(state: dict) -> dict:
-    return {key: values(item) if isinstance(item, dict) else item.item() for key, item in state.items()}
+    return {
+        key: values(item) if isinstance(item, dict) else item.item() for key, item in state.items()
+    }
 
 
 def round_trip(root: Path, state: dict, live: dict) -> dict:
@@ -48,7 +51,10 @@ def round_trip(root: Path, state: dict, live: dict) -> dict:
 
 
 def zeroed(state: dict) -> dict:
-    return {key: zeroed(item) if isinstance(item, dict) else torch.zeros_like(item) for key, item in state.items()}
+    return {
+        key: zeroed(item) if isinstance(item, dict) else torch.zeros_like(item)
+        for key, item in state.items()
+    }
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -82,9 +88,15 @@ def test_reserved_name_beside_its_replacement(tmp_path: Path) -> None:
 
 def test_keys_that_are_no_text(tmp_path: Path) -> None:
     state = {
-        0: torch.tensor([1.0]), "0": torch.tensor([2.0]), (1, "a"): torch.tensor([3.0]), "(1, 'a')": torch.tensor([4.0]),
-        None: torch.tensor([5.0]), "None": torch.tensor([6.0]), "0~2int": torch.tensor([7.0]), 2.5: torch.tensor([8.0]),
-    }  # fmt: skip
+        0: torch.tensor([1.0]),
+        "0": torch.tensor([2.0]),
+        (1, "a"): torch.tensor([3.0]),
+        "(1, 'a')": torch.tensor([4.0]),
+        None: torch.tensor([5.0]),
+        "None": torch.tensor([6.0]),
+        "0~2int": torch.tensor([7.0]),
+        2.5: torch.tensor([8.0]),
+    }
     live = zeroed(state)
     found = round_trip(tmp_path, {"s": state}, {"s": live})
     assert values(live) == values(state)
@@ -106,7 +118,9 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampl
 )
 
 
-@given(st.dictionaries(names, st.none() | st.dictionaries(names, st.none(), max_size=3), max_size=4))
+@given(
+    st.dictionaries(names, st.none() | st.dictionaries(names, st.none(), max_size=3), max_size=4)
+)
 @settings(max_examples=25)
 def test_any_names(tmp_path_factory: pytest.TempPathFactory, shape: dict) -> None:
     count = iter(range(1, 100))
@@ -129,7 +143,9 @@ def test_names_of_nested_state_are_paths(tmp_path: Path) -> None:
     assert [t.name for t in tensors] == ["3", "a/b~1c", "l/0", "l/1/0"]
     assert tensors[1].path == ("a", "b/c")
     assert tensors[1].full_name == "c/a/b~1c"
-    assert set(safetensors.torch.load_file(tmp_path / "checkpoint-1" / "c.safetensors")) == {t.name for t in tensors}
+    assert set(safetensors.torch.load_file(tmp_path / "checkpoint-1" / "c.safetensors")) == {
+        t.name for t in tensors
+    }
 
 
 def test_ordered_state_dicts_have_the_names_of_their_keys(tmp_path: Path) -> None:
@@ -141,7 +157,10 @@ def test_ordered_state_dicts_have_the_names_of_their_keys(tmp_path: Path) -> Non
     tensors = open_checkpoint(tmp_path / "checkpoint-1").tensors()
     names = {t.full_name for t in tensors}
     assert names == {"model/weight", "model/bias", "ema/shadow/weight", "ema/shadow/bias"}
-    assert set(safetensors.torch.load_file(tmp_path / "checkpoint-1" / "model.safetensors")) == {"weight", "bias"}
+    assert set(safetensors.torch.load_file(tmp_path / "checkpoint-1" / "model.safetensors")) == {
+        "weight",
+        "bias",
+    }
 
 
 def test_ordered_state_dicts_are_matched_by_key_not_by_place(tmp_path: Path) -> None:
@@ -154,7 +173,9 @@ def test_ordered_state_dicts_are_matched_by_key_not_by_place(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("transactional", [False, True])
-def test_a_stateful_with_an_ordered_state_dict_is_matched_by_key(transactional: bool, tmp_path: Path) -> None:
+def test_a_stateful_with_an_ordered_state_dict_is_matched_by_key(
+    transactional: bool, tmp_path: Path
+) -> None:
     class Holder:
         def __init__(self, order: str) -> None:
             self.module = torch.nn.Module()

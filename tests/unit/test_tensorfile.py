@@ -39,7 +39,11 @@ def test_layout(listed, random) -> None:
     random.shuffle(shuffled)
     assert lay_out(shuffled) == (head, placed), "the order of the tensors does not matter"
     for width in {1, 2, 4, 8}:
-        names = [p.name for p in placed if DTYPES[p.dtype].native and DTYPES[p.dtype].itemsize == width > 1]
+        names = [
+            p.name
+            for p in placed
+            if DTYPES[p.dtype].native and DTYPES[p.dtype].itemsize == width > 1
+        ]
         assert names == sorted(names)
 
 
@@ -48,11 +52,15 @@ def test_header_is_read_back(listed) -> None:
     head, placed = lay_out(listed)
     found = parse_header(head, len(head) + sum(p.nbytes for p in placed))
     expected = {
-        p.name: (p.dtype, p.shape) if DTYPES[p.dtype].native else ("U8", (*p.shape, DTYPES[p.dtype].itemsize))
+        p.name: (p.dtype, p.shape)
+        if DTYPES[p.dtype].native
+        else ("U8", (*p.shape, DTYPES[p.dtype].itemsize))
         for p in placed
     }
     assert {t.name: (t.dtype, t.shape) for t in found} == expected
-    assert {t.name: (t.start, t.nbytes) for t in found} == {p.name: (p.start, p.nbytes) for p in placed}
+    assert {t.name: (t.start, t.nbytes) for t in found} == {
+        p.name: (p.start, p.nbytes) for p in placed
+    }
 
 
 @given(tensors)
@@ -106,7 +114,9 @@ def test_random_bytes_as_header(head: bytes, size: int) -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 entries = st.fixed_dictionaries(
@@ -157,13 +167,40 @@ WHOLE = '{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8",
 @pytest.mark.parametrize(
     ("old", "new", "data"),
     [
-        ("[2,3]", "[3,4]", 4), ("[2,3]", "[1,2]", 3), ("[2]", "[3]", 3), ('"b"', '"a"', 3), ("U8", "XX", 3),
-        ("[2,3]", "[2,3]", 4), ("[2,3]", "[2,3]", 2), ("[2]", "[2.0]", 3), ("[2]", "[-2]", 3), ("[2]", "[true]", 3),
-        ("[2]", "2", 3), ("[0,2]", "[0]", 3), ("[2]", "[1e400]", 3), ("}}", "}", 3), ("[2]", '"2"', 3),
+        ("[2,3]", "[3,4]", 4),
+        ("[2,3]", "[1,2]", 3),
+        ("[2]", "[3]", 3),
+        ('"b"', '"a"', 3),
+        ("U8", "XX", 3),
+        ("[2,3]", "[2,3]", 4),
+        ("[2,3]", "[2,3]", 2),
+        ("[2]", "[2.0]", 3),
+        ("[2]", "[-2]", 3),
+        ("[2]", "[true]", 3),
+        ("[2]", "2", 3),
+        ("[0,2]", "[0]", 3),
+        ("[2]", "[1e400]", 3),
+        ("}}", "}", 3),
+        ("[2]", '"2"', 3),
     ],
-    ids=["hole", "overlap", "length", "twice", "dtype", "long", "short", "float", "negative", "bool",
-         "no list", "one offset", "infinite", "cut", "text"],
-)  # fmt: skip
+    ids=[
+        "hole",
+        "overlap",
+        "length",
+        "twice",
+        "dtype",
+        "long",
+        "short",
+        "float",
+        "negative",
+        "bool",
+        "no list",
+        "one offset",
+        "infinite",
+        "cut",
+        "text",
+    ],
+)
 def test_headers_that_stock_readers_refuse(old: str, new: str, data: int) -> None:
     whole = _header(WHOLE)
     assert [(t.name, t.nbytes) for t in parse_header(whole, len(whole) + 3)] == [("a", 2), ("b", 1)]

@@ -65,13 +65,22 @@ def test_b19_partly_overlapping_tensors_become_copies(tmp_path: Path) -> None:
     a = torch.arange(4.0)
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, {"c": {"a": a, "b": a[:2], "c": a[1:3], "d": a.view(2, 2)}})
-        plain = {"a": torch.zeros(4), "b": torch.zeros(2), "c": torch.zeros(2), "d": torch.zeros(2, 2)}
+        plain = {
+            "a": torch.zeros(4),
+            "b": torch.zeros(2),
+            "c": torch.zeros(2),
+            "d": torch.zeros(2, 2),
+        }
         ckpt.load({"c": plain})
         shared = torch.zeros(4)
         live = {"a": shared, "b": shared[:2], "c": shared[1:3], "d": shared.view(2, 2)}
         ckpt.load({"c": live})
     assert {k: v.flatten().tolist() for k, v in plain.items()} == {
-        "a": [0.0, 1.0, 2.0, 3.0], "b": [0.0, 1.0], "c": [1.0, 2.0], "d": [0.0, 1.0, 2.0, 3.0]}  # fmt: skip
+        "a": [0.0, 1.0, 2.0, 3.0],
+        "b": [0.0, 1.0],
+        "c": [1.0, 2.0],
+        "d": [0.0, 1.0, 2.0, 3.0],
+    }
     assert shared.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert [t.alias_of for t in open_checkpoint(tmp_path / "checkpoint-1").tensors()] == [None] * 4
 
@@ -79,7 +88,16 @@ def test_b19_partly_overlapping_tensors_become_copies(tmp_path: Path) -> None:
 def test_same_memory_of_other_dtype_is_no_tie(tmp_path: Path) -> None:
     a = torch.tensor([1.5, -2.0])
     with CheckpointManager(tmp_path) as ckpt:
-        ckpt.save(1, {"c": {"a": a, "raw": a.view(torch.int32), "conj": torch.view_as_complex(a).conj().reshape(1)}})
+        ckpt.save(
+            1,
+            {
+                "c": {
+                    "a": a,
+                    "raw": a.view(torch.int32),
+                    "conj": torch.view_as_complex(a).conj().reshape(1),
+                }
+            },
+        )
         live = {
             "a": torch.zeros(2),
             "raw": torch.zeros(2, dtype=torch.int32),
@@ -148,7 +166,9 @@ def test_ties_between_components_are_kept_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
-def test_ties_that_were_others_refuse_values_that_differ(order: str, transactional: bool, tmp_path: Path) -> None:
+def test_ties_that_were_others_refuse_values_that_differ(
+    order: str, transactional: bool, tmp_path: Path
+) -> None:
     """Saved a and b as one, c apart; live are b and c one, whichever of them comes first."""
     a, c = torch.ones(3), torch.full((3,), 5.0)
     made = {"a": nn.Parameter(torch.zeros(3)), "b": nn.Parameter(torch.zeros(3))}
@@ -164,14 +184,19 @@ def test_ties_that_were_others_refuse_values_that_differ(order: str, transaction
             ckpt.load({"m": live}, transactional=transactional)
     # Named are those that are one now, not those that were.
     later, first = sorted("bc", key=order.index, reverse=True)
-    assert found.value.mismatched == {f"m/{later}": ("a value of its own", f"memory that it shares with {first!r}")}
+    assert found.value.mismatched == {
+        f"m/{later}": ("a value of its own", f"memory that it shares with {first!r}")
+    }
     assert [t.tolist() for t in live.values()] == [[0.0] * 3] * 3
 
 
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
-def test_ties_of_plain_values_that_were_none_end(order: str, transactional: bool, tmp_path: Path) -> None:
-    """In a dict each name has what was saved under it: another tensor can take the place of the one that was shared."""
+def test_ties_of_plain_values_that_were_none_end(
+    order: str, transactional: bool, tmp_path: Path
+) -> None:
+    """In a dict each name has what was saved under it: another tensor can take the place of the one
+    that was shared."""
     a, c = torch.ones(3), torch.full((3,), 5.0)
     live = {"a": torch.zeros(3), "b": torch.zeros(3)}
     live["c"] = live["b"]
@@ -179,12 +204,18 @@ def test_ties_of_plain_values_that_were_none_end(order: str, transactional: bool
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, {"m": {"a": a, "b": a, "c": c}})
         ckpt.load({"m": live}, transactional=transactional)
-    assert {name: t.tolist() for name, t in live.items()} == {"a": [1.0] * 3, "b": [1.0] * 3, "c": [5.0] * 3}
+    assert {name: t.tolist() for name, t in live.items()} == {
+        "a": [1.0] * 3,
+        "b": [1.0] * 3,
+        "c": [5.0] * 3,
+    }
 
 
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("order", ["abc", "cab", "bca"])
-def test_ties_that_were_others_take_equal_values(order: str, transactional: bool, tmp_path: Path) -> None:
+def test_ties_that_were_others_take_equal_values(
+    order: str, transactional: bool, tmp_path: Path
+) -> None:
     a, c = torch.full((3,), 5.0), torch.full((3,), 5.0)
     live = {"a": torch.zeros(3), "b": torch.zeros(3)}
     live["c"] = live["b"]

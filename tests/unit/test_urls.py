@@ -1,4 +1,5 @@
-"""Texts that name storages: which are URLs, what lies below and around them, and what of them is shown."""
+"""Texts that name storages: which are URLs, what lies below and around them, and what of them is
+shown."""
 
 from __future__ import annotations
 
@@ -15,14 +16,23 @@ LETTERS = st.characters(exclude_characters="/:", exclude_categories=["Cs", "Cc"]
 NAMES = st.text(LETTERS, min_size=1, max_size=8).filter(lambda name: name not in (".", ".."))
 PATHS = st.lists(NAMES, max_size=3).map("/".join)
 SCHEMES = st.sampled_from(["memory", "s3", "gs", "https", "git+ssh", "file", "zip"])
-URLS = st.builds(lambda scheme, top, path: f"{scheme}://{top}{path}", SCHEMES, st.sampled_from(["", "/"]), PATHS)
+URLS = st.builds(
+    lambda scheme, top, path: f"{scheme}://{top}{path}", SCHEMES, st.sampled_from(["", "/"]), PATHS
+)
 AROUND = st.one_of(
     PATHS.map(lambda path: f"/{path}"),
     URLS,
-    st.builds(lambda caches, url: "".join(f"{c}::" for c in caches) + url,
-              st.lists(st.sampled_from(["simplecache", "filecache", "dir"]), min_size=1, max_size=2), URLS),
-    st.builds(lambda path, url: f"zip://{path}::{url}", PATHS, URLS | PATHS.map(lambda path: f"/{path}.zip")),
-)  # fmt: skip
+    st.builds(
+        lambda caches, url: "".join(f"{c}::" for c in caches) + url,
+        st.lists(st.sampled_from(["simplecache", "filecache", "dir"]), min_size=1, max_size=2),
+        URLS,
+    ),
+    st.builds(
+        lambda path, url: f"zip://{path}::{url}",
+        PATHS,
+        URLS | PATHS.map(lambda path: f"/{path}.zip"),
+    ),
+)
 
 
 @given(AROUND, NAMES)
@@ -58,7 +68,11 @@ def test_what_was_joined_is_split_again(around: str, name: str) -> None:
         ("memory:///", "a", "memory:///a"),
         ("http://host:8000/run", "a", "http://host:8000/run/a"),
         ("simplecache::s3://bucket/run", "a", "simplecache::s3://bucket/run/a"),
-        ("simplecache::zip://run::s3://bucket/r.zip", "a", "simplecache::zip://run/a::s3://bucket/r.zip"),
+        (
+            "simplecache::zip://run::s3://bucket/r.zip",
+            "a",
+            "simplecache::zip://run/a::s3://bucket/r.zip",
+        ),
         ("zip://::/x/r.zip", "a/b", "zip://a/b::/x/r.zip"),
         ("zip://run/::file:///x/r.zip", "a", "zip://run/a::file:///x/r.zip"),
         ("my::run", "a", "my::run/a"),
@@ -101,16 +115,39 @@ def test_local_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("text", "path"),
     [
-        *((text, text) for text in ("", "run", "/x", "c:/x", "my:run/x", "a::b", "a::b/c://d", "1://x", "::s3://x", "s3:x")),
+        *(
+            (text, text)
+            for text in (
+                "",
+                "run",
+                "/x",
+                "c:/x",
+                "my:run/x",
+                "a::b",
+                "a::b/c://d",
+                "1://x",
+                "::s3://x",
+                "s3:x",
+            )
+        ),
         ("file:///x", "/x"),
         ("local:///x", "/x"),
         ("file://x", "x"),
         ("file://localhost/x", "/x"),
         ("file://localhost", "localhost"),
         ("file://localhosts/x", "localhosts/x"),
-        *((url, None) for url in ("s3://b", "memory://", "git+ssh://h/x", "simplecache::file:///x", "zip://a::/x.zip")),
+        *(
+            (url, None)
+            for url in (
+                "s3://b",
+                "memory://",
+                "git+ssh://h/x",
+                "simplecache::file:///x",
+                "zip://a::/x.zip",
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_which_are_of_this_machine(text: str, path: str | None) -> None:
     assert local_path(text) == path
 
@@ -124,14 +161,30 @@ def test_which_are_of_this_machine(text: str, path: str | None) -> None:
         ("local:/x", "local:///x"),
         ("zip:/run::/x/r.zip", "zip://run::/x/r.zip"),
         ("simplecache::s3:/bucket/run", "simplecache::s3://bucket/run"),
-        *((text, None) for text in ("c:/x", "z:/x", "my:/x", "my:run/x", "s3:run", "s3:", "run", "/s3:/x", "./s3:/x", "s3://b/x")),
+        *(
+            (text, None)
+            for text in (
+                "c:/x",
+                "z:/x",
+                "my:/x",
+                "my:run/x",
+                "s3:run",
+                "s3:",
+                "run",
+                "/s3:/x",
+                "./s3:/x",
+                "s3://b/x",
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_which_have_been_urls(text: str, meant: str | None) -> None:
     assert mistaken_url(text) == meant
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///x/run", "memory://x", "simplecache::s3://bucket/run"])
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/run", "file:///x/run", "memory://x", "simplecache::s3://bucket/run"]
+)
 def test_what_pathlib_makes_of_a_url_is_known_for_it(url: str) -> None:
     assert mistaken_url(str(Path(url))) == url
 
@@ -145,7 +198,16 @@ def test_what_pathlib_makes_of_a_url_is_known_for_it(url: str) -> None:
         ("simplecache::ftp://me:pw@host/run", "simplecache::ftp://me:***@host/run"),
         ("ftp://me:p@w@host/run", "ftp://me:***@host/run"),  # the last @ ends it, as urllib has it
         ("ftp://me@corp:pw@host/run", "ftp://me@corp:***@host/run"),
-        *((url, url) for url in ("s3://bucket/a:b@c", "http://host:80/x@y", "abfs://a@b.net/x", "/x/a:b@c", "my:x@y")),
+        *(
+            (url, url)
+            for url in (
+                "s3://bucket/a:b@c",
+                "http://host:80/x@y",
+                "abfs://a@b.net/x",
+                "/x/a:b@c",
+                "my:x@y",
+            )
+        ),
     ],
 )
 def test_what_is_shown(url: str, shown: str) -> None:

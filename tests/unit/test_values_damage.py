@@ -24,17 +24,46 @@ from ckptcore.format.values import decode, encode
 
 RICH = encode(
     {
-        "a": [1, 2**70, -1.5, "text", b"bytes", None, True, (1, (2, 3)), {4, 5}, frozenset("ab"), 1 + 2j],
-        5: OrderedDict(x=1), "c": Counter("aab"), "d": deque([1, 2], 5), "e": range(3), "f": slice(1, 2),
-        "t": [dt.datetime(2020, 1, 1, tzinfo=dt.UTC), dt.date(2020, 1, 1), dt.time(1), dt.timedelta(1)],
-        "n": [np.arange(5, dtype=np.int16), np.float32(2.5), np.array(["a", "bc"]), np.datetime64("2020-01-01")],
-        "p": Path("a/b"), "z": bytearray(b"abc"), "q": [torch.Size([1]), torch.device("cpu"), torch.float32],
+        "a": [
+            1,
+            2**70,
+            -1.5,
+            "text",
+            b"bytes",
+            None,
+            True,
+            (1, (2, 3)),
+            {4, 5},
+            frozenset("ab"),
+            1 + 2j,
+        ],
+        5: OrderedDict(x=1),
+        "c": Counter("aab"),
+        "d": deque([1, 2], 5),
+        "e": range(3),
+        "f": slice(1, 2),
+        "t": [
+            dt.datetime(2020, 1, 1, tzinfo=dt.UTC),
+            dt.date(2020, 1, 1),
+            dt.time(1),
+            dt.timedelta(1),
+        ],
+        "n": [
+            np.arange(5, dtype=np.int16),
+            np.float32(2.5),
+            np.array(["a", "bc"]),
+            np.datetime64("2020-01-01"),
+        ],
+        "p": Path("a/b"),
+        "z": bytearray(b"abc"),
+        "q": [torch.Size([1]), torch.device("cpu"), torch.float32],
     }
-)  # fmt: skip
+)
 
 
 def check(data: bytes) -> None:
-    """Decodes, or raises one of our errors; either way without much more memory than the data have."""
+    """Decodes, or raises one of our errors; either way without much more memory than the data
+    have."""
     tracemalloc.start()
     try:
         decode(data, lambda ref: ref)
@@ -52,7 +81,11 @@ def test_random_bytes(data: bytes) -> None:
     check(data)
 
 
-@given(st.integers(0, len(RICH) - 1), st.integers(0, 255), st.sampled_from(["set", "insert", "delete", "cut"]))
+@given(
+    st.integers(0, len(RICH) - 1),
+    st.integers(0, 255),
+    st.sampled_from(["set", "insert", "delete", "cut"]),
+)
 @settings(max_examples=400)
 def test_mutated_bytes(at: int, byte: int, how: str) -> None:
     data = bytearray(RICH)
@@ -67,7 +100,10 @@ def test_mutated_bytes(at: int, byte: int, how: str) -> None:
     check(bytes(data))
 
 
-@given(st.integers(1, 14), st.binary(max_size=60) | st.sampled_from([b"\xc0", b"\x90", b"\x80", b"\x01"]))
+@given(
+    st.integers(1, 14),
+    st.binary(max_size=60) | st.sampled_from([b"\xc0", b"\x90", b"\x80", b"\x01"]),
+)
 @settings(max_examples=200)
 def test_random_extensions(code: int, payload: bytes) -> None:
     check(msgpack.packb(msgpack.ExtType(code, payload)))
@@ -118,7 +154,13 @@ def test_crafted_values_are_refused(crafted) -> None:
 
 
 @pytest.mark.parametrize(
-    "head", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"]
+    "head",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+    ],
 )
 def test_vast_lengths_are_refused(head: bytes) -> None:
     with pytest.raises(CheckpointError):
@@ -156,7 +198,9 @@ def test_reading_a_dtype_imports_nothing() -> None:
     before = set(sys.modules)
     with pytest.raises(CheckpointError):
         decode(msgpack.packb(codec("torch.dtype", "_inductor")))
-    assert {name for name in set(sys.modules) - before if name.startswith("torch._inductor")} == set()
+    assert {
+        name for name in set(sys.modules) - before if name.startswith("torch._inductor")
+    } == set()
 
 
 def test_the_file_is_named() -> None:

@@ -31,14 +31,28 @@ class OddZone(dt.tzinfo):
 
 
 REFUSED = {
-    "object": object(), "function": print, "lambda": lambda: 0, "class": Path, "module": np, "lock": threading.Lock(),
-    "generator": (i for i in ()), "namedtuple": Point(1, 2), "int subclass": MyInt(3), "str subclass": MyStr("a"),
-    "dict subclass": defaultdict(lambda: 0), "exception": ValueError("a"), "memoryview": memoryview(b"a"),
-    "object array": np.array([object()]), "record array": np.zeros(2, "i4,f4"),
-    "named record": np.zeros(2, "i4,f4")[0], "matrix": np.zeros((1, 2)).view(np.matrix),
-    "masked array": np.ma.masked_array([1, 2], [0, 1]), "odd time zone": dt.datetime(2020, 1, 1, tzinfo=OddZone()),
-    "random generator": np.random.default_rng(0), "torch generator": torch.Generator(),
-}  # fmt: skip
+    "object": object(),
+    "function": print,
+    "lambda": lambda: 0,
+    "class": Path,
+    "module": np,
+    "lock": threading.Lock(),
+    "generator": (i for i in ()),
+    "namedtuple": Point(1, 2),
+    "int subclass": MyInt(3),
+    "str subclass": MyStr("a"),
+    "dict subclass": defaultdict(lambda: 0),
+    "exception": ValueError("a"),
+    "memoryview": memoryview(b"a"),
+    "object array": np.array([object()]),
+    "record array": np.zeros(2, "i4,f4"),
+    "named record": np.zeros(2, "i4,f4")[0],
+    "matrix": np.zeros((1, 2)).view(np.matrix),
+    "masked array": np.ma.masked_array([1, 2], [0, 1]),
+    "odd time zone": dt.datetime(2020, 1, 1, tzinfo=OddZone()),
+    "random generator": np.random.default_rng(0),
+    "torch generator": torch.Generator(),
+}
 
 
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED.keys())
@@ -66,7 +80,9 @@ def test_memory_mapped_arrays_are_refused_or_whole(tmp_path: Path) -> None:
 
 
 def test_the_message_says_what_to_do() -> None:
-    with pytest.raises(UnsupportedValue, match=r"component 'opt', key 'k': .*builtins\.object.*register_codec"):
+    with pytest.raises(
+        UnsupportedValue, match=r"component 'opt', key 'k': .*builtins\.object.*register_codec"
+    ):
         encode({"k": object()}, component="opt")
 
 
@@ -102,7 +118,9 @@ def test_cycles_are_refused(make) -> None:
     assert caught.value.key.startswith("top/")
 
 
-@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: frozenset([v])])
+@pytest.mark.parametrize(
+    "wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: frozenset([v])]
+)
 def test_deep_nesting_is_refused(wrap) -> None:
     value = wrap(1)
     for _ in range(300):
@@ -136,7 +154,10 @@ def test_deep_nesting_is_refused_however_deep_the_caller_is() -> None:
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_tensors_without_plain_bytes_are_refused(tensor, what: str, tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "root") as ckpt, pytest.raises(UnsupportedValue, match=what) as caught:
+    with (
+        CheckpointManager(tmp_path / "root") as ckpt,
+        pytest.raises(UnsupportedValue, match=what) as caught,
+    ):
         ckpt.save(1, {"net": {"deep": {"t": tensor()}}})
     assert (caught.value.component, caught.value.key) == ("net", "deep/t")
     assert not (tmp_path / "root").exists() or list((tmp_path / "root").iterdir()) == []

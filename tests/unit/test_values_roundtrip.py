@@ -29,9 +29,15 @@ from ckptcore.format.values import TensorRef, decode, encode, join_path
 any_float = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("<d", n.to_bytes(8, "little"))[0])
 any_text = st.text(st.characters(exclude_categories=()), max_size=8)
 any_int = (
-    st.integers() | st.integers(-(2**300), 2**300) | st.sampled_from([2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63)])
+    st.integers()
+    | st.integers(-(2**300), 2**300)
+    | st.sampled_from([2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63)])
 )
-timezones = st.none() | st.timezones() | st.integers(-1439, 1439).map(lambda m: dt.timezone(dt.timedelta(minutes=m)))
+timezones = (
+    st.none()
+    | st.timezones()
+    | st.integers(-1439, 1439).map(lambda m: dt.timezone(dt.timedelta(minutes=m)))
+)
 numpy_dtypes = st.sampled_from(
     [
         "?",
@@ -59,11 +65,19 @@ numpy_dtypes = st.sampled_from(
     ]
 )
 hashable = st.recursive(
-    st.none() | st.booleans() | any_int | any_float | any_text | st.binary(max_size=8) | st.complex_numbers()
-    | st.dates() | st.uuids() | st.sampled_from([pathlib.PurePosixPath("/a/b"), dt.UTC, Fraction(1, 3)]),
+    st.none()
+    | st.booleans()
+    | any_int
+    | any_float
+    | any_text
+    | st.binary(max_size=8)
+    | st.complex_numbers()
+    | st.dates()
+    | st.uuids()
+    | st.sampled_from([pathlib.PurePosixPath("/a/b"), dt.UTC, Fraction(1, 3)]),
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=6,
-)  # fmt: skip
+)
 leaves = (
     hashable
     | st.datetimes(timezones=timezones)
@@ -72,10 +86,12 @@ leaves = (
     | st.timezones()
     | any_text.map(lambda text: pathlib.Path(text.replace("\0", "")))
     | st.decimals()
-    | numpy_dtypes.flatmap(lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)))
-    | st.sampled_from(["?", "i1", "u2", "<i4", "<u8", "<f2", "<f4", "<f8", "<c8", "<M8[ns]", "<m8[s]"]).flatmap(
-        lambda d: hnp.arrays(d, ()).map(lambda array: array[()])
+    | numpy_dtypes.flatmap(
+        lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
     )
+    | st.sampled_from(
+        ["?", "i1", "u2", "<i4", "<u8", "<f2", "<f4", "<f8", "<c8", "<M8[ns]", "<m8[s]"]
+    ).flatmap(lambda d: hnp.arrays(d, ()).map(lambda array: array[()]))
 )
 values = st.recursive(
     leaves,
@@ -121,20 +137,70 @@ def test_order_of_sets_does_not_reach_the_bytes() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        2**70, -(2**70), 2**63, -(2**63) - 1, 2**5000, True, False, 0, 0.0, -0.0, float("inf"), float("-inf"),
-        complex(-0.0, float("nan")), "\ud800", "a\0b", b"", "", (), [], {}, set(), frozenset(), (None,), [()],
-        range(3, 9, 2), slice(1, None, 2), bytearray(b"ab"), Decimal("-0"), Decimal("sNaN12"), Fraction(-1, 3),
-        UUID(int=5), deque([1], maxlen=3), deque([1]), Counter("abca"), OrderedDict(b=1, a=2),
+        2**70,
+        -(2**70),
+        2**63,
+        -(2**63) - 1,
+        2**5000,
+        True,
+        False,
+        0,
+        0.0,
+        -0.0,
+        float("inf"),
+        float("-inf"),
+        complex(-0.0, float("nan")),
+        "\ud800",
+        "a\0b",
+        b"",
+        "",
+        (),
+        [],
+        {},
+        set(),
+        frozenset(),
+        (None,),
+        [()],
+        range(3, 9, 2),
+        slice(1, None, 2),
+        bytearray(b"ab"),
+        Decimal("-0"),
+        Decimal("sNaN12"),
+        Fraction(-1, 3),
+        UUID(int=5),
+        deque([1], maxlen=3),
+        deque([1]),
+        Counter("abca"),
+        OrderedDict(b=1, a=2),
         dt.datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
-        dt.datetime.max, dt.date.min, dt.time(1, 2, 3, 4, fold=1), dt.timedelta(-1, 1, 1), dt.UTC,
-        zoneinfo.ZoneInfo("UTC"), pathlib.Path("/a/../b"), pathlib.PurePosixPath("a"), pathlib.PureWindowsPath("C:/a"),
-        np.float32(1.5), np.bool_(True), np.int64(-1), np.str_("ab"), np.bytes_(b"ab"), np.datetime64("NaT"),
-        np.longdouble("1.1"), np.zeros((2, 0, 3), "<f4"), np.array(5), np.array(["ab", "c"]), np.frombuffer(b"abcdef", "V3"),
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(6)[::-2], torch.Size([2, 3]), torch.device("cpu", 1),
+        dt.datetime.max,
+        dt.date.min,
+        dt.time(1, 2, 3, 4, fold=1),
+        dt.timedelta(-1, 1, 1),
+        dt.UTC,
+        zoneinfo.ZoneInfo("UTC"),
+        pathlib.Path("/a/../b"),
+        pathlib.PurePosixPath("a"),
+        pathlib.PureWindowsPath("C:/a"),
+        np.float32(1.5),
+        np.bool_(True),
+        np.int64(-1),
+        np.str_("ab"),
+        np.bytes_(b"ab"),
+        np.datetime64("NaT"),
+        np.longdouble("1.1"),
+        np.zeros((2, 0, 3), "<f4"),
+        np.array(5),
+        np.array(["ab", "c"]),
+        np.frombuffer(b"abcdef", "V3"),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(6)[::-2],
+        torch.Size([2, 3]),
+        torch.device("cpu", 1),
         torch.bfloat16,
     ],
     ids=lambda value: f"{type(value).__name__}-{repr(value)[:24]}",
-)  # fmt: skip
+)
 def test_named_values_come_back(same, value) -> None:
     import ckptcore.state.tree  # noqa: F401  (registers torch's own plain types)
 
@@ -195,7 +261,11 @@ class Average:
 
 
 def test_codec_may_hold_tensors() -> None:
-    register_codec(Average, lambda a: {"count": a.count, "mean": a.mean}, lambda p: Average(p["count"], p["mean"]))
+    register_codec(
+        Average,
+        lambda a: {"count": a.count, "mean": a.mean},
+        lambda p: Average(p["count"], p["mean"]),
+    )
     mean = torch.tensor([1.5, 2.5])
     seen = []
 
@@ -256,16 +326,23 @@ print("refused at", depth)
 """
 
 
-@pytest.mark.parametrize("wrap", ["list", "tuple", "frozenset", "deque", "dict", "numbered", "ordered"])
+@pytest.mark.parametrize(
+    "wrap", ["list", "tuple", "frozenset", "deque", "dict", "numbered", "ordered"]
+)
 def test_whatever_depth_is_accepted_comes_back(wrap: str) -> None:
-    done = subprocess.run([sys.executable, "-c", DEPTHS, wrap], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", DEPTHS, wrap], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr[:500]
     assert int(done.stdout.split()[-1]) > 20
 
 
 @given(
     st.lists(
-        st.dictionaries(any_text | st.integers(0, 3) | st.integers(0, 3).map(str), st.none(), min_size=1), max_size=3
+        st.dictionaries(
+            any_text | st.integers(0, 3) | st.integers(0, 3).map(str), st.none(), min_size=1
+        ),
+        max_size=3,
     )
 )
 def test_names_of_text_and_number_keys_differ(parts) -> None:
@@ -273,17 +350,27 @@ def test_names_of_text_and_number_keys_differ(parts) -> None:
     for keys in parts:
         paths = [(*path, key) for path in paths for key in keys if isinstance(key, str)]
     names = [join_path(path).encode() for path in paths]
-    # Surrogates are written as escapes, which a text may spell out too; all other names are distinct.
-    plain = [n for n, p in zip(names, paths, strict=True) if not any("\ud800" <= c <= "\udfff" for k in p for c in k)]
+    # Surrogates are written as escapes, which a text may spell out too; all other names are
+    # distinct.
+    plain = [
+        n
+        for n, p in zip(names, paths, strict=True)
+        if not any("\ud800" <= c <= "\udfff" for k in p for c in k)
+    ]
     assert len(set(plain)) == len(plain)
 
 
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        (("a", "b"), "a/b"), (("a/b",), "a~1b"), (("a~1b",), "a~01b"), (("", "a"), "/a"), (("a", 0), "a/0"),
-        (("\ud800",), "\\ud800"), ((("x", 1),), "('x', 1)"),
+        (("a", "b"), "a/b"),
+        (("a/b",), "a~1b"),
+        (("a~1b",), "a~01b"),
+        (("", "a"), "/a"),
+        (("a", 0), "a/0"),
+        (("\ud800",), "\\ud800"),
+        ((("x", 1),), "('x', 1)"),
     ],
-)  # fmt: skip
+)
 def test_names_are_json_pointers(path, name) -> None:
     assert join_path(path) == name

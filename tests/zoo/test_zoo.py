@@ -1,8 +1,8 @@
 """Whatever `save` takes, `restore` of the same program gives back, or `save` refuses.
 
-Each entry is a program: it trains three steps, saves, and goes on for five. The same program, begun with
-other random numbers, restores, makes the same five steps, and must have the same bits. The control is
-torch's own `load_state_dict` of what `state_dict` gave, which must do the same.
+Each entry is a program: it trains three steps, saves, and goes on for five. The same program, begun
+with other random numbers, restores, makes the same five steps, and must have the same bits. The
+control is torch's own `load_state_dict` of what `state_dict` gave, which must do the same.
 """
 
 from __future__ import annotations
@@ -26,13 +26,18 @@ from ckptcore import CheckpointManager, InvalidState, OptimizerState, RNGState, 
 
 TRAINED, MORE = 3, 5
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning",
-                                        "error::ckptcore.CheckpointWarning")  # fmt: skip
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::UserWarning",
+    "error::ckptcore.CheckpointWarning",
+)
 
 
 @dataclass
 class Program:
-    """state: what is saved. step: trains one step, from numbers that depend on its number alone. outcome: what is compared.
+    """state: what is saved. step: trains one step, from numbers that depend on its number alone.
+    outcome: what is compared.
     control: whether torch's own load_state_dict, component by component, is exact for it."""
 
     state: dict[str, Any]
@@ -51,9 +56,11 @@ class Entry:
 ZOO: dict[str, Entry] = {}
 
 
-def entry(name: str, *, refused: type[Exception] | None = None, live: tuple[int, ...] = (0, 2)) -> Callable[[Any], Any]:
-    """refused: the error with which `save` says that it does not take it. live: steps that the program which restores has
-    made before."""
+def entry(
+    name: str, *, refused: type[Exception] | None = None, live: tuple[int, ...] = (0, 2)
+) -> Callable[[Any], Any]:
+    """refused: the error with which `save` says that it does not take it. live: steps that the
+    program which restores has made before."""
 
     def add(make: Callable[[], Program]) -> Callable[[], Program]:
         ZOO[name] = Entry(make, refused, (0,) if refused else live)
@@ -130,7 +137,8 @@ def fresh(make: Callable[[], Program], seed: int) -> Program:
     return make()
 
 
-# --- modules ---------------------------------------------------------------------------------------------------------
+# --- modules
+# --------------------------------------------------------------------------------------------------
 
 
 @entry("linear layers")
@@ -141,7 +149,11 @@ def _() -> Program:
 @entry("batch norm")
 def _() -> Program:
     model = nn.Sequential(
-        nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Conv1d(3, 2, 2), nn.BatchNorm1d(2, momentum=None)
+        nn.Conv1d(2, 3, 3),
+        nn.BatchNorm1d(3),
+        nn.ReLU(),
+        nn.Conv1d(3, 2, 2),
+        nn.BatchNorm1d(2, momentum=None),
     )
     return training(model, data=lambda s: batch(s, 4, 2, 8))
 
@@ -149,7 +161,9 @@ def _() -> Program:
 @entry("group norm, layer norm, instance norm with running statistics")
 def _() -> Program:
     model = nn.Sequential(
-        nn.InstanceNorm1d(4, affine=True, track_running_stats=True), nn.GroupNorm(2, 4), nn.LayerNorm(6)
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm(6),
     )
     return training(model, data=lambda s: batch(s, 3, 4, 6))
 
@@ -158,7 +172,9 @@ def _() -> Program:
 def _() -> Program:
     model = nn.ModuleDict({"in": nn.Embedding(7, 4), "out": nn.Linear(4, 7, bias=False)})
     model["out"].weight = model["in"].weight
-    return training(model, loss=lambda m, x: m["out"](m["in"](torch.arange(7))).logsumexp(-1).mean())
+    return training(
+        model, loss=lambda m, x: m["out"](m["in"](torch.arange(7))).logsumexp(-1).mean()
+    )
 
 
 @entry("lazy layers, restored before their first step")
@@ -182,17 +198,23 @@ def _() -> Program:
 
 @entry("parametrized: weight norm")
 def _() -> Program:
-    return training(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 4)))
+    return training(
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 4))
+    )
 
 
 @entry("parametrized: spectral norm")
 def _() -> Program:
-    return training(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Linear(5, 4)))
+    return training(
+        nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Linear(5, 4))
+    )
 
 
 @entry("parametrized: orthogonal")
 def _() -> Program:
-    return training(nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    return training(
+        nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4))
+    )
 
 
 @entry("weight norm of older torch")
@@ -269,7 +291,9 @@ class Versioned(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
         if local_metadata.get("version") != 2:
             state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
@@ -291,7 +315,9 @@ class Packed(nn.Module):
 
     @staticmethod
     def pack(module: Any, state: Any, prefix: str, _: Any) -> None:
-        state[prefix + "packed"] = torch.stack([state.pop(prefix + "weight").detach(), torch.zeros(4)])
+        state[prefix + "packed"] = torch.stack(
+            [state.pop(prefix + "weight").detach(), torch.zeros(4)]
+        )
 
     @staticmethod
     def unpack(state: Any, prefix: str, *_: Any) -> None:
@@ -347,7 +373,9 @@ def _() -> Program:
 @entry("recurrent layers")
 def _() -> Program:
     model = nn.LSTM(4, 3, num_layers=2, bidirectional=True, dropout=0.2)
-    return training(model, loss=lambda m, x: m(x)[0].square().mean(), data=lambda s: batch(s, 3, 2, 4))
+    return training(
+        model, loss=lambda m, x: m(x)[0].square().mean(), data=lambda s: batch(s, 3, 2, 4)
+    )
 
 
 @entry("dicts and lists of modules and parameters")
@@ -381,19 +409,30 @@ def _() -> Program:
             self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x.sum() * self.narrow.float() + (self.complex * (1 + 2j)).abs() + self.frozen + self.empty.sum()
+            y = (
+                x.sum() * self.narrow.float()
+                + (self.complex * (1 + 2j)).abs()
+                + self.frozen
+                + self.empty.sum()
+            )
             return self.conv(x).mean() + y.sum() + self.turned.sum()
 
     model = Odd()
-    return training(model, torch.optim.AdamW(model.parameters()), data=lambda s: batch(s, 1, 2, 4, 4))
+    return training(
+        model, torch.optim.AdamW(model.parameters()), data=lambda s: batch(s, 1, 2, 4, 4)
+    )
 
 
 @entry("a frozen part, and a parameter that never gets a gradient")
 def _() -> Program:
-    model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4), "frozen": nn.Linear(4, 4)})
+    model = nn.ModuleDict(
+        {"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4), "frozen": nn.Linear(4, 4)}
+    )
     model["frozen"].requires_grad_(False)
     return training(
-        model, torch.optim.Adam(model.parameters()), loss=lambda m, x: m["frozen"](m["used"](x)).square().mean()
+        model,
+        torch.optim.Adam(model.parameters()),
+        loss=lambda m, x: m["frozen"](m["used"](x)).square().mean(),
     )
 
 
@@ -413,8 +452,14 @@ def causal(model: nn.Module) -> Program:
 def llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16)  # fmt: skip
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
     return transformers.LlamaForCausalLM(config).train()
 
 
@@ -434,7 +479,14 @@ def _() -> Program:
 def _() -> Program:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
-        vocab_size=32, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)  # fmt: skip
+        vocab_size=32,
+        d_model=8,
+        d_kv=4,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
     return causal(transformers.T5ForConditionalGeneration(config).train())
 
 
@@ -452,20 +504,30 @@ def _() -> Program:
     torch.manual_seed(0)  # the same weights below
     base = llama()
     torch.set_rng_state(torch_state)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
     program = causal(model)
     program.state["adapters"] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     program.state["optimizer"] = torch.optim.AdamW(program.state["adapters"].values(), lr=0.01)
     del program.state["model"]
-    return training(model, program.state["optimizer"], state=program.state, control=False,
-                       data=lambda s: torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(s)),
-                       loss=lambda m, x: m(input_ids=x, labels=x).loss)  # fmt: skip
+    return training(
+        model,
+        program.state["optimizer"],
+        state=program.state,
+        control=False,
+        data=lambda s: torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(s)),
+        loss=lambda m, x: m(input_ids=x, labels=x).loss,
+    )
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
+# --- optimizers
+# --------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[list[Any]], Any]] = {
-    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD with momentum": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
     "Adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
@@ -475,15 +537,21 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Any]] = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1, decoupled_weight_decay=True),
     "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
     "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(
+        p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1
+    ),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=2),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "Rprop": lambda p: torch.optim.Rprop(p),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, history_size=3, max_iter=3, line_search_fn="strong_wolfe"),
+    "LBFGS": lambda p: torch.optim.LBFGS(
+        p, lr=0.1, history_size=3, max_iter=3, line_search_fn="strong_wolfe"
+    ),
     "groups with options of their own": lambda p: torch.optim.AdamW(
-        [{"params": p[:1], "lr": 0.2, "tag": "first"}, {"params": p[1:], "betas": (0.8, 0.9)}], lr=0.1),
-}  # fmt: skip
+        [{"params": p[:1], "lr": 0.2, "tag": "first"}, {"params": p[1:], "betas": (0.8, 0.9)}],
+        lr=0.1,
+    ),
+}
 
 
 def _add_optimizers() -> None:
@@ -504,7 +572,9 @@ def _() -> Program:
     class Both(torch.optim.Optimizer):
         def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
             self.parts = parts
-            super().__init__([p for part in parts for g in part.param_groups for p in g["params"]], {})
+            super().__init__(
+                [p for part in parts for g in part.param_groups for p in g["params"]], {}
+            )
 
         def step(self, closure: Any = None) -> None:
             for part in self.parts:
@@ -520,7 +590,9 @@ def _() -> Program:
     model = net()
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    return training(model, Both([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.1)]))
+    return training(
+        model, Both([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.1)])
+    )
 
 
 class Slow(torch.optim.Optimizer):
@@ -536,7 +608,9 @@ class Slow(torch.optim.Optimizer):
         self.inner.step()
         self.count += 1
         if self.count % 2 == 0:
-            for slow, p in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
+            for slow, p in zip(
+                self.slow, (p for g in self.param_groups for p in g["params"]), strict=True
+            ):
                 slow.lerp_(p.detach(), 0.5)
                 p.data.copy_(slow)
 
@@ -609,14 +683,19 @@ def _() -> Program:
 def _() -> Program:
     transformers = pytest.importorskip("transformers")
     model = net()
-    return training(model, transformers.Adafactor(model.parameters(), lr=None, relative_step=True, warmup_init=True))
+    return training(
+        model,
+        transformers.Adafactor(model.parameters(), lr=None, relative_step=True, warmup_init=True),
+    )
 
 
 @entry("optimizer: torchao with 8 bits", refused=UnsupportedValue)
 def _() -> Program:
     torchao = pytest.importorskip("torchao.optim")
     model = nn.Sequential(nn.Linear(64, 64))
-    program = training(model, torchao.AdamW8bit(model.parameters(), lr=0.1), data=lambda s: batch(s, 2, 64))
+    program = training(
+        model, torchao.AdamW8bit(model.parameters(), lr=0.1), data=lambda s: batch(s, 2, 64)
+    )
 
     def step(number: int) -> None:
         with torch.compiler.set_stance("force_eager"):  # compiling takes a minute
@@ -641,7 +720,8 @@ def _() -> Program:
     return training(model, optimizer)
 
 
-# --- schedules -------------------------------------------------------------------------------------------------------
+# --- schedules
+# --------------------------------------------------------------------------------------------------
 
 
 class Curve:
@@ -668,15 +748,19 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=True),
-    "CyclicLR with a function": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, scale_fn=lambda x: 0.9**x),
+    "CyclicLR with a function": lambda o: lr_scheduler.CyclicLR(
+        o, 0.01, 0.1, 3, scale_fn=lambda x: 0.9**x
+    ),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 6)], [2]),
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 6)], [2]
+    ),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o),
+        [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
+    ),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, cooldown=1),
     "SWALR": lambda o: SWALR(o, swa_lr=0.01, anneal_epochs=4),
-}  # fmt: skip
+}
 
 
 def _add_schedules() -> None:
@@ -701,7 +785,8 @@ def _add_schedules() -> None:
 _add_schedules()
 
 
-# --- scalers, averages, random streams, plain values, data -----------------------------------------------------------
+# --- scalers, averages, random streams, plain values, data
+# -----------------------------------------------------------
 
 
 def scaled(enabled: bool) -> Program:
@@ -738,9 +823,12 @@ def _() -> Program:
     average = AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return training(
-        model, optimizer, after=lambda n: average.update_parameters(model),
+        model,
+        optimizer,
+        after=lambda n: average.update_parameters(model),
         state={"model": model, "average": average, "optimizer": optimizer},
-        outcome=lambda: dict(average.state_dict()))  # fmt: skip
+        outcome=lambda: dict(average.state_dict()),
+    )
 
 
 @entry("average: exponential, with buffers, and SWALR")
@@ -750,9 +838,12 @@ def _() -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = SWALR(optimizer, swa_lr=0.05, anneal_epochs=3)
     return training(
-        model, optimizer, after=lambda n: (average.update_parameters(model), schedule.step()),
+        model,
+        optimizer,
+        after=lambda n: (average.update_parameters(model), schedule.step()),
         state={"average": average, "model": model, "optimizer": optimizer, "schedule": schedule},
-        outcome=lambda: dict(average.state_dict()))  # fmt: skip
+        outcome=lambda: dict(average.state_dict()),
+    )
 
 
 class Average:
@@ -779,8 +870,12 @@ def shadowed(first: str) -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "average": average, "optimizer": optimizer}
     return training(
-        model, optimizer, after=lambda n: average.update(model), state={first: state[first], **state},
-        outcome=lambda: average.state_dict())  # fmt: skip
+        model,
+        optimizer,
+        after=lambda n: average.update(model),
+        state={first: state[first], **state},
+        outcome=lambda: average.state_dict(),
+    )
 
 
 @entry("average: of references to the weights, after the model")
@@ -804,8 +899,13 @@ def _() -> Program:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return training(
-        model, optimizer, after=update, state={"model": model, "average": average, "optimizer": optimizer},
-        outcome=lambda: average, control=False)  # fmt: skip
+        model,
+        optimizer,
+        after=update,
+        state={"model": model, "average": average, "optimizer": optimizer},
+        outcome=lambda: average,
+        control=False,
+    )
 
 
 @entry("random streams")
@@ -870,8 +970,12 @@ def loaded(workers: int) -> Program:
     from torch.utils.data import TensorDataset
 
     loader = data.StatefulDataLoader(
-        TensorDataset(torch.arange(40)), batch_size=2, shuffle=True, num_workers=workers,
-        generator=torch.Generator().manual_seed(torch.initial_seed() % 1000))  # fmt: skip
+        TensorDataset(torch.arange(40)),
+        batch_size=2,
+        shuffle=True,
+        num_workers=workers,
+        generator=torch.Generator().manual_seed(torch.initial_seed() % 1000),
+    )
     seen: list[int] = []
     batches: list[Any] = []
 
@@ -894,11 +998,16 @@ def _() -> Program:
     return loaded(2)
 
 
-# --- what is asked of each -------------------------------------------------------------------------------------------
+# --- what is asked of each
+# -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "live_steps"), [(name, n) for name, one in ZOO.items() for n in one.live])
-def test_what_save_takes_restore_gives_back(tmp_path: Path, same, name: str, live_steps: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "live_steps"), [(name, n) for name, one in ZOO.items() for n in one.live]
+)
+def test_what_save_takes_restore_gives_back(
+    tmp_path: Path, same, name: str, live_steps: int
+) -> None:
     """live_steps: how many the program that restores has made before, from other numbers."""
     one = ZOO[name]
     program = fresh(one.make, 0)
@@ -911,7 +1020,11 @@ def test_what_save_takes_restore_gives_back(tmp_path: Path, same, name: str, liv
             assert not list(tmp_path.glob("checkpoint*"))
             return
         ckpt.save(TRAINED, program.state)
-    kept = {k: copy.deepcopy(v.state_dict()) for k, v in program.state.items() if program.control and stateful(v)}
+    kept = {
+        k: copy.deepcopy(v.state_dict())
+        for k, v in program.state.items()
+        if program.control and stateful(v)
+    }
     for number in range(TRAINED, TRAINED + MORE):
         program.step(number)
     expected = program.outcome()

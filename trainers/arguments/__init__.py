@@ -1,4 +1,5 @@
-"""What a training run can be told: the arguments of the five trainers, and Hugging Face's names for them.
+"""What a training run can be told: the arguments of the five trainers, and Hugging Face's names for
+them.
 
 Torch-free, so that `ckpt-train --help` is quick.
 """

@@ -1,4 +1,5 @@
-"""`accelerator_config`, `split_batches` and `dispatch_batches` of AccelTrainer, as settings of its loaders."""
+"""`accelerator_config`, `split_batches` and `dispatch_batches` of AccelTrainer, as settings of its
+loaders."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def accelerator_settings(values: dict[str, Any]) -> dict[str, Any]:
     known = {*ACCELERATOR_KEYS, *_of_installed()}
     settings: dict[str, Any] = {}
     for name, value in given.items():
-        if name in ACCELERATOR_ELSEWHERE and (value is None or value == ACCELERATOR_ELSEWHERE[name]):
+        if name in ACCELERATOR_ELSEWHERE and (
+            value is None or value == ACCELERATOR_ELSEWHERE[name]
+        ):
             continue
         if name not in known:
             raise InvalidArgument(
@@ -53,7 +56,9 @@ def accelerator_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_flag(shown: str, name: str, value: Any) -> None:
     if name in ACCELERATOR_KEYS and not isinstance(value, bool):
-        raise InvalidArgument(shown, value, f"is of type {type(value).__name__}", "give True or False")
+        raise InvalidArgument(
+            shown, value, f"is of type {type(value).__name__}", "give True or False"
+        )
 
 
 def _of_installed() -> list[str]:
@@ -70,10 +75,15 @@ def read_mapping(name: str, value: Any) -> dict[str, Any]:
         return {}
     if isinstance(value, str):
         try:
-            value = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8"))
+            value = json.loads(
+                value if value.lstrip().startswith("{") else Path(value).read_text(encoding="utf-8")
+            )
         except OSError as error:
             raise InvalidArgument(
-                name, value, f"cannot be read: {error.strerror}", "give a mapping or the path of a JSON file"
+                name,
+                value,
+                f"cannot be read: {error.strerror}",
+                "give a mapping or the path of a JSON file",
             ) from None
         except ValueError as error:
             raise InvalidArgument(
@@ -85,6 +95,9 @@ def read_mapping(name: str, value: Any) -> dict[str, Any]:
         value = vars(value)
     if not isinstance(value, Mapping):
         raise InvalidArgument(
-            name, value, f"is of type {type(value).__name__}", "give a mapping or the path of a JSON file"
+            name,
+            value,
+            f"is of type {type(value).__name__}",
+            "give a mapping or the path of a JSON file",
         )
     return {str(key): inner for key, inner in value.items()}

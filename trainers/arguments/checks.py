@@ -1,4 +1,5 @@
-"""What can be judged from arguments alone. trainer_checks.py has what the trainer and its parts decide.
+"""What can be judged from arguments alone. trainer_checks.py has what the trainer and its parts
+decide.
 
 Each constraint is checked once, before a model is built.
 """
@@ -13,7 +14,12 @@ from .optimizer_options import check_optimizer_name, parse_options
 from .vocabulary import SCHEDULES
 
 if TYPE_CHECKING:
-    from .native import BaseTrainingArguments, MinimalTrainingArguments, PipelineTrainingArguments, TrainingArguments
+    from .native import (
+        BaseTrainingArguments,
+        MinimalTrainingArguments,
+        PipelineTrainingArguments,
+        TrainingArguments,
+    )
 
 __all__ = ["check_base", "check_memory", "check_minimal", "check_pipeline", "only_of_pipeline"]
 
@@ -26,8 +32,13 @@ _SEEDS = 2**32 - 1  # numpy's generator takes 32 bits
 
 
 def check_minimal(args: MinimalTrainingArguments) -> None:
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                 "epoch_train_steps", "ddp_timeout"):  # fmt: skip
+    for name in (
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "epoch_train_steps",
+        "ddp_timeout",
+    ):
         whole(name, getattr(args, name), at_least=1)
     whole("seed", args.seed, at_least=-1, at_most=_SEEDS, instead="-1 does not seed")
     for name, least, instead in (
@@ -37,7 +48,9 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
         ("dataloader_prefetch_factor", 1, "None leaves it to the loader"),
     ):
         if getattr(args, name) is not None:
-            whole(name, getattr(args, name), least, _SEEDS if name == "data_seed" else None, instead)
+            whole(
+                name, getattr(args, name), least, _SEEDS if name == "data_seed" else None, instead
+            )
     whole("warmup_steps", args.warmup_steps, at_least=0)
     whole("dataloader_num_workers", args.dataloader_num_workers, at_least=0)
     for name in ("learning_rate", "weight_decay", "adam_epsilon", "eval_delay"):
@@ -58,7 +71,9 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
     one_of("ddp_backend", args.ddp_backend, (None, *_BACKENDS))
     one_of("torch_compile_mode", args.torch_compile_mode, (None, *_COMPILE_MODES))
     one_of(
-        "include_num_input_tokens_seen", args.include_num_input_tokens_seen, (False, True, "all", "non_padding", "no")
+        "include_num_input_tokens_seen",
+        args.include_num_input_tokens_seen,
+        (False, True, "all", "non_padding", "no"),
     )
     for reporter in [args.report_to] if isinstance(args.report_to, str) else args.report_to:
         if reporter not in ("tensorboard", "json", "none"):
@@ -74,7 +89,9 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
     check_optimizer_name(args.optim)
     parse_options(args.optim, args.optim_args)
     if args.full_determinism and args.seed < 0:
-        raise InvalidArgument("full_determinism", True, "nothing is determined without a seed", "set seed, from 0 up")
+        raise InvalidArgument(
+            "full_determinism", True, "nothing is determined without a seed", "set seed, from 0 up"
+        )
     if args.torch_compile_mode == "max-autotune" and args.gradient_accumulation_steps > 1:
         raise InvalidArgument(
             "torch_compile_mode",
@@ -84,7 +101,10 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
         )
     if args.save_strategy == "best" and args.eval_strategy == "no":
         raise InvalidArgument(
-            "save_strategy", "best", "without evaluations no checkpoint is the best", "set eval_strategy"
+            "save_strategy",
+            "best",
+            "without evaluations no checkpoint is the best",
+            "set eval_strategy",
         )
     _check_best(args)
 
@@ -92,7 +112,9 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
 def _period(name: str, value: int | float) -> None:
     real(name, value, 0.0, above_low=True, instead="below 1.0 it is a share of all steps")
     if value >= 1 and value != int(value):
-        raise InvalidArgument(name, value, "no whole number of steps", "give a whole number, or a share below 1.0")
+        raise InvalidArgument(
+            name, value, "no whole number of steps", "give a whole number, or a share below 1.0"
+        )
 
 
 def _check_length(args: MinimalTrainingArguments) -> None:
@@ -107,16 +129,23 @@ def _check_length(args: MinimalTrainingArguments) -> None:
         )
     real("num_train_epochs", args.num_train_epochs, 0.0, above_low=True, instead="or set max_steps")
     if args.on_world_size_change == "continue":
-        # The steps of an epoch depend on the number of ranks, so those done would count for more, or for less.
+        # The steps of an epoch depend on the number of ranks, so those done would count for more,
+        # or for less.
         raise InvalidArgument(
-            "on_world_size_change", "continue", "num_train_epochs is no fixed number of steps then", "set max_steps"
+            "on_world_size_change",
+            "continue",
+            "num_train_epochs is no fixed number of steps then",
+            "set max_steps",
         )
 
 
 def _check_loading(args: MinimalTrainingArguments) -> None:
     if args.dataloader_num_workers > 0:
         return
-    for name, unset in (("dataloader_persistent_workers", False), ("dataloader_prefetch_factor", None)):
+    for name, unset in (
+        ("dataloader_persistent_workers", False),
+        ("dataloader_prefetch_factor", None),
+    ):
         if getattr(args, name) != unset:
             raise InvalidArgument(
                 name,
@@ -127,7 +156,12 @@ def _check_loading(args: MinimalTrainingArguments) -> None:
 
 
 def _check_schedule_kwargs(args: MinimalTrainingArguments) -> None:
-    one_of("lr_scheduler_type", args.lr_scheduler_type, tuple(SCHEDULES), "give the trainer a lr_scheduler_factory")
+    one_of(
+        "lr_scheduler_type",
+        args.lr_scheduler_type,
+        tuple(SCHEDULES),
+        "give the trainer a lr_scheduler_factory",
+    )
     known = SCHEDULES[args.lr_scheduler_type]
     for name, value in (args.lr_scheduler_kwargs or {}).items():
         if name not in known:
@@ -149,13 +183,16 @@ def _check_best(args: MinimalTrainingArguments) -> None:
         raise InvalidArgument(
             "load_best_model_at_end",
             True,
-            f"save_strategy={args.save_strategy!r} and eval_strategy={args.eval_strategy!r} do not match",
+            f"save_strategy={args.save_strategy!r} and eval_strategy={args.eval_strategy!r} do "
+            "not match",
             "make both 'steps' or both 'epoch', or set save_strategy='best'",
         )
     if args.save_strategy != "steps" or getattr(args, "eval_on_save", False):
         return
     save, evaluate = args.save_steps, args.eval_steps
-    multiple = (save < 1) == (evaluate < 1) and abs(save / evaluate - max(1, round(save / evaluate))) < 1e-9
+    multiple = (save < 1) == (evaluate < 1) and abs(
+        save / evaluate - max(1, round(save / evaluate))
+    ) < 1e-9
     if not multiple:
         raise InvalidArgument(
             "load_best_model_at_end",
@@ -168,27 +205,47 @@ def _check_best(args: MinimalTrainingArguments) -> None:
 def check_base(args: BaseTrainingArguments) -> None:
     one_of("default_dtype", args.default_dtype, (None, *DTYPES))
     one_of("mixed_precision", args.mixed_precision, (None, "no", "bf16", "fp16"))
-    one_of("float32_matmul_precision", args.float32_matmul_precision, (None, "highest", "high", "medium"))
+    one_of(
+        "float32_matmul_precision",
+        args.float32_matmul_precision,
+        (None, "highest", "high", "medium"),
+    )
     one_of("fp8_recipe", args.fp8_recipe, (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"))
     one_of(
         "qat_recipe",
         args.qat_recipe,
-        (None, "int8-dynamic-act-int4-weight", "int4-weight-only", "float8-dynamic-act-float8-weight"),
+        (
+            None,
+            "int8-dynamic-act-int4-weight",
+            "int4-weight-only",
+            "float8-dynamic-act-float8-weight",
+        ),
     )
     if args.fp8_recipe is not None and args.qat_recipe is not None:
         raise InvalidArgument(
-            "fp8_recipe", args.fp8_recipe, f"excludes qat_recipe={args.qat_recipe!r}", "give one of the two"
+            "fp8_recipe",
+            args.fp8_recipe,
+            f"excludes qat_recipe={args.qat_recipe!r}",
+            "give one of the two",
         )
     if args.max_eval_steps != -1:
         whole("max_eval_steps", args.max_eval_steps, at_least=1, instead="-1 evaluates on all")
     whole("preserve_n_best", args.preserve_n_best, at_least=1)
     whole("fp8_dim_alignment", args.fp8_dim_alignment, at_least=1)
     if args.dynamo_recompile_limit is not None:
-        whole("dynamo_recompile_limit", args.dynamo_recompile_limit, at_least=1, instead="None leaves torch's")
+        whole(
+            "dynamo_recompile_limit",
+            args.dynamo_recompile_limit,
+            at_least=1,
+            instead="None leaves torch's",
+        )
     backends = [args.sdpa_backend] if isinstance(args.sdpa_backend, str) else args.sdpa_backend
     if backends is not None and (not backends or any(name not in _SDPA for name in backends)):
         raise InvalidArgument(
-            "sdpa_backend", args.sdpa_backend, "unknown", f"give one of {', '.join(_SDPA)}, or a list of them"
+            "sdpa_backend",
+            args.sdpa_backend,
+            "unknown",
+            f"give one of {', '.join(_SDPA)}, or a list of them",
         )
     if args.sdpa_set_priority and not isinstance(args.sdpa_backend, list):
         raise InvalidArgument(
@@ -215,7 +272,11 @@ def check_memory(args: TrainingArguments) -> None:
     if args.fuse_optim_with_backward:
         for name, given, instead in (
             ("max_grad_norm", args.max_grad_norm is not None, "set max_grad_norm to None"),
-            ("gradient_accumulation_steps > 1", args.gradient_accumulation_steps > 1, "set it to 1"),
+            (
+                "gradient_accumulation_steps > 1",
+                args.gradient_accumulation_steps > 1,
+                "set it to 1",
+            ),
             ("mixed_precision='fp16'", args.mixed_precision == "fp16", "use bf16"),
         ):
             if given:
@@ -252,9 +313,15 @@ def check_pipeline(args: PipelineTrainingArguments) -> None:
 def only_of_pipeline(args: TrainingArguments) -> None:
     if args.mixed_precision == "fp16":
         raise InvalidArgument(
-            "mixed_precision", "fp16", "not with a pipeline: stages cannot agree on a loss scale", "use bf16"
+            "mixed_precision",
+            "fp16",
+            "not with a pipeline: stages cannot agree on a loss scale",
+            "use bf16",
         )
     if args.torch_compile_mode == "max-autotune":
         raise InvalidArgument(
-            "torch_compile_mode", "max-autotune", "its CUDA graphs do not go with micro-batches", _NO_CUDAGRAPHS
+            "torch_compile_mode",
+            "max-autotune",
+            "its CUDA graphs do not go with micro-batches",
+            _NO_CUDAGRAPHS,
         )

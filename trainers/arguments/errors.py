@@ -1,4 +1,5 @@
-"""What is wrong with an argument, said in full: its name, the value, why it cannot be, and what to give instead."""
+"""What is wrong with an argument, said in full: its name, the value, why it cannot be, and what to
+give instead."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class InvalidArgument(ValueError):
     """
 
     def __init__(self, name: str, value: object, reason: str, instead: str) -> None:
-        secret = isinstance(value, str) and (any(word in name.lower() for word in _SECRET) or value.startswith("hf_"))
+        secret = isinstance(value, str) and (
+            any(word in name.lower() for word in _SECRET) or value.startswith("hf_")
+        )
         shown = HIDDEN if secret else _shown.repr(value)
         super().__init__(f"{name}={shown}: {reason}; {instead}")
         self.name = name
@@ -41,8 +44,12 @@ class DataNotFound(CheckpointError, FileNotFoundError):
     path: str | None
 
 
-def whole(name: str, value: object, at_least: int, at_most: int | None = None, instead: str = "") -> None:
-    span = f"give a whole number from {at_least}" + (f" to {at_most}" if at_most is not None else " up")
+def whole(
+    name: str, value: object, at_least: int, at_most: int | None = None, instead: str = ""
+) -> None:
+    span = f"give a whole number from {at_least}" + (
+        f" to {at_most}" if at_most is not None else " up"
+    )
     if instead:
         span += f" ({instead})"
     if not isinstance(value, int) or isinstance(value, bool):
@@ -67,7 +74,12 @@ def real(
         span += f" ({instead})"
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise InvalidArgument(name, value, "not a finite number", span)
-    if value < low or value > high or (above_low and value == low) or (below_high and value == high):
+    if (
+        value < low
+        or value > high
+        or (above_low and value == low)
+        or (below_high and value == high)
+    ):
         raise InvalidArgument(name, value, "out of range", span)
 
 
@@ -75,4 +87,6 @@ def one_of(name: str, value: object, choices: Sequence[object], instead: str = "
     # Compared by type too, since 0 and False are equal.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         names = ", ".join("None" if choice is None else str(choice) for choice in choices)
-        raise InvalidArgument(name, value, "unknown", f"give one of {names}{f', or {instead}' if instead else ''}")
+        raise InvalidArgument(
+            name, value, "unknown", f"give one of {names}{f', or {instead}' if instead else ''}"
+        )

@@ -1,4 +1,5 @@
-"""Which arguments change what a run computes. A run resumed with others of these is not the run that was stopped."""
+"""Which arguments change what a run computes. A run resumed with others of these is not the run
+that was stopped."""
 
 from __future__ import annotations
 
@@ -17,25 +18,69 @@ from .optimizer_options import options_in
 __all__ = ["NOT_COMPUTED", "computed", "differences", "digest", "plain", "rounded"]
 
 # Where a run writes, when it reports and saves, how its memory and its processes are arranged.
-NOT_COMPUTED = frozenset({
-    "output_dir", "logging_dir", "run_name", "overwrite_output_dir", "resume_from_checkpoint", "on_world_size_change",
-    "report_to", "disable_tqdm", "log_level", "log_level_replica",
-    "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter",
-    "include_num_input_tokens_seen",
-    "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_on_save", "max_eval_steps",
-    "per_device_eval_batch_size",
-    "save_strategy", "save_steps", "save_total_limit", "save_safetensors", "save_on_each_node",
-    "save_only_model", "save_async",
-    "enable_jit_checkpoint", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-    "preserve_best_model", "best_model_metric", "best_model_greater_is_better", "preserve_n_best",
-    "ignore_data_skip", "restore_callback_states_from_checkpoint",
-    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
-    "gradient_checkpointing", "gradient_checkpointing_kwargs", "enable_activation_offloading",
-    "torch_empty_cache_steps",
-    "gc_threshold", "construct_model_on", "activation_memory_budget", "dynamo_recompile_limit",
-    "speed_metrics_start_step", "debug_optimizer_groups", "detect_anomaly", "ddp_timeout",
-    "debug_pipeline", "debug_split_model", "debug_model_params", "debug_model_init",
-})  # fmt: skip
+NOT_COMPUTED = frozenset(
+    {
+        "output_dir",
+        "logging_dir",
+        "run_name",
+        "overwrite_output_dir",
+        "resume_from_checkpoint",
+        "on_world_size_change",
+        "report_to",
+        "disable_tqdm",
+        "log_level",
+        "log_level_replica",
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "logging_nan_inf_filter",
+        "include_num_input_tokens_seen",
+        "eval_strategy",
+        "eval_steps",
+        "eval_delay",
+        "eval_on_start",
+        "eval_on_save",
+        "max_eval_steps",
+        "per_device_eval_batch_size",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "save_safetensors",
+        "save_on_each_node",
+        "save_only_model",
+        "save_async",
+        "enable_jit_checkpoint",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "preserve_best_model",
+        "best_model_metric",
+        "best_model_greater_is_better",
+        "preserve_n_best",
+        "ignore_data_skip",
+        "restore_callback_states_from_checkpoint",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        "enable_activation_offloading",
+        "torch_empty_cache_steps",
+        "gc_threshold",
+        "construct_model_on",
+        "activation_memory_budget",
+        "dynamo_recompile_limit",
+        "speed_metrics_start_step",
+        "debug_optimizer_groups",
+        "detect_anomaly",
+        "ddp_timeout",
+        "debug_pipeline",
+        "debug_split_model",
+        "debug_model_params",
+        "debug_model_init",
+    }
+)
 
 
 def plain(value: Any) -> Any:
@@ -57,7 +102,8 @@ def rounded(product: float) -> float:
 
 
 def computed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of an argument set's values that change the computation, flat: `ddp.static_graph` for a nested one."""
+    """Those of an argument set's values that change the computation, flat: `ddp.static_graph` for a
+    nested one."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name in NOT_COMPUTED:
@@ -65,7 +111,9 @@ def computed(values: Mapping[str, Any]) -> dict[str, Any]:
         if name in ("ddp", "post_local_sgd", "fsdp2") and isinstance(value, Mapping):
             found.update({f"{name}.{inner}": given for inner, given in value.items()})
         elif name == "device":
-            found[name] = None if value is None else str(value).partition(":")[0]  # which of the GPUs does not matter
+            found[name] = (
+                None if value is None else str(value).partition(":")[0]
+            )  # which of the GPUs does not matter
         else:
             found[name] = value
     if isinstance(found.get("optim_args"), str):
@@ -76,8 +124,12 @@ def computed(values: Mapping[str, Any]) -> dict[str, Any]:
     same = {
         "num_train_epochs": None if limited else found.get("num_train_epochs"),
         "max_steps": found.get("max_steps") if limited else -1,
-        "warmup_ratio": None if _number(found.get("warmup_steps")) > 0 else found.get("warmup_ratio"),
-        "mixed_precision": None if found.get("mixed_precision") == "no" else found.get("mixed_precision"),
+        "warmup_ratio": None
+        if _number(found.get("warmup_steps")) > 0
+        else found.get("warmup_ratio"),
+        "mixed_precision": None
+        if found.get("mixed_precision") == "no"
+        else found.get("mixed_precision"),
         "optim_args": found.get("optim_args") or None,
     }
     return found | {name: value for name, value in same.items() if name in found}
@@ -93,12 +145,15 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`name old -> new`. Names that only one of the two has are left out: they belong to another kind of trainer."""
+    """`name old -> new`. Names that only one of the two has are left out: they belong to another
+    kind of trainer."""
     was, live = computed(stored), computed(plain(now))
     return [
         f"{name} {_shown(was[name], stored, name)} -> {_shown(value, now, name)}"
         for name, value in live.items()
-        if name in was and _differ(was[name], value) and _differ(stored.get(name, was[name]), now.get(name, value))
+        if name in was
+        and _differ(was[name], value)
+        and _differ(stored.get(name, was[name]), now.get(name, value))
     ]
 
 

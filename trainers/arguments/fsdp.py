@@ -32,14 +32,18 @@ def apply_fsdp(values: dict[str, Any]) -> None:
 
     def want(source: str, name: str, value: Any) -> None:
         if name in wanted and not _same(wanted[name][1], value):
-            raise InvalidArgument(source, value, f"contradicts {wanted[name][0]}", f"set fsdp2.{name} alone")
+            raise InvalidArgument(
+                source, value, f"contradicts {wanted[name][0]}", f"set fsdp2.{name} alone"
+            )
         wanted[name] = (source, value)
 
     for word in _words(values.pop("fsdp", None)):
         name, value = _meaning(word)
         want(f"fsdp={word}", name, value)
     config = values.pop("fsdp_config", None)
-    for key, value in read_mapping("fsdp_config", None if at_default("fsdp_config", config) else config).items():
+    for key, value in read_mapping(
+        "fsdp_config", None if at_default("fsdp_config", config) else config
+    ).items():
         name = key.removeprefix("fsdp_")
         shown = f"fsdp_config.{key}"
         if value is None or (name in _SILENT and _same(_SILENT[name], value)) or value == "":
@@ -48,16 +52,22 @@ def apply_fsdp(values: dict[str, Any]) -> None:
             want(shown, name, value)
         elif name == "activation_checkpointing":
             if not isinstance(value, bool):
-                raise InvalidArgument(shown, value, f"is of type {type(value).__name__}", "give True or False")
+                raise InvalidArgument(
+                    shown, value, f"is of type {type(value).__name__}", "give True or False"
+                )
             if value:
                 values["gradient_checkpointing"] = True
         elif name == "version":
             if value != 2 or isinstance(value, bool):
-                raise InvalidArgument(shown, value, "only FSDP2 is supported", "set version 2, or leave it out")
+                raise InvalidArgument(
+                    shown, value, "only FSDP2 is supported", "set version 2, or leave it out"
+                )
         elif name in ("min_num_params", "transformer_layer_cls_to_wrap"):
             raise InvalidArgument(shown, value, "modules are not wrapped by size or class", _LAYERS)
         else:
-            raise InvalidArgument(shown, value, "FSDP2Trainer has no such setting", "leave it out, or set fsdp2")
+            raise InvalidArgument(
+                shown, value, "FSDP2Trainer has no such setting", "leave it out, or set fsdp2"
+            )
     _merge(values, wanted)
 
 
@@ -68,13 +78,18 @@ def _merge(values: dict[str, Any], wanted: Mapping[str, tuple[str, Any]]) -> Non
     if is_dataclass(given) and not isinstance(given, type):
         # Of an instance only what differs from the default is known to be meant.
         each = {field.name: (getattr(given, field.name), field.default) for field in fields(given)}
-        given = {name: value for name, (value, default) in each.items() if not _same(value, default)}
+        given = {
+            name: value for name, (value, default) in each.items() if not _same(value, default)
+        }
     if not isinstance(given, Mapping):
         return  # of the wrong type, which is said when the types are checked
     for name, (source, value) in wanted.items():
         if name in given and not _same(given[name], value):
             raise InvalidArgument(
-                source, value, f"contradicts fsdp2.{name}={given[name]!r}", f"give one of the two, best fsdp2.{name}"
+                source,
+                value,
+                f"contradicts fsdp2.{name}={given[name]!r}",
+                f"give one of the two, best fsdp2.{name}",
             )
     values["fsdp2"] = {**given, **{name: value for name, (_, value) in wanted.items()}}
 
@@ -86,7 +101,9 @@ def _words(value: Any) -> list[str]:
         return ["full_shard"]
     if isinstance(value, str):
         return value.split()
-    if isinstance(value, list | tuple) and all(isinstance(word, str) for word in map(_plain, value)):
+    if isinstance(value, list | tuple) and all(
+        isinstance(word, str) for word in map(_plain, value)
+    ):
         return [_plain(word) for word in value]
     raise InvalidArgument("fsdp", value, f"is of type {type(value).__name__}", _WORDS)
 

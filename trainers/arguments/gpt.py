@@ -24,4 +24,6 @@ class GPTArguments:
             whole(name, getattr(self, name), at_least=1)
         real("dropout", self.dropout, 0.0, 1.0, below_high=True)
         if self.n_embd % self.n_head:
-            raise InvalidArgument("n_embd", self.n_embd, f"not a multiple of n_head={self.n_head}", "make it one")
+            raise InvalidArgument(
+                "n_embd", self.n_embd, f"not a multiple of n_head={self.n_head}", "make it one"
+            )

@@ -1,9 +1,9 @@
 """The arguments of the five trainers: what a run can be told, under the names that trainers read.
 
-Names and meanings are those of Hugging Face's TrainingArguments where it has the argument; defaults differ in places.
-The classes take native names only; `resolve_arguments` takes the wider vocabulary. Values are checked when an instance
-is made, and by `check_trainer` and `check_parts` once it is known who trains what. Torch-free, so that
-`ckpt-train --help` is quick.
+Names and meanings are those of Hugging Face's TrainingArguments where it has the argument; defaults
+differ in places. The classes take native names only; `resolve_arguments` takes the wider
+vocabulary. Values are checked when an instance is made, and by `check_trainer` and `check_parts`
+once it is known who trains what. Torch-free, so that `ckpt-train --help` is quick.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class MinimalTrainingArguments:
     run_name: str | None = None  # None: output_dir
     device: Any = None  # None: cuda where there is one, else cpu
     use_cpu: bool = False  # wins over device
-    seed: int = -1  # -1: do not seed; the data order then has a random seed that is kept in the checkpoint
+    seed: int = (
+        -1
+    )  # -1: do not seed; the data order then has a random seed that is kept in the checkpoint
     data_seed: int | None = None  # of the data order only; None: seed
     full_determinism: bool = False
 
@@ -97,9 +99,13 @@ class MinimalTrainingArguments:
     save_only_model: bool = False
     save_async: bool = True  # written in the background; the last one of a run is waited for
     overwrite_output_dir: bool = False
-    resume_from_checkpoint: bool | str = True  # True: the newest usable one, else a fresh start; or a path, or "best"
+    resume_from_checkpoint: bool | str = (
+        True  # True: the newest usable one, else a fresh start; or a path, or "best"
+    )
     restore_callback_states_from_checkpoint: bool = True
-    enable_jit_checkpoint: bool = False  # SIGTERM to any rank: all save the same step, and train() returns
+    enable_jit_checkpoint: bool = (
+        False  # SIGTERM to any rank: all save the same step, and train() returns
+    )
     on_world_size_change: str = "error"  # "continue": same data position, random streams start anew
     load_best_model_at_end: bool = False
     metric_for_best_model: str = "loss"
@@ -145,12 +151,14 @@ class MinimalTrainingArguments:
         checks.check_minimal(self)
 
     def check_trainer(self, kind: str, world_size: int) -> None:
-        """For a trainer ("single", "ddp", "fsdp2", "pipeline", "accel") of so many ranks. Raises InvalidArgument."""
+        """For a trainer ("single", "ddp", "fsdp2", "pipeline", "accel") of so many ranks. Raises
+        InvalidArgument."""
         trainer_checks.check_trainer(self, kind, world_size)
         self._data_parallel = 1 if kind == "pipeline" else world_size
 
     def check_parts(self, kind: str, **given: Any) -> None:
-        """With what the trainer's constructor was given, see `trainer_checks.check_parts`. Raises InvalidArgument."""
+        """With what the trainer's constructor was given, see `trainer_checks.check_parts`. Raises
+        InvalidArgument."""
         trainer_checks.check_parts(self, kind, **given)
 
     def global_batch(self, data_parallel: int) -> int:
@@ -159,7 +167,8 @@ class MinimalTrainingArguments:
 
     @property
     def train_batch_size(self) -> int:
-        """Samples of an optimizer step over the ranks of the trainer that has these arguments; of one rank before."""
+        """Samples of an optimizer step over the ranks of the trainer that has these arguments; of
+        one rank before."""
         return self.global_batch(self._data_parallel)
 
     @property
@@ -174,7 +183,8 @@ class MinimalTrainingArguments:
 
     @property
     def best_is_greater(self) -> bool:
-        """The direction of the metric for the best model, found from its name where it was not given."""
+        """The direction of the metric for the best model, found from its name where it was not
+        given."""
         if self.greater_is_better is not None:
             return self.greater_is_better
         return not self.metric_for_best_model.endswith("loss")
@@ -192,7 +202,8 @@ class MinimalTrainingArguments:
         return {f.name: exactness.plain(getattr(self, f.name)) for f in fields(self)}
 
     def changed(self) -> dict[str, Any]:
-        """The arguments that are not at their default; nested ones as mappings of what differs inside."""
+        """The arguments that are not at their default; nested ones as mappings of what differs
+        inside."""
         return _changed(self)
 
     def digest(self) -> str:
@@ -200,7 +211,8 @@ class MinimalTrainingArguments:
         return exactness.digest(self.as_dict())
 
     def differences(self, stored: dict[str, Any]) -> list[str]:
-        """`name old -> new` for every argument that changes what is computed and is not as it was stored."""
+        """`name old -> new` for every argument that changes what is computed and is not as it was
+        stored."""
         return exactness.differences(stored, self.as_dict())
 
 
@@ -235,7 +247,9 @@ class BaseTrainingArguments(MinimalTrainingArguments):
         """Two names for the same thing: what either was given holds for both."""
         first, second = getattr(self, one), getattr(self, other)
         if default not in (first, second) and first != second:
-            raise InvalidArgument(other, second, f"contradicts {one}={first!r}", f"give one of {other} and {one}")
+            raise InvalidArgument(
+                other, second, f"contradicts {one}={first!r}", f"give one of {other} and {one}"
+            )
         value = second if first == default else first
         setattr(self, one, value)
         setattr(self, other, value)
@@ -264,7 +278,8 @@ class TrainingArguments(BaseTrainingArguments):
 
 @dataclass(kw_only=True)
 class AccelTrainingArguments(TrainingArguments):
-    """Arguments of `AccelTrainer`, whose Accelerator has its own precision and accumulation, which win."""
+    """Arguments of `AccelTrainer`, whose Accelerator has its own precision and accumulation, which
+    win."""
 
     accelerator_config: dict[str, Any] = field(
         default_factory=dict
@@ -290,7 +305,8 @@ class FSDP2TrainingArguments(TrainingArguments):
 
 @dataclass(kw_only=True)
 class PipelineTrainingArguments(TrainingArguments):
-    """Arguments of `PipelineTrainer`. Batches have one shape, so the last short one is always dropped."""
+    """Arguments of `PipelineTrainer`. Batches have one shape, so the last short one is always
+    dropped."""
 
     n_microbatches: int = 4
     stages_per_rank: int = 1
@@ -335,5 +351,7 @@ def dtype_of(name: str) -> torch.dtype:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise InvalidArgument("dtype", name, "torch has no dtype of this name", "give one such as float32 or bfloat16")
+        raise InvalidArgument(
+            "dtype", name, "torch has no dtype of this name", "give one such as float32 or bfloat16"
+        )
     return dtype

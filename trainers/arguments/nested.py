@@ -27,7 +27,12 @@ class DDPArguments:
     def __post_init__(self) -> None:
         check_types(self, "ddp.")
         if self.bucket_cap_mb is not None:
-            whole("ddp.bucket_cap_mb", self.bucket_cap_mb, at_least=1, instead="None leaves torch's size")
+            whole(
+                "ddp.bucket_cap_mb",
+                self.bucket_cap_mb,
+                at_least=1,
+                instead="None leaves torch's size",
+            )
 
 
 @dataclass(kw_only=True)
@@ -49,17 +54,26 @@ class PostLocalSGDArguments:
 class FSDP2Arguments:
     """Policies for `fully_shard`."""
 
-    reshard_after_forward: bool | int = True  # True ~ ZeRO-3, False ~ ZeRO-2, N: reshard to groups of N ranks
+    reshard_after_forward: bool | int = (
+        True  # True ~ ZeRO-3, False ~ ZeRO-2, N: reshard to groups of N ranks
+    )
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     buffer_dtype: str | None = None  # torch has no such policy: the trainer casts buffers
     cpu_offload: bool = False
     shard_transformer_layers: bool = True
-    transformer_layers_path: str = "causal_lm.layer_stack.layers"  # empty or not there: only the root is sharded
+    transformer_layers_path: str = (
+        "causal_lm.layer_stack.layers"  # empty or not there: only the root is sharded
+    )
 
     def __post_init__(self) -> None:
         check_types(self, "fsdp2.")
         if not isinstance(self.reshard_after_forward, bool):
-            whole("fsdp2.reshard_after_forward", self.reshard_after_forward, at_least=1, instead="or True or False")
+            whole(
+                "fsdp2.reshard_after_forward",
+                self.reshard_after_forward,
+                at_least=1,
+                instead="or True or False",
+            )
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             one_of(f"fsdp2.{name}", getattr(self, name), (None, *DTYPES))

@@ -1,4 +1,5 @@
-"""From the whole vocabulary to the arguments of one trainer: aliases, names without effect, refusals, types."""
+"""From the whole vocabulary to the arguments of one trainer: aliases, names without effect,
+refusals, types."""
 
 from __future__ import annotations
 
@@ -42,8 +43,11 @@ _FAMILY = (
 )
 
 
-def resolve_arguments(cls: type[A], given: Mapping[str, Any] | MinimalTrainingArguments | None = None) -> A:
-    """Arguments of class `cls` from a mapping in the whole vocabulary, or from arguments of any class.
+def resolve_arguments(
+    cls: type[A], given: Mapping[str, Any] | MinimalTrainingArguments | None = None
+) -> A:
+    """Arguments of class `cls` from a mapping in the whole vocabulary, or from arguments of any
+    class.
 
     Raises InvalidArgument: an unknown, refused or contradictory name, or a value that does not fit.
     """
@@ -54,7 +58,11 @@ def resolve_arguments(cls: type[A], given: Mapping[str, Any] | MinimalTrainingAr
     values = {str(name): _plain_enum(value) for name, value in dict(given or {}).items()}
     native = {field.name for field in fields(cls)}
     _check_names(values, native)
-    values = {name: value for name, value in values.items() if not (value is None and name in words.UNSET_IN_HF)}
+    values = {
+        name: value
+        for name, value in values.items()
+        if not (value is None and name in words.UNSET_IN_HF)
+    }
     _resolve_aliases(cls, values, native)
     _note_no_effect(values)
     for name, (reason, instead) in words.REJECTED.items():
@@ -67,11 +75,19 @@ def resolve_arguments(cls: type[A], given: Mapping[str, Any] | MinimalTrainingAr
 def known_names(cls: type[MinimalTrainingArguments]) -> list[str]:
     """All names that `resolve_arguments` understands for a class, if only to refuse them."""
     native = [field.name for field in fields(cls)]
-    return [*native, *words.ALIASES, *words.TRANSLATED, *words.OF_ONE_TRAINER, *words.NO_EFFECT, *words.REJECTED]
+    return [
+        *native,
+        *words.ALIASES,
+        *words.TRANSLATED,
+        *words.OF_ONE_TRAINER,
+        *words.NO_EFFECT,
+        *words.REJECTED,
+    ]
 
 
 def native_name(name: str) -> str:
-    """The native argument that a name of the whole vocabulary sets; the name itself where there is none."""
+    """The native argument that a name of the whole vocabulary sets; the name itself where there is
+    none."""
     return words.ALIASES.get(name) or words.TRANSLATED.get(name) or name
 
 
@@ -80,22 +96,45 @@ def _plain_enum(value: Any) -> Any:
 
 
 def _check_names(values: Mapping[str, Any], native: set[str]) -> None:
-    others = {*words.ALIASES, *words.TRANSLATED, *words.OF_ONE_TRAINER, *words.NO_EFFECT, *words.REJECTED}
+    others = {
+        *words.ALIASES,
+        *words.TRANSLATED,
+        *words.OF_ONE_TRAINER,
+        *words.NO_EFFECT,
+        *words.REJECTED,
+    }
     for name in values:
         if name in native or name in others:
             continue
-        for owner in (DDPTrainingArguments, FSDP2TrainingArguments, PipelineTrainingArguments, AccelTrainingArguments):
+        for owner in (
+            DDPTrainingArguments,
+            FSDP2TrainingArguments,
+            PipelineTrainingArguments,
+            AccelTrainingArguments,
+        ):
             if name in {field.name for field in fields(owner)}:
                 trainer = owner.__name__.replace("ingArguments", "er")
                 raise InvalidArgument(
-                    name, values[name], f"an argument of {trainer} only", f"use {trainer}, or leave it out"
+                    name,
+                    values[name],
+                    f"an argument of {trainer} only",
+                    f"use {trainer}, or leave it out",
                 )
         usable = (native | others) - words.REJECTED.keys() - words.NO_EFFECT.keys()
         close = close_names(name, usable - {n for n in words.ALIASES if n.startswith("per_gpu_")})
-        instead = f"did you mean {', '.join(close)}?" if close else f"leave it out, or see {LIST_OF_NAMES}"
-        if not close and (refused := difflib.get_close_matches(name, sorted(words.REJECTED), n=1, cutoff=0.8)):
+        instead = (
+            f"did you mean {', '.join(close)}?"
+            if close
+            else f"leave it out, or see {LIST_OF_NAMES}"
+        )
+        if not close and (
+            refused := difflib.get_close_matches(name, sorted(words.REJECTED), n=1, cutoff=0.8)
+        ):
             instead = f"{refused[0]} would be refused: {'; '.join(words.REJECTED[refused[0]])}"
-        secret = any("token" in word for word in difflib.get_close_matches(name, sorted(native | others), n=3))
+        secret = any(
+            "token" in word
+            for word in difflib.get_close_matches(name, sorted(native | others), n=3)
+        )
         raise InvalidArgument(name, HIDDEN if secret else values[name], "unknown name", instead)
 
 
@@ -103,20 +142,29 @@ LIST_OF_NAMES = "ckpt_trainers.arguments.known_names(TrainingArguments)"
 
 
 def close_names(name: str, names: set[str]) -> list[str]:
-    """At most three names that were perhaps meant: those that contain it as a whole, or are spelt much like it."""
+    """At most three names that were perhaps meant: those that contain it as a whole, or are spelt
+    much like it."""
     stem = f"_{name.lower().removesuffix('s')}"
     inside = sorted(n for n in names if stem in f"_{n}" and len(name) > 2)
     return list(dict.fromkeys([*inside, *difflib.get_close_matches(name, sorted(names), n=3)]))[:3]
 
 
-def _resolve_aliases(cls: type[MinimalTrainingArguments], values: dict[str, Any], native: set[str]) -> None:
+def _resolve_aliases(
+    cls: type[MinimalTrainingArguments], values: dict[str, Any], native: set[str]
+) -> None:
     """Replaces every name that another stands for, in place."""
     untouched = cls()
 
     def put(alias: str, name: str, value: Any, shown: Any = None) -> None:
         if name not in native:
-            raise InvalidArgument(alias, value, f"{cls.__name__} has no {name}", "use TrainingArguments")
-        if name in values and not _equal(values[name], getattr(untouched, name)) and not _equal(values[name], value):
+            raise InvalidArgument(
+                alias, value, f"{cls.__name__} has no {name}", "use TrainingArguments"
+            )
+        if (
+            name in values
+            and not _equal(values[name], getattr(untouched, name))
+            and not _equal(values[name], value)
+        ):
             raise _contradiction(alias, value if shown is None else shown, name, values[name])
         values[name] = value
 
@@ -163,7 +211,9 @@ def _says_nothing(name: str, value: Any) -> bool:
 def _precision(values: dict[str, Any], put: Callable[..., None]) -> None:
     wanted = [name for name in ("bf16", "fp16") if _flag(values, name)]
     if len(wanted) == 2:
-        raise InvalidArgument("bf16", True, "fp16=True was given too", "give one of the two, or mixed_precision")
+        raise InvalidArgument(
+            "bf16", True, "fp16=True was given too", "give one of the two, or mixed_precision"
+        )
     for name in wanted:
         put(name, "mixed_precision", name, True)
     tf32 = values.pop("tf32", None)
@@ -181,10 +231,14 @@ def _flag(values: dict[str, Any], name: str) -> bool:
 
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise InvalidArgument(name, value, f"is of type {type(value).__name__}", "give True or False")
+        raise InvalidArgument(
+            name, value, f"is of type {type(value).__name__}", "give True or False"
+        )
 
 
-def _put_nested(values: dict[str, Any], group: str, alias: str, name: str, value: Any, cls: type | None) -> None:
+def _put_nested(
+    values: dict[str, Any], group: str, alias: str, name: str, value: Any, cls: type | None
+) -> None:
     inner = values.get(group, {})
     if is_dataclass(inner) and not isinstance(inner, type):
         inner = {field.name: getattr(inner, field.name) for field in fields(inner)}
@@ -197,7 +251,9 @@ def _put_nested(values: dict[str, Any], group: str, alias: str, name: str, value
 
 
 def _contradiction(alias: str, value: Any, name: str, other: Any) -> InvalidArgument:
-    return InvalidArgument(alias, value, f"contradicts {name}={other!r}", f"give one of {alias} and {name}")
+    return InvalidArgument(
+        alias, value, f"contradicts {name}={other!r}", f"give one of {alias} and {name}"
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:

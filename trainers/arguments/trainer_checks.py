@@ -1,4 +1,5 @@
-"""What only the kind of trainer, the number of ranks and the other parts of a trainer decide about arguments."""
+"""What only the kind of trainer, the number of ranks and the other parts of a trainer decide about
+arguments."""
 
 from __future__ import annotations
 
@@ -30,13 +31,17 @@ _NEED_DATA = ("eval_on_start", "load_best_model_at_end", "eval_on_save", "preser
 
 
 def check_trainer(args: MinimalTrainingArguments, kind: str, world_size: int) -> None:
-    """What only the kind of trainer and the number of ranks decide: the support matrix, and what is installed."""
+    """What only the kind of trainer and the number of ranks decide: the support matrix, and what is
+    installed."""
     one_of("trainer", kind, KINDS)
     trainer = _TRAINERS[kind]
     whole("world_size", world_size, at_least=1)
     if kind == "single" and world_size > 1:
         raise InvalidArgument(
-            "world_size", world_size, "Trainer is for one process", "use DDPTrainer, FSDP2Trainer or PipelineTrainer"
+            "world_size",
+            world_size,
+            "Trainer is for one process",
+            "use DDPTrainer, FSDP2Trainer or PipelineTrainer",
         )
     if kind == "pipeline" and world_size == 1:
         raise InvalidArgument("world_size", 1, "a pipeline needs more than one rank", "use Trainer")
@@ -68,7 +73,10 @@ def check_trainer(args: MinimalTrainingArguments, kind: str, world_size: int) ->
         )
     if kind != "single" and world_size > 1 and args.ddp_backend is not None:
         _check_backend(args.ddp_backend)
-    if getattr(args, "fp8_recipe", None) is not None or getattr(args, "qat_recipe", None) is not None:
+    if (
+        getattr(args, "fp8_recipe", None) is not None
+        or getattr(args, "qat_recipe", None) is not None
+    ):
         _check_low_precision(args)  # type: ignore[arg-type]
 
 
@@ -90,24 +98,38 @@ def _check_backend(name: str) -> None:
     import torch.distributed as dist
 
     if not dist.is_backend_available(name):
-        raise InvalidArgument("ddp_backend", name, "this build of torch has no such backend", "leave it at None")
+        raise InvalidArgument(
+            "ddp_backend", name, "this build of torch has no such backend", "leave it at None"
+        )
 
 
 def _check_low_precision(args: BaseTrainingArguments) -> None:
     name = "fp8_recipe" if args.fp8_recipe is not None else "qat_recipe"
     if importlib.util.find_spec("torchao") is None:
         raise InvalidArgument(
-            name, getattr(args, name), "needs the package torchao", "install torchao, or leave it at None"
+            name,
+            getattr(args, name),
+            "needs the package torchao",
+            "install torchao, or leave it at None",
         )
     if name == "fp8_recipe":
         import torch
 
-        on_cuda = torch.cuda.is_available() and not args.use_cpu and "cuda" in str(args.device or "cuda")
-        have = torch.cuda.get_device_capability(args.device if args.device is not None else None) if on_cuda else None
+        on_cuda = (
+            torch.cuda.is_available() and not args.use_cpu and "cuda" in str(args.device or "cuda")
+        )
+        have = (
+            torch.cuda.get_device_capability(args.device if args.device is not None else None)
+            if on_cuda
+            else None
+        )
         if have is None or have < (8, 9):
             where = "the CPU" if have is None else f"{have[0]}.{have[1]}"
             raise InvalidArgument(
-                name, args.fp8_recipe, f"needs CUDA compute capability 8.9, and this is {where}", "leave it at None"
+                name,
+                args.fp8_recipe,
+                f"needs CUDA compute capability 8.9, and this is {where}",
+                "leave it at None",
             )
 
 
@@ -127,18 +149,30 @@ def check_parts(
 ) -> None:
     """What the constructor's other arguments decide. `pipe_schedule` is the schedule's class."""
     if model is not None and model_init is not None:
-        raise InvalidArgument("model", type(model).__name__, "model_init was given too", "give one of the two")
+        raise InvalidArgument(
+            "model", type(model).__name__, "model_init was given too", "give one of the two"
+        )
     if model is None and model_init is None:
         raise InvalidArgument("model", None, "nothing to train", "give model or model_init")
     if kind == "pipeline" and model is not None:
-        raise InvalidArgument("model", type(model).__name__, "a pipeline builds its stages itself", "give model_init")
+        raise InvalidArgument(
+            "model", type(model).__name__, "a pipeline builds its stages itself", "give model_init"
+        )
     if model_init is None and getattr(args, "construct_model_on", "default") == "meta":
-        raise InvalidArgument("construct_model_on", "meta", "a model that exists is not built again", "give model_init")
+        raise InvalidArgument(
+            "construct_model_on",
+            "meta",
+            "a model that exists is not built again",
+            "give model_init",
+        )
     losses = {"compute_loss_func": compute_loss_func, "fused_loss_factory": fused_loss_factory}
     own = [name for name, given in losses.items() if given is not None]
     if len(own) == 2:
         raise InvalidArgument(
-            "fused_loss_factory", fused_loss_factory, "compute_loss_func was given too", "give one of the two"
+            "fused_loss_factory",
+            fused_loss_factory,
+            "compute_loss_func was given too",
+            "give one of the two",
         )
     if args.gradient_accumulation_steps > 1 and not own:
         raise InvalidArgument(
@@ -175,9 +209,13 @@ def check_parts(
     if eval_dataset is None:
         found = [name for name in _NEED_DATA if getattr(args, name, False)]
         if args.eval_strategy != "no":
-            raise InvalidArgument("eval_strategy", args.eval_strategy, "no eval_dataset", "give one, or use 'no'")
+            raise InvalidArgument(
+                "eval_strategy", args.eval_strategy, "no eval_dataset", "give one, or use 'no'"
+            )
         if found:
-            raise InvalidArgument(found[0], True, "no eval_dataset", f"give one, or set {found[0]} to False")
+            raise InvalidArgument(
+                found[0], True, "no eval_dataset", f"give one, or set {found[0]} to False"
+            )
     if pipe_schedule is not None:
         _check_pipe_schedule(args, pipe_schedule)
 

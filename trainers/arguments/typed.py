@@ -1,4 +1,5 @@
-"""Types of the fields of dataclasses, checked at run time. Stricter than isinstance: True is no number."""
+"""Types of the fields of dataclasses, checked at run time. Stricter than isinstance: True is no
+number."""
 
 from __future__ import annotations
 
@@ -39,12 +40,14 @@ def converted(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     except dacite.UnexpectedDataError as error:
         name = min(str(key) for key in error.keys)
         choices = ", ".join(field.name for field in fields(cls))
-        raise InvalidArgument(f"{prefix}{name}", values.get(name), "unknown name", f"there are {choices}") from None
+        raise InvalidArgument(
+            f"{prefix}{name}", values.get(name), "unknown name", f"there are {choices}"
+        ) from None
 
 
 def check_types(instance: Any, prefix: str = "") -> None:
-    """Mappings become the dataclass that their field has, enumeration members their value, paths strings, whole numbers
-    floats where the field is one; the rest must fit."""
+    """Mappings become the dataclass that their field has, enumeration members their value, paths
+    strings, whole numbers floats where the field is one; the rest must fit."""
     cls: Any = type(instance)
     for name, hint in type_hints(cls).items():
         if name not in instance.__dataclass_fields__:
@@ -60,11 +63,19 @@ def check_types(instance: Any, prefix: str = "") -> None:
             value = os.fspath(value)
         elif isinstance(value, tuple) and list in members:
             value = list(value)
-        elif isinstance(value, int) and not isinstance(value, bool) and float in members and int not in members:
+        elif (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and float in members
+            and int not in members
+        ):
             value = float(value)
         if not _fits(value, hint):
             raise InvalidArgument(
-                f"{prefix}{name}", value, f"is of type {type(value).__name__}", f"give {_spelled(hint)}"
+                f"{prefix}{name}",
+                value,
+                f"is of type {type(value).__name__}",
+                f"give {_spelled(hint)}",
             )
         setattr(instance, name, value)
 
@@ -96,4 +107,6 @@ def _spelled(hint: Any) -> str:
         list: "a list",
         type(None): "None",
     }
-    return " or ".join(words.get(member, f"a mapping or {member.__name__}") for member in _members(hint))
+    return " or ".join(
+        words.get(member, f"a mapping or {member.__name__}") for member in _members(hint)
+    )

@@ -18,9 +18,11 @@ log = logging.getLogger(__name__)
 class DivergenceDetector(TrainerCallback):
     """Watches a smoothed metric rise above its best value, and for NaN.
 
-    smoothing: weight of a new value. threshold: rise that counts; relative_threshold: ratio to the best that does.
-    patience: values one after another above; warmup: first values that never count. action: "stop" saves, then stops;
-    "abort" ends at once and saves nothing, which is better against NaN: weights that are spoilt push out good ones.
+    smoothing: weight of a new value. threshold: rise that counts; relative_threshold: ratio to the
+    best that does.
+    patience: values one after another above; warmup: first values that never count. action: "stop"
+    saves, then stops; "abort" ends at once and saves nothing, which is better against NaN: weights
+    that are spoilt push out good ones.
     metric_key: by default "loss", or "eval_loss" with use_eval_loss.
     """
 
@@ -37,7 +39,12 @@ class DivergenceDetector(TrainerCallback):
     ) -> None:
         for name, value, fits, instead in (
             ("smoothing", smoothing, 0 < smoothing <= 1, "give a number above 0, at most 1"),
-            ("threshold", threshold, threshold is None or threshold > 0, "give a number above 0, or None"),
+            (
+                "threshold",
+                threshold,
+                threshold is None or threshold > 0,
+                "give a number above 0, or None",
+            ),
             (
                 "relative_threshold",
                 relative_threshold,
@@ -51,7 +58,9 @@ class DivergenceDetector(TrainerCallback):
             if not fits:
                 raise InvalidArgument(name, value, "out of range", instead)
         if threshold is None and relative_threshold is None:
-            raise InvalidArgument("threshold", None, "relative_threshold is None, too", "give one of them")
+            raise InvalidArgument(
+                "threshold", None, "relative_threshold is None, too", "give one of them"
+            )
         self.smoothing = smoothing
         self.threshold = threshold
         self.relative_threshold = relative_threshold
@@ -74,20 +83,29 @@ class DivergenceDetector(TrainerCallback):
         hides = getattr(args, "logging_nan_inf_filter", False) and self.metric_key == "loss"
         if hides and state.is_world_process_zero:
             log.warning(
-                "%s: logging_nan_inf_filter puts the mean in the place of a loss that is NaN or infinite, so that this "
+                "%s: logging_nan_inf_filter puts the mean in the place of a loss that is NaN or "
+                "infinite, so that this "
                 "callback never sees one; leave the filter out",
                 self.name,
             )
 
-    def on_log(self, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any
+    ) -> None:
         self._look(state, control, logs)
 
     def on_evaluate(
-        self, state: TrainerState, control: TrainerControl, metrics: Mapping[str, Any], **kwargs: Any
+        self,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any],
+        **kwargs: Any,
     ) -> None:
         self._look(state, control, metrics)
 
-    def _look(self, state: TrainerState, control: TrainerControl, record: Mapping[str, Any]) -> None:
+    def _look(
+        self, state: TrainerState, control: TrainerControl, record: Mapping[str, Any]
+    ) -> None:
         value = record.get(self.metric_key)
         if value is None:
             return
@@ -99,13 +117,21 @@ class DivergenceDetector(TrainerCallback):
         value = float(value)
         if not math.isfinite(value):
             if speaks:
-                log.error("%s: %s is %s at step %d", self.name, self.metric_key, value, state.global_step)
+                log.error(
+                    "%s: %s is %s at step %d", self.name, self.metric_key, value, state.global_step
+                )
             self._trigger(control)
         elif self._observe(value):
             if speaks:
                 log.error(
                     "%s: %s diverges: smoothed %.4g, best %.4g, for %d values, at step %d",
-                    self.name, self.metric_key, self.ema, self.best, self.streak, state.global_step)  # fmt: skip
+                    self.name,
+                    self.metric_key,
+                    self.ema,
+                    self.best,
+                    self.streak,
+                    state.global_step,
+                )
             self._trigger(control)
 
     def _observe(self, value: float) -> bool:
@@ -146,4 +172,8 @@ class DivergenceDetector(TrainerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ema, self.best = state["ema"], state["best"]
-        self.count, self.streak, self.last_step = state["count"], state["streak"], state["last_step"]
+        self.count, self.streak, self.last_step = (
+            state["count"],
+            state["streak"],
+            state["last_step"],
+        )

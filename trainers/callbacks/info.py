@@ -43,7 +43,8 @@ class InfoCallback(TrainerCallback):
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[%(levelname)s|%(name)s] %(message)s"))
         before = logger.level, logger.propagate
-        # Only for as long as it speaks: a handler that stayed would print the lines of the next one, too.
+        # Only for as long as it speaks: a handler that stayed would print the lines of the next
+        # one, too.
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -61,9 +62,12 @@ class InfoCallback(TrainerCallback):
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         size = sum(p.numel() * p.element_size() for p in parameters) / 2**20
         world_size = getattr(trainer, "world_size", 1)
-        start = f"resumed at step {state.global_step}" if state.global_step else "from the beginning"
+        start = (
+            f"resumed at step {state.global_step}" if state.global_step else "from the beginning"
+        )
         return [
-            f"model: {type(model).__name__}, {count:,} parameters ({trained:,} trained), {size:,.1f} MiB",
+            f"model: {type(model).__name__}, {count:,} parameters ({trained:,} trained), "
+            f"{size:,.1f} MiB",
             f"batches: {getattr(args, 'per_device_train_batch_size', '?')} per device, "
             f"{getattr(args, 'gradient_accumulation_steps', 1)} accumulated, "
             f"{state.train_batch_size} samples for a step",

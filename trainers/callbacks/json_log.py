@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: numbers that JSON lacks as text, tensors as numbers or lists, anything else as text."""
+    """A value as JSON has it: numbers that JSON lacks as text, tensors as numbers or lists,
+    anything else as text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, torch.Tensor):
@@ -42,7 +43,8 @@ def plain(value: Any) -> Any:
 
 
 def read_json_array(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a file, also of one that is being written or was torn: a last line that is not whole is left out.
+    """The records of a file, also of one that is being written or was torn: a last line that is not
+    whole is left out.
 
     Raises ValueError for what was never such a file.
     """
@@ -93,7 +95,8 @@ class JsonArrayFile:
         self._empty = True
 
     def reopen(self, step: int) -> bool:
-        """Go on after `step`: later records are dropped. False for a file that cannot be read: it is moved aside."""
+        """Go on after `step`: later records are dropped. False for a file that cannot be read: it
+        is moved aside."""
         try:
             records = read_json_array(self.path)
         except ValueError as error:
@@ -137,8 +140,8 @@ def _later(record: Mapping[str, Any], step: int) -> bool:
 class ResumableJsonFile:
     """A JsonArrayFile in the logging directory of a run, found again by a run that is resumed.
 
-    A checkpoint names it relative to output_dir, or says that it lay outside: then it is looked for in the logging_dir that
-    the user gives again. Nothing else that a checkpoint says is believed.
+    A checkpoint names it relative to output_dir, or says that it lay outside: then it is looked for
+    in the logging_dir that the user gives again. Nothing else that a checkpoint says is believed.
     """
 
     def __init__(self, file_name: str) -> None:
@@ -163,7 +166,11 @@ class ResumableJsonFile:
         if held is not None:
             # A root that was moved or copied has the file of this run in it.
             named = held["place"]
-            found = Path(logging_dir) / self.file_name if named is None else path_in_root(named, root, self.file_name)
+            found = (
+                Path(logging_dir) / self.file_name
+                if named is None
+                else path_in_root(named, root, self.file_name)
+            )
             if found is not None and not found.exists():
                 log.warning("the log %s is gone; a new one is started", found)
             elif found is not None and self._start(found, root).reopen(state.global_step):
@@ -198,8 +205,14 @@ class ResumableJsonFile:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
-        if state.get("written") or state.get("path") is not None:  # "path": as earlier versions said it
-            self._held = {"written": True, "place": state.get("place"), "step": state.get("step", -1)}
+        if (
+            state.get("written") or state.get("path") is not None
+        ):  # "path": as earlier versions said it
+            self._held = {
+                "written": True,
+                "place": state.get("place"),
+                "step": state.get("step", -1),
+            }
 
     def resumed_elsewhere(self) -> None:
         """The checkpoint is one of another root: the file is not this run's."""
@@ -209,8 +222,8 @@ class ResumableJsonFile:
 class JsonLogger(TrainerCallback):
     """Writes every log and evaluation to `<logging_dir>/trainer_logs.json`, on rank 0.
 
-    info: written as the first record of a new file. A resumed run goes on in its file, without what was written after
-    the step of the checkpoint.
+    info: written as the first record of a new file. A resumed run goes on in its file, without what
+    was written after the step of the checkpoint.
     """
 
     def __init__(self, **info: Any) -> None:
@@ -223,12 +236,20 @@ class JsonLogger(TrainerCallback):
         return self.file.path
 
     def on_train_begin(self, args: Any, state: TrainerState, trainer: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.file.open(args, state, trainer.logging_dir) and self.info:
+        if (
+            state.is_world_process_zero
+            and self.file.open(args, state, trainer.logging_dir)
+            and self.info
+        ):
             self.file.append({"timestamp": time.time(), "info": self.info})
 
     def _write(self, state: TrainerState, values: Mapping[str, Any]) -> None:
         if state.is_world_process_zero:
-            record = {"timestamp": time.time(), "global_step": state.global_step, "epoch": state.epoch}
+            record = {
+                "timestamp": time.time(),
+                "global_step": state.global_step,
+                "epoch": state.epoch,
+            }
             self.file.append({**record, **values})
 
     def on_log(self, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:

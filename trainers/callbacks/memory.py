@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 class PeakMemory(TrainerCallback):
     """Follows the peak of memory on every rank; CUDA only.
 
-    summary_writer: peaks go there at every log. do_log: a line of all ranks at every log. show_details: statistics of
-    the allocator, to the writer or the log. enable_memory_snapshot: every rank records allocations from the beginning
-    of training and writes `<file_prefix>_rank<rank>.pickle` at the first log (this may cost more than 1 GiB).
+    summary_writer: peaks go there at every log. do_log: a line of all ranks at every log.
+    show_details: statistics of the allocator, to the writer or the log. enable_memory_snapshot:
+    every rank records allocations from the beginning of training and writes
+    `<file_prefix>_rank<rank>.pickle` at the first log (this may cost more than 1 GiB).
     """
 
     def __init__(
@@ -66,14 +67,18 @@ class PeakMemory(TrainerCallback):
             for rank, peak in enumerate(peaks):
                 self.writer.add_scalar(f"peak_memory_rank{rank}", peak, state.global_step)
         if self.do_log:
-            log.info("peak memory by rank (GiB): %s", ", ".join(f"{peak / GIB:.3f}" for peak in peaks))
+            log.info(
+                "peak memory by rank (GiB): %s", ", ".join(f"{peak / GIB:.3f}" for peak in peaks)
+            )
         if self.show_details and (self.do_log or self.writer is not None):
             self._details(state)
         if self.writer is not None:
             self.writer.flush()
 
     def _details(self, state: TrainerState) -> None:
-        text = "\n".join(f"{name}: {value}" for name, value in torch.cuda.memory_stats(self._device).items())
+        text = "\n".join(
+            f"{name}: {value}" for name, value in torch.cuda.memory_stats(self._device).items()
+        )
         if self.writer is not None:
             self.writer.add_text("memory_stats", f"```\n{text}\n```", state.global_step)
         else:

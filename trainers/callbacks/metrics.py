@@ -1,4 +1,5 @@
-"""Numbers that are worked out from others: speed, use of the hardware, and what checkpoints cost."""
+"""Numbers that are worked out from others: speed, use of the hardware, and what checkpoints
+cost."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ __all__ = ["CheckpointMetrics", "DefaultMetrics"]
 class DefaultMetrics(TrainerCallback):
     """Adds tok_per_sec, mfu and peak_mem to the logs of training, on rank 0.
 
-    peak_hardware_flops: dense BF16 operations per second of all GPUs of the run together, for mfu. Of one: RTX 3090
+    peak_hardware_flops: dense BF16 operations per second of all GPUs of the run together, for mfu.
+    Of one: RTX 3090
     71.2e12, RTX 4090 165.2e12, A100 SXM 312e12, H100 SXM 989e12.
     """
 
@@ -52,7 +54,9 @@ class DefaultMetrics(TrainerCallback):
         if self._logged_at is not None and now > self._logged_at:
             logs["tok_per_sec"] = round(logs["tokens"] / (now - self._logged_at))
         if self.peak_hardware_flops and self._in_steps > 0:
-            logs["mfu"] = (state.total_flos - self._flos) / self._in_steps / self.peak_hardware_flops
+            logs["mfu"] = (
+                (state.total_flos - self._flos) / self._in_steps / self.peak_hardware_flops
+            )
         self._logged_at = now
         self._begin(state.total_flos)
 
@@ -60,8 +64,9 @@ class DefaultMetrics(TrainerCallback):
 class CheckpointMetrics(TrainerCallback):
     """Logs what each checkpoint cost, when all ranks know that it is committed, or has failed.
 
-    The keys are the same for saves in the background and others. stall_ms: how long training stood still; save_s: from
-    the request to the commit; both the longest of all ranks. bytes: of all ranks together.
+    The keys are the same for saves in the background and others. stall_ms: how long training stood
+    still; save_s: from the request to the commit; both the longest of all ranks. bytes: of all
+    ranks together.
     """
 
     def on_checkpoint_commit(self, record: Any, trainer: Any, **kwargs: Any) -> None:

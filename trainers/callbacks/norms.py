@@ -37,8 +37,12 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of each, on the device. Collective, on all ranks, where tensors are spread over ranks."""
-    local: list[Tensor] = [tensor.to_local() if _is_spread(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+    """Sum of squares of each, on the device. Collective, on all ranks, where tensors are spread
+    over ranks."""
+    local: list[Tensor] = [
+        tensor.to_local() if _is_spread(tensor) else tensor  # type: ignore[attr-defined]
+        for tensor in tensors
+    ]
     with torch.no_grad():
         norms = torch._foreach_norm(local, 2, dtype=torch.float32)
         squares = torch.stack([norm.to(local[0].device) for norm in norms]).square()
@@ -59,7 +63,8 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Watcher(TrainerCallback):
-    """What the three have in common: they stay off, with one warning, where there is nothing to look at."""
+    """What the three have in common: they stay off, with one warning, where there is nothing to
+    look at."""
 
     _off = False
 
@@ -75,9 +80,12 @@ class _Watcher(TrainerCallback):
 
 
 class WeightNormLogger(_Watcher):
-    """Adds weight_norm, that of all parameters together, to the logs. Steady growth hints at weak weight decay."""
+    """Adds weight_norm, that of all parameters together, to the logs. Steady growth hints at weak
+    weight decay."""
 
-    def on_log_step(self, state: TrainerState, logs: dict[str, Any], model: Any = None, **kwargs: Any) -> None:
+    def on_log_step(
+        self, state: TrainerState, logs: dict[str, Any], model: Any = None, **kwargs: Any
+    ) -> None:
         if self._takes_part(state, model):
             logs["weight_norm"] = squared_norms(list(model.parameters())).sum().sqrt().item()
 
@@ -116,8 +124,8 @@ class _NormFile(_Watcher):
 
 
 class GradNormLogger(_NormFile):
-    """Writes the norm of each parameter's gradient, as the optimizer got it, to `<logging_dir>/gradient_norms.json` at
-    every evaluation."""
+    """Writes the norm of each parameter's gradient, as the optimizer got it, to
+    `<logging_dir>/gradient_norms.json` at every evaluation."""
 
     def __init__(self) -> None:
         super().__init__("gradient_norms.json")
@@ -134,7 +142,9 @@ class GradNormLogger(_NormFile):
     ) -> None:
         if not self._off and getattr(args, "fuse_optim_with_backward", False):
             self._turn_off(state, "with fuse_optim_with_backward there are no gradients to look at")
-        if not self._takes_part(state, model) or not _evaluation_follows(args, state, control, train_dataloader):
+        if not self._takes_part(state, model) or not _evaluation_follows(
+            args, state, control, train_dataloader
+        ):
             return
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if found:
@@ -156,10 +166,13 @@ class GradNormLogger(_NormFile):
         )
 
 
-def _evaluation_follows(args: Any, state: TrainerState, control: TrainerControl, loader: Any) -> bool:
+def _evaluation_follows(
+    args: Any, state: TrainerState, control: TrainerControl, loader: Any
+) -> bool:
     """Whether an evaluation is due after the step that is being made."""
     step = state.global_step + 1
-    # A loader that knows has read all batches of the step by now; one that does not know may be at its end.
+    # A loader that knows has read all batches of the step by now; one that does not know may be at
+    # its end.
     at_the_end = bool(getattr(loader, "epoch_ended", True))
     strategies = [(args.eval_strategy, state.eval_steps, getattr(args, "eval_delay", 0) or 0)]
     if getattr(args, "eval_on_save", False):
@@ -173,13 +186,17 @@ def _evaluation_follows(args: Any, state: TrainerState, control: TrainerControl,
 
 
 class ParameterNormLogger(_NormFile):
-    """Writes norms and spectral norms of the parameters to `<logging_dir>/parameter_norms.json` at every evaluation.
+    """Writes norms and spectral norms of the parameters to `<logging_dir>/parameter_norms.json` at
+    every evaluation.
 
-    Spectral norms (the largest singular value of a parameter as a matrix) are found by power iteration, in
-    power_iter_steps steps from where the last evaluation ended, twice as many at the first one.
+    Spectral norms (the largest singular value of a parameter as a matrix) are found by power
+    iteration, in power_iter_steps steps from where the last evaluation ended, twice as many at the
+    first one.
     """
 
-    def __init__(self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10) -> None:
+    def __init__(
+        self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10
+    ) -> None:
         super().__init__("parameter_norms.json")
         self.log_norms = log_norms
         self.log_spectral_norms = log_spectral_norms
@@ -191,13 +208,19 @@ class ParameterNormLogger(_NormFile):
         if not self._takes_part(state, model):
             return
         parameters = dict(model.named_parameters())
-        record: dict[str, Any] = {"timestamp": time.time(), "global_step": state.global_step, "epoch": state.epoch}
+        record: dict[str, Any] = {
+            "timestamp": time.time(),
+            "global_step": state.global_step,
+            "epoch": state.epoch,
+        }
         norms = squared_norms(list(parameters.values())).sqrt().tolist()
         found = dict(zip(parameters, norms, strict=True))
         if self.log_norms:
             record["norms"] = found
         if self.log_spectral_norms:
-            record["spectral_norms"] = self._spectral_norms(parameters, found, state.is_world_process_zero)
+            record["spectral_norms"] = self._spectral_norms(
+                parameters, found, state.is_world_process_zero
+            )
         if state.is_world_process_zero:
             self.file.append(record)
 
@@ -213,7 +236,9 @@ class ParameterNormLogger(_NormFile):
                 continue
             whole: Tensor = parameter.full_tensor() if _is_spread(parameter) else parameter  # type: ignore[attr-defined]
             if wanted:
-                found[name] = self._largest(name, whole.detach().float().reshape(len(whole), -1), steps)
+                found[name] = self._largest(
+                    name, whole.detach().float().reshape(len(whole), -1), steps
+                )
         sigmas = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         if sigmas:  # one read from the device
             first = next(iter(sigmas.values()))

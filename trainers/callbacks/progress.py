@@ -42,7 +42,9 @@ _EVERY_RECORD = {"step", "epoch"}  # in themselves nothing to show
 Columns = Mapping[str, Mapping[str, Any] | None]
 
 
-def _merged(defaults: dict[str, dict[str, Any]], changes: Columns | None, blank: dict[str, Any]) -> dict[str, Any]:
+def _merged(
+    defaults: dict[str, dict[str, Any]], changes: Columns | None, blank: dict[str, Any]
+) -> dict[str, Any]:
     found = {name: dict(entry) for name, entry in defaults.items()}
     for name, entry in (changes or {}).items():
         if entry is None:
@@ -66,9 +68,10 @@ def _shown(value: Any, fmt: Any) -> str:
 class ProgressCallback(TrainerCallback):
     """A bar, or lines with the time, and a table of the logs; on rank 0.
 
-    use_tqdm: by default a bar on a terminal unless args.disable_tqdm, lines elsewhere. output_stream: "stdout",
-    "stderr" or a text stream. step_columns, final_metrics: merged into STEP_COLUMNS and FINAL_METRICS field by field;
-    None removes one. header_interval: rows between two headers.
+    use_tqdm: by default a bar on a terminal unless args.disable_tqdm, lines elsewhere.
+    output_stream: "stdout", "stderr" or a text stream. step_columns, final_metrics: merged into
+    STEP_COLUMNS and FINAL_METRICS field by field; None removes one. header_interval: rows between
+    two headers.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class ProgressCallback(TrainerCallback):
         header_interval: int = 20,
     ) -> None:
         if isinstance(output_stream, str) and output_stream not in ("stdout", "stderr"):
-            raise InvalidArgument("output_stream", output_stream, "no such stream", "'stdout', 'stderr' or a stream")
+            raise InvalidArgument(
+                "output_stream", output_stream, "no such stream", "'stdout', 'stderr' or a stream"
+            )
         self.use_tqdm = use_tqdm
         self.output_stream = output_stream
         self.columns = _merged(STEP_COLUMNS, step_columns, {"width": 12, "fmt": ""})
@@ -121,7 +126,9 @@ class ProgressCallback(TrainerCallback):
         else:
             self._bars = self._on_terminal() and not getattr(args, "disable_tqdm", None)
         if self._bars and state.is_world_process_zero:
-            self._train_bar = self._bar(total=state.max_steps, initial=state.global_step, unit="step", desc="train")
+            self._train_bar = self._bar(
+                total=state.max_steps, initial=state.global_step, unit="step", desc="train"
+            )
 
     def _on_terminal(self) -> bool:
         isatty = getattr(self.stream, "isatty", None)
@@ -151,8 +158,14 @@ class ProgressCallback(TrainerCallback):
         if names != self._names or self._rows >= self.header_interval:
             self._write(" ".join(str(column["label"]).rjust(column["width"]) for column in columns))
             self._names, self._rows = names, 0
-        cells = [_shown(record[name], column["fmt"]) for name, column in zip(names, columns, strict=True)]
-        self._write(" ".join(cell.rjust(column["width"]) for cell, column in zip(cells, columns, strict=True)))
+        cells = [
+            _shown(record[name], column["fmt"]) for name, column in zip(names, columns, strict=True)
+        ]
+        self._write(
+            " ".join(
+                cell.rjust(column["width"]) for cell, column in zip(cells, columns, strict=True)
+            )
+        )
         self._rows += 1
 
     def _final(self, logs: Mapping[str, Any]) -> None:

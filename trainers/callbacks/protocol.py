@@ -1,4 +1,5 @@
-"""How a trainer talks to callbacks: what it passes, in which order, and what of them a checkpoint keeps."""
+"""How a trainer talks to callbacks: what it passes, in which order, and what of them a checkpoint
+keeps."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from typing import Any
 
 from ..arguments import InvalidArgument
 
-__all__ = ["EVENTS", "CallbackHandler", "TrainerCallback", "TrainerControl", "TrainerState", "name_of"]
+__all__ = [
+    "EVENTS",
+    "CallbackHandler",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "name_of",
+]
 
 EVENTS = (
     "on_init_end",
@@ -36,7 +44,15 @@ EVENTS = (
 )
 
 # The extras that every event brings; None for what is not built yet.
-EXTRAS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer")
+EXTRAS = (
+    "model",
+    "processing_class",
+    "optimizer",
+    "lr_scheduler",
+    "train_dataloader",
+    "eval_dataloader",
+    "trainer",
+)
 
 Handler = Callable[..., Any]
 
@@ -44,14 +60,16 @@ log = logging.getLogger(__name__)
 
 
 class TrainerCallback:
-    """A base to build on, though any object will do: a trainer calls the `on_...` methods that it finds.
+    """A base to build on, though any object will do: a trainer calls the `on_...` methods that it
+    finds.
 
-    Every handler gets `args`, `state`, `control` and all extras by keyword, so it may name what it needs and take the
-    rest as `**kwargs`. It changes `control` in place, or returns another one for those that come after it. A callback
-    with `state_dict()` and `load_state_dict()` is kept in the checkpoints under its `name`; rank 0's state is what all
-    ranks get back, or with `state_per_rank = True` each rank its own. `close()` is called when training ends with an
-    error: local cleanup, nothing that waits for other ranks. `resumed_elsewhere()` is called after a load from another
-    root than output_dir: files that the state names are another run's then.
+    Every handler gets `args`, `state`, `control` and all extras by keyword, so it may name what it
+    needs and take the rest as `**kwargs`. It changes `control` in place, or returns another one for
+    those that come after it. A callback with `state_dict()` and `load_state_dict()` is kept in the
+    checkpoints under its `name`; rank 0's state is what all ranks get back, or with `state_per_rank
+    = True` each rank its own. `close()` is called when training ends with an
+    error: local cleanup, nothing that waits for other ranks. `resumed_elsewhere()` is called after
+    a load from another root than output_dir: files that the state names are another run's then.
     """
 
     state_per_rank = False
@@ -59,7 +77,8 @@ class TrainerCallback:
 
     @property
     def name(self) -> str:
-        """Its name in log lines and checkpoints: that of its class, unless it was given another one."""
+        """Its name in log lines and checkpoints: that of its class, unless it was given another
+        one."""
         return self._name or type(self).__name__
 
     @name.setter
@@ -81,7 +100,9 @@ class TrainerControl:
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
-    should_abort_without_save: bool = False  # with should_training_stop: end now, evaluate and save nothing
+    should_abort_without_save: bool = (
+        False  # with should_training_stop: end now, evaluate and save nothing
+    )
 
     def flags(self) -> list[bool]:
         """All of them, in the order of the fields."""
@@ -162,12 +183,14 @@ _PERSISTED = (
 class CallbackHandler:
     """The callbacks of one trainer, called in the order in which they were added, and their state.
 
-    context: gives the extras of every event when one is fired. An event that nobody handles costs one look-up.
-    Its own state is that of the stateful callbacks, by name; `per_rank()` is a second one, for those whose state
-    belongs to a rank.
+    context: gives the extras of every event when one is fired. An event that nobody handles costs
+    one look-up. Its own state is that of the stateful callbacks, by name; `per_rank()` is a second
+    one, for those whose state belongs to a rank.
     """
 
-    def __init__(self, callbacks: Iterable[Any] = (), *, context: Callable[[], dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, callbacks: Iterable[Any] = (), *, context: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
         self.context = context or dict
         self.callbacks: list[Any] = []
         self.requesters: dict[str, str] = {}  # flag -> who set it first
@@ -177,7 +200,8 @@ class CallbackHandler:
             self.add(callback)
 
     def add(self, callback: Any) -> Any:
-        """Add a callback (or a class of one, made without arguments) after the others; returns it."""
+        """Add a callback (or a class of one, made without arguments) after the others; returns
+        it."""
         callback = callback() if isinstance(callback, type) else callback
         self.callbacks.append(callback)
         self._index = None
@@ -213,7 +237,9 @@ class CallbackHandler:
         """Whether anyone handles the event."""
         return bool(self.handlers(event))
 
-    def fire(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **extra: Any) -> TrainerControl:
+    def fire(
+        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **extra: Any
+    ) -> TrainerControl:
         """Call all handlers of an event; returns the control that is current afterwards."""
         handlers = self.handlers(event)
         if not handlers:
@@ -227,7 +253,9 @@ class CallbackHandler:
             self._note(name, before, control, state)
         return control
 
-    def _note(self, name: str, before: list[bool], control: TrainerControl, state: TrainerState) -> None:
+    def _note(
+        self, name: str, before: list[bool], control: TrainerControl, state: TrainerState
+    ) -> None:
         for entry, was, is_set in zip(fields(control), before, control.flags(), strict=True):
             if is_set and not was:
                 self.requesters.setdefault(entry.name, name)
@@ -245,7 +273,8 @@ class CallbackHandler:
                     log.exception("%s could not be closed", name_of(callback))
 
     def resumed_elsewhere(self) -> None:
-        """The state that was loaded is that of another run, in another root: its log files are not this run's."""
+        """The state that was loaded is that of another run, in another root: its log files are not
+        this run's."""
         for callback in self.callbacks:
             tell = getattr(callback, "resumed_elsewhere", None)
             if callable(tell):
@@ -257,7 +286,9 @@ class CallbackHandler:
         """The stateful callbacks by name."""
         found: dict[str, Any] = {}
         for callback in self.callbacks:
-            if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
+            if callable(getattr(callback, "state_dict", None)) and callable(
+                getattr(callback, "load_state_dict", None)
+            ):
                 name = name_of(callback)
                 if name in found:
                     raise InvalidArgument(
@@ -270,10 +301,15 @@ class CallbackHandler:
         return found
 
     def _part(self, per_rank: bool) -> dict[str, Any]:
-        return {n: c for n, c in self.stateful().items() if bool(getattr(c, "state_per_rank", False)) is per_rank}
+        return {
+            n: c
+            for n, c in self.stateful().items()
+            if bool(getattr(c, "state_per_rank", False)) is per_rank
+        }
 
     def reset(self) -> None:
-        """Let stateful callbacks be as they were when they were added: for a run that starts from its beginning.
+        """Let stateful callbacks be as they were when they were added: for a run that starts from
+        its beginning.
 
         One with a `reset()` does it itself."""
         self.requesters.clear()
@@ -302,7 +338,10 @@ class CallbackHandler:
                 log.info("callback %s is not in the checkpoint and starts fresh", name)
         unknown = sorted(state.keys() - callbacks.keys())
         if unknown and speaks:
-            log.warning("the checkpoint's state of %s is dropped: no callback of that name", ", ".join(unknown))
+            log.warning(
+                "the checkpoint's state of %s is dropped: no callback of that name",
+                ", ".join(unknown),
+            )
 
 
 class PerRankState:
@@ -319,11 +358,17 @@ class PerRankState:
 
 
 def _replacement(control: TrainerControl, returned: Any, where: str) -> TrainerControl:
-    """The control after a handler has returned; one of another library is taken over field by field."""
+    """The control after a handler has returned; one of another library is taken over field by
+    field."""
     if returned is None or returned is control:
         return control
     if isinstance(returned, TrainerControl):
         return returned
     if not hasattr(returned, "should_training_stop"):
-        raise TypeError(f"{where} returned {type(returned).__name__}; a handler returns None or a TrainerControl")
-    return TrainerControl(**{e.name: bool(getattr(returned, e.name, False)) for e in fields(TrainerControl)})
+        raise TypeError(
+            f"{where} returned {type(returned).__name__}; a handler returns None or a "
+            "TrainerControl"
+        )
+    return TrainerControl(
+        **{e.name: bool(getattr(returned, e.name, False)) for e in fields(TrainerControl)}
+    )

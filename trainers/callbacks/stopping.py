@@ -15,11 +15,12 @@ log = logging.getLogger(__name__)
 
 
 class EarlyStopping(TrainerCallback):
-    """Stops when `patience` evaluations one after another were not better than the best by more than `threshold`.
+    """Stops when `patience` evaluations one after another were not better than the best by more
+    than `threshold`.
 
-    metric: by default args.metric_for_best_model; "eval_" may be left out. greater_is_better: by default as in the
-    arguments. What was counted is kept in checkpoints, so a resumed run stops at the same step, and a run that was
-    stopped is over.
+    metric: by default args.metric_for_best_model; "eval_" may be left out. greater_is_better: by
+    default as in the arguments. What was counted is kept in checkpoints, so a resumed run stops at
+    the same step, and a run that was stopped is over.
     """
 
     def __init__(
@@ -30,9 +31,13 @@ class EarlyStopping(TrainerCallback):
         greater_is_better: bool | None = None,
     ) -> None:
         if patience < 1:
-            raise InvalidArgument("patience", patience, "no evaluation to wait for", "give 1 or more")
+            raise InvalidArgument(
+                "patience", patience, "no evaluation to wait for", "give 1 or more"
+            )
         if not threshold >= 0:
-            raise InvalidArgument("threshold", threshold, "less than no improvement", "give 0 or more")
+            raise InvalidArgument(
+                "threshold", threshold, "less than no improvement", "give 0 or more"
+            )
         self.patience = patience
         self.threshold = threshold
         self.metric = metric
@@ -49,12 +54,19 @@ class EarlyStopping(TrainerCallback):
     def on_train_begin(self, args: Any, **kwargs: Any) -> None:
         if args.eval_strategy == "no" and not getattr(args, "eval_on_save", False):
             raise InvalidArgument(
-                "eval_strategy", args.eval_strategy, f"{self.name} sees no evaluation", "give 'steps' or 'epoch'"
+                "eval_strategy",
+                args.eval_strategy,
+                f"{self.name} sees no evaluation",
+                "give 'steps' or 'epoch'",
             )
 
     def key(self, args: Any) -> str:
         """The name of the metric in the records of evaluations."""
-        name = str(self.metric if self.metric is not None else getattr(args, "metric_for_best_model", None) or "loss")
+        name = str(
+            self.metric
+            if self.metric is not None
+            else getattr(args, "metric_for_best_model", None) or "loss"
+        )
         return name if name.startswith("eval_") else f"eval_{name}"
 
     def _greater(self, args: Any, key: str) -> bool:
@@ -64,13 +76,23 @@ class EarlyStopping(TrainerCallback):
         return not key.endswith("loss") if given is None else given
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict[str, Any], **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any],
+        **kwargs: Any,
     ) -> None:
         key = self.key(args)
         value = metrics.get(key)
         if value is None:
             if not self._missing and state.is_world_process_zero:
-                log.warning("%s: evaluations have no %s; they have %s", self.name, key, ", ".join(sorted(metrics)))
+                log.warning(
+                    "%s: evaluations have no %s; they have %s",
+                    self.name,
+                    key,
+                    ", ".join(sorted(metrics)),
+                )
             self._missing = True
             return
         if state.global_step != self.last_step:
@@ -94,4 +116,8 @@ class EarlyStopping(TrainerCallback):
         return {"best": self.best, "counter": self.counter, "last_step": self.last_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.counter, self.last_step = state["best"], state["counter"], state["last_step"]
+        self.best, self.counter, self.last_step = (
+            state["best"],
+            state["counter"],
+            state["last_step"],
+        )

@@ -1,4 +1,5 @@
-"""TensorBoard: a writer that goes on in the curves of a resumed run, and the callback that fills it."""
+"""TensorBoard: a writer that goes on in the curves of a resumed run, and the callback that fills
+it."""
 
 from __future__ import annotations
 
@@ -20,18 +21,24 @@ log = logging.getLogger(__name__)
 
 def _summary_writer() -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # a second of imports, only for who wants it
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )  # a second of imports, only for who wants it
     except ImportError as error:
-        raise ImportError("ResumableSummaryWriter needs tensorboard: pip install tensorboard") from error
+        raise ImportError(
+            "ResumableSummaryWriter needs tensorboard: pip install tensorboard"
+        ) from error
     return SummaryWriter
 
 
 class ResumableSummaryWriter(TrainerCallback):
-    """Torch's SummaryWriter, made when it is first used. In the callback list its directory is kept in checkpoints.
+    """Torch's SummaryWriter, made when it is first used. In the callback list its directory is kept
+    in checkpoints.
 
-    A resumed run writes into the same directory, and what an earlier process logged after the step of the checkpoint
-    is hidden: one curve, no zig-zag. That is so where the directory lies in output_dir, or is given again; what another run
-    wrote is never hidden. log_dir: by default the trainer's logging_dir.
+    A resumed run writes into the same directory, and what an earlier process logged after the step
+    of the checkpoint is hidden: one curve, no zig-zag. That is so where the directory lies in
+    output_dir, or is given again; what another run wrote is never hidden. log_dir: by default the
+    trainer's logging_dir.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
@@ -53,10 +60,14 @@ class ResumableSummaryWriter(TrainerCallback):
         self._state = state
         self._trainer = trainer
 
-    def on_init_end(self, args: Any, state: TrainerState, trainer: Any = None, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: Any, state: TrainerState, trainer: Any = None, **kwargs: Any
+    ) -> None:
         self._look_at(args, state, trainer)
 
-    def on_train_begin(self, args: Any, state: TrainerState, trainer: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, trainer: Any = None, **kwargs: Any
+    ) -> None:
         self._look_at(args, state, trainer)
 
     def on_train_end(self, **kwargs: Any) -> None:
@@ -82,7 +93,9 @@ class ResumableSummaryWriter(TrainerCallback):
             found = None if held is None or held["place"] is None else self._find(held["place"])
             if found is None:
                 if self.log_dir is None:
-                    raise ValueError("ResumableSummaryWriter: no log_dir, and the trainer has no logging_dir")
+                    raise ValueError(
+                        "ResumableSummaryWriter: no log_dir, and the trainer has no logging_dir"
+                    )
                 found = Path(self.log_dir)
             self._active = found.absolute()
             step = 0 if held is None else held["step"]
@@ -124,10 +137,15 @@ class ResumableSummaryWriter(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         if self._held is not None:
-            return dict(self._held)  # nothing was written since: what is to be hidden is still the same
+            return dict(
+                self._held
+            )  # nothing was written since: what is to be hidden is still the same
         step = 0 if self._state is None else self._state.global_step
         known = self._active is not None and self._root is not None
-        return {"place": relative_to_root(self._active, self._root) if known else None, "step": step}  # type: ignore[arg-type]
+        return {
+            "place": relative_to_root(self._active, self._root) if known else None,  # type: ignore[arg-type]
+            "step": step,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
@@ -164,9 +182,9 @@ DEFAULT_SCALARS: dict[str, dict[str, Any]] = {
 class TBLogger(TrainerCallback):
     """Writes logs and evaluations to a SummaryWriter, on rank 0.
 
-    scalars: tag -> {"source": key in the record, by default the tag; "transform": function (value, record) -> value,
-    None to skip}, merged into DEFAULT_SCALARS; None instead removes a tag. experiment_info: a text or a dict to begin
-    with.
+    scalars: tag -> {"source": key in the record, by default the tag; "transform": function (value,
+    record) -> value, None to skip}, merged into DEFAULT_SCALARS; None instead removes a tag.
+    experiment_info: a text or a dict to begin with.
     """
 
     def __init__(
@@ -177,18 +195,25 @@ class TBLogger(TrainerCallback):
     ) -> None:
         self.writer = summary_writer
         self.experiment_info = experiment_info
-        self.scalars: dict[str, dict[str, Any]] = {tag: dict(entry) for tag, entry in DEFAULT_SCALARS.items()}
+        self.scalars: dict[str, dict[str, Any]] = {
+            tag: dict(entry) for tag, entry in DEFAULT_SCALARS.items()
+        }
         for tag, changes in (scalars or {}).items():
             if changes is None:
                 self.scalars.pop(tag, None)
             else:
                 unknown = changes.keys() - {"source", "transform"}
                 if unknown:
-                    raise ValueError(f"scalars[{tag!r}] has {sorted(unknown)}; it may have 'source' and 'transform'")
+                    raise ValueError(
+                        f"scalars[{tag!r}] has {sorted(unknown)}; it may have 'source' and "
+                        "'transform'"
+                    )
                 self.scalars[tag] = {**self.scalars.get(tag, {}), **changes}
         self._written: dict[str, int] = {}  # tag -> step: each step has one value
 
-    def on_train_begin(self, args: Any, state: TrainerState, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, model: Any = None, **kwargs: Any
+    ) -> None:
         self._written.clear()
         if isinstance(self.writer, ResumableSummaryWriter):
             self._note_written(state)
@@ -206,7 +231,8 @@ class TBLogger(TrainerCallback):
         self.writer.flush()
 
     def _note_written(self, state: TrainerState) -> None:
-        """What the step that a run is resumed at has in its curves: an evaluation at the start is not added again."""
+        """What the step that a run is resumed at has in its curves: an evaluation at the start is
+        not added again."""
         for entry in state.log_history:
             if entry["step"] == state.global_step:
                 for tag, options in self.scalars.items():

@@ -1,4 +1,5 @@
-"""Real ranks that start in milliseconds: forked from one process per session that has imported torch and the trainers."""
+"""Real ranks that start in milliseconds: forked from one process per session that has imported
+torch and the trainers."""
 
 from __future__ import annotations
 
@@ -25,10 +26,13 @@ class Ranks:
     def __init__(self) -> None:
         command = [sys.executable, str(HERE / "ranks.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
 
     def run(self, program: str, world: int, *, deadline: float = 90, **arguments: Any) -> list[Any]:
-        """What the program returned on each rank. AssertionError with the trace of the rank that failed first."""
+        """What the program returned on each rank. AssertionError with the trace of the rank that
+        failed first."""
         assert self.process.stdin is not None and self.process.stdout is not None
         order = {"program": program, "world": world, "deadline": deadline, "arguments": arguments}
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -59,18 +63,25 @@ def ranks() -> Iterator[Ranks]:
 def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """A run for `train`: run(folder, kind, what=..., **args)."""
 
-    def make(folder: str, kind: str, what: dict[str, Any] | None = None, **args: Any) -> dict[str, Any]:
-        return {"kind": kind, "args": {"output_dir": str(tmp_path / folder), **args}, **(what or {})}
+    def make(
+        folder: str, kind: str, what: dict[str, Any] | None = None, **args: Any
+    ) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "args": {"output_dir": str(tmp_path / folder), **args},
+            **(what or {}),
+        }
 
     return make
 
 
 @pytest.fixture
 def resumed(ranks: Ranks, tmp_path: Path) -> Callable[..., int]:
-    """resumed(world, [(kind, args, steps), ...]): runs each without a stop, and from its checkpoints at `steps`.
+    """resumed(world, [(kind, args, steps), ...]): runs each without a stop, and from its
+    checkpoints at `steps`.
 
-    Asserts that samples, losses, gradient norms, rates, random streams, weights, moments and the log are the same to the
-    last bit on every rank; how many resumed runs there were.
+    Asserts that samples, losses, gradient norms, rates, random streams, weights, moments and the
+    log are the same to the last bit on every rank; how many resumed runs there were.
     """
 
     calls = itertools.count()
@@ -83,12 +94,27 @@ def resumed(ranks: Ranks, tmp_path: Path) -> Callable[..., int]:
         ]
         references = ranks.run("train", world, deadline=60 + 20 * len(whole), runs=whole)
         parts = [
-            (number, step, {
-                "kind": kind, **what, "args": {**args, "output_dir": str(folder / f"part-{number}-{step}"),
-                "resume_from_checkpoint": str(folder / f"whole-{number}" / f"checkpoint-{step}")}})
-            for number, (kind, args, steps) in enumerate(cases) for step in steps
-        ]  # fmt: skip
-        results = ranks.run("train", world, deadline=60 + 20 * len(parts), runs=[run for _, _, run in parts])
+            (
+                number,
+                step,
+                {
+                    "kind": kind,
+                    **what,
+                    "args": {
+                        **args,
+                        "output_dir": str(folder / f"part-{number}-{step}"),
+                        "resume_from_checkpoint": str(
+                            folder / f"whole-{number}" / f"checkpoint-{step}"
+                        ),
+                    },
+                },
+            )
+            for number, (kind, args, steps) in enumerate(cases)
+            for step in steps
+        ]
+        results = ranks.run(
+            "train", world, deadline=60 + 20 * len(parts), runs=[run for _, _, run in parts]
+        )
         for reference, result in zip(references, results, strict=True):
             for (number, step, _), found in zip(parts, result, strict=True):
                 expected = reference[number]
@@ -105,7 +131,8 @@ def resumed(ranks: Ranks, tmp_path: Path) -> Callable[..., int]:
 
 @pytest.fixture
 def tensors() -> Callable[[Path], dict[str, bytes]]:
-    """tensors(folder): the bytes of every tensor of model and optimizer, whole, by component and name."""
+    """tensors(folder): the bytes of every tensor of model and optimizer, whole, by component and
+    name."""
 
     def read(folder: Path) -> dict[str, bytes]:
         with open_checkpoint(str(folder)) as view:

@@ -50,11 +50,20 @@ def warm_up() -> None:
 def join(rank: int, world: int, listens: socket.socket) -> None:
     if world == 1:
         return
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     port = listens.getsockname()[1]
     how: dict[str, Any] = {"master_listen_fd": listens.detach()} if rank == 0 else {}
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60), wait_for_workers=False, **how)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        "127.0.0.1", port, world, rank == 0, timedelta(seconds=60), wait_for_workers=False, **how
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
 
 
 def leave() -> None:
@@ -98,10 +107,19 @@ class Noted:
             "loss": float(metrics["loss"]).hex(),
             "norm": None if norm is None else float(norm).hex(),
             "rate": float(metrics["learning_rate"]).hex(),
-            "streams": bits([random.random.__self__.getstate(), np.random.get_state()[1:], torch.get_rng_state()]),
+            "streams": bits(
+                [
+                    random.random.__self__.getstate(),
+                    np.random.get_state()[1:],
+                    torch.get_rng_state(),
+                ]
+            ),
             "weights": bits(weights_of(trainer)),
             "moments": bits(
-                {name: dict(trainer.optimizer.state.get(p, {})) for name, p in weights_of(trainer).items()}
+                {
+                    name: dict(trainer.optimizer.state.get(p, {}))
+                    for name, p in weights_of(trainer).items()
+                }
             ),
         }
         self.samples = []
@@ -122,7 +140,9 @@ def watched(cls: type[Any]) -> type[Any]:
 
 def weights_of(trainer: Any) -> dict[str, Tensor]:
     stages = getattr(trainer, "stages", None)
-    named: dict[str, Tensor] = dict(trainer.model.named_parameters()) if stages is None else stages.parameters()
+    named: dict[str, Tensor] = (
+        dict(trainer.model.named_parameters()) if stages is None else stages.parameters()
+    )
     return named
 
 
@@ -150,19 +170,46 @@ def leaves(value: Any) -> Iterator[bytes]:
 
 def model(**changes: Any) -> nn.Module:
     return ByteGPT(
-        GPTArguments(**{"n_layer": 4, "n_head": 2, "n_embd": 8, "block_size": LENGTH, "dropout": 0.2, **changes})
+        GPTArguments(
+            **{
+                "n_layer": 4,
+                "n_head": 2,
+                "n_embd": 8,
+                "block_size": LENGTH,
+                "dropout": 0.2,
+                **changes,
+            }
+        )
     )
 
 
 def trainer_of(kind: str, args: dict[str, Any], **what: Any) -> Any:
     """kind: "single", "ddp", "fsdp2", "accel", or a schedule of a pipeline."""
     given = {
-        "seed": 5, "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2, "warmup_steps": 2, "max_grad_norm": 1.0, "weight_decay": 0.01, "logging_steps": 3,
-        "save_steps": 1, "save_total_limit": None, "save_async": False, "max_steps": 9, **args}  # fmt: skip
+        "seed": 5,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.01,
+        "logging_steps": 3,
+        "save_steps": 1,
+        "save_total_limit": None,
+        "save_async": False,
+        "max_steps": 9,
+        **args,
+    }
     changes = what.pop("model", {}) if isinstance(what.get("model"), dict) else {}
     dataset = what.pop("dataset", {})
-    what = {"model_init": lambda: model(**changes), "train_dataset": Windows(**dataset), "callbacks": [], **what}
+    what = {
+        "model_init": lambda: model(**changes),
+        "train_dataset": Windows(**dataset),
+        "callbacks": [],
+        **what,
+    }
     if given.get("eval_strategy", "no") != "no":
         what["eval_dataset"] = Windows(11, noisy=False)
     if kind != "accel":
@@ -195,7 +242,10 @@ def accelerator_of(**how: Any) -> Any:
     import accelerate
     from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(), GradientState._reset_state()  # else the first one decides for all
+    (
+        AcceleratorState._reset_state(),
+        GradientState._reset_state(),
+    )  # else the first one decides for all
     return accelerate.Accelerator(cpu=True, **how)
 
 
@@ -213,9 +263,17 @@ def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         trainer = trainer_of(**run)
         result = trainer.train()
-        found.append({
-            "steps": trainer.noted.steps, "from": result.resumed_from, "step": result.global_step,
-            "log": [{k: v for k, v in entry.items() if k in ("step", "loss", "eval_loss")} for entry in result.log_history]})  # fmt: skip
+        found.append(
+            {
+                "steps": trainer.noted.steps,
+                "from": result.resumed_from,
+                "step": result.global_step,
+                "log": [
+                    {k: v for k, v in entry.items() if k in ("step", "loss", "eval_loss")}
+                    for entry in result.log_history
+                ],
+            }
+        )
     return found
 
 
@@ -237,7 +295,8 @@ def warnings_of(logger: str) -> list[str]:
 
 
 def anatomy(run: dict[str, Any]) -> dict[str, Any]:
-    """How FSDP2Trainer has laid out a model with a buffer of its own, and what its parts compute in."""
+    """How FSDP2Trainer has laid out a model with a buffer of its own, and what its parts compute
+    in."""
     heard = warnings_of("ckpt_trainers.fsdp2")
 
     def with_buffer() -> nn.Module:
@@ -257,13 +316,19 @@ def anatomy(run: dict[str, Any]) -> dict[str, Any]:
         "sharded": sum(type(parameter).__name__ == "DTensor" for parameter in parameters),
         "roots": sum(isinstance(module, FSDPModule) for module in trainer.model.modules()),
         "tied": trainer.model.head.weight is trainer.model.embedding.weight,
-        "exported": sum(value.numel() > 0 for value in exported.values()) - 1 if trainer.rank == 0 else
-            sum(value.numel() > 0 for name, value in exported.items() if name != "scale"),
-        "whole": bits({name: parameter.full_tensor() for name, parameter in trainer.model.named_parameters()}),
+        "exported": sum(value.numel() > 0 for value in exported.values()) - 1
+        if trainer.rank == 0
+        else sum(value.numel() > 0 for name, value in exported.items() if name != "scale"),
+        "whole": bits(
+            {name: parameter.full_tensor() for name, parameter in trainer.model.named_parameters()}
+        ),
         "dtypes": {
-            "parameters": sorted({str(p.dtype)[6:] for p in parameters}), "logits": str(outputs.logits.dtype)[6:],
-            "gradients": sorted({str(p.grad.dtype)[6:] for p in parameters}), "buffer": str(trainer.model.scale.dtype)[6:]},
-    }  # fmt: skip
+            "parameters": sorted({str(p.dtype)[6:] for p in parameters}),
+            "logits": str(outputs.logits.dtype)[6:],
+            "gradients": sorted({str(p.grad.dtype)[6:] for p in parameters}),
+            "buffer": str(trainer.model.scale.dtype)[6:],
+        },
+    }
 
 
 def decided(args: dict[str, Any], **what: Any) -> dict[str, Any]:
@@ -272,9 +337,14 @@ def decided(args: dict[str, Any], **what: Any) -> dict[str, Any]:
     trainer = trainer_of("accel", args, **what)
     given = trainer.args
     return {
-        "warnings": heard, "precision": given.mixed_precision, "accumulation": given.gradient_accumulation_steps,
-        "batch": given.per_device_train_batch_size, "loader": type(trainer.loader).__name__,
-        "wrapped": type(trainer.wrapped).__name__, "config": vars(trainer.accelerator.dataloader_config)}  # fmt: skip
+        "warnings": heard,
+        "precision": given.mixed_precision,
+        "accumulation": given.gradient_accumulation_steps,
+        "batch": given.per_device_train_batch_size,
+        "loader": type(trainer.loader).__name__,
+        "wrapped": type(trainer.wrapped).__name__,
+        "config": vars(trainer.accelerator.dataloader_config),
+    }
 
 
 class Renaming(ByteGPTSplitter):
@@ -292,11 +362,15 @@ class Renaming(ByteGPTSplitter):
         if self.how == "lost" and 0 in of["stage_indices"]:
             del modules[0].position
         if self.how == "tied" and 0 not in of["stage_indices"]:
-            del modules[0].embedding  # and so the head has another name for what stage 0 has as well
+            del modules[
+                0
+            ].embedding  # and so the head has another name for what stage 0 has as well
         return modules, stages
 
 
-def constraint(kind: str, args: dict[str, Any], splitter: str | None = None, **what: Any) -> list[str]:
+def constraint(
+    kind: str, args: dict[str, Any], splitter: str | None = None, **what: Any
+) -> list[str]:
     """What is wrong with it: name, reason and replacement."""
     if splitter is not None:
         what["model_splitter"] = None if splitter == "none" else Renaming(splitter)
@@ -340,10 +414,19 @@ def pipeline(runs: list[dict[str, Any]], derived: bool = False) -> list[dict[str
         target = Path(trainer.args.output_dir) / "export"
         trainer.save_model(str(target))
         table = [module.table.tolist() for module in trainer.stages.modules.values() if derived]
-        found.append({
-            "built": built, "from": result.resumed_from, "steps": trainer.noted.steps, "table": table,
-            "shell": sorted({parameter.device.type for parameter in trainer.model.parameters()}),
-            "drop_last": trainer.args.dataloader_drop_last, "groups": [g["name"] for g in trainer.optimizer.param_groups]})  # fmt: skip
+        found.append(
+            {
+                "built": built,
+                "from": result.resumed_from,
+                "steps": trainer.noted.steps,
+                "table": table,
+                "shell": sorted(
+                    {parameter.device.type for parameter in trainer.model.parameters()}
+                ),
+                "drop_last": trainer.args.dataloader_drop_last,
+                "groups": [g["name"] for g in trainer.optimizer.param_groups],
+            }
+        )
     return found
 
 

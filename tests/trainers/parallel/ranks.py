@@ -1,6 +1,8 @@
-"""Ranks for the tests of this folder: forked as torchrun would start them, from one process that imported torch already.
+"""Ranks for the tests of this folder: forked as torchrun would start them, from one process that
+imported torch already.
 
-Reads one JSON order per line: a program and the number of ranks. Answers with what each rank's program returned.
+Reads one JSON order per line: a program and the number of ranks. Answers with what each rank's
+program returned.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ def child(order: dict[str, Any], rank: int, made: socket.socket, answer: int) ->
         programs.leave()
     except BaseException as error:
         traceback.print_exc()
-        result = {"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()}
+        result = {
+            "error": type(error).__name__,
+            "text": str(error),
+            "trace": traceback.format_exc(),
+        }
     data = json.dumps(result).encode()
     while data:
         data = data[os.write(answer, data) :]
@@ -77,7 +83,9 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     late = sorted(running.values())
     return {
         "late": late,
-        "results": {rank: json.loads(data) for rank, data in held.items() if data and rank not in late},
+        "results": {
+            rank: json.loads(data) for rank, data in held.items() if data and rank not in late
+        },
     }
 
 

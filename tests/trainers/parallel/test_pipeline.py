@@ -1,4 +1,5 @@
-"""PipelineTrainer: it computes what one process computes, in every schedule, and goes on from any of its checkpoints."""
+"""PipelineTrainer: it computes what one process computes, in every schedule, and goes on from any
+of its checkpoints."""
 
 from __future__ import annotations
 
@@ -39,13 +40,24 @@ def numbers(found: dict[str, Any], name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_every_schedule_computes_what_one_process_computes(ranks: Any, run: Run, accumulation: int) -> None:
-    args = {"max_steps": 4, "save_strategy": "no", "dataloader_drop_last": True, "gradient_accumulation_steps": accumulation,
-            "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2}  # fmt: skip
+def test_every_schedule_computes_what_one_process_computes(
+    ranks: Any, run: Run, accumulation: int
+) -> None:
+    args = {
+        "max_steps": 4,
+        "save_strategy": "no",
+        "dataloader_drop_last": True,
+        "gradient_accumulation_steps": accumulation,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "logging_steps": 2,
+    }
     (one,) = ranks.run("train", 1, runs=[run("one", "single", STILL, **args)])[0]
     runs = [run(kind, kind, STILL, **args) for kind in SCHEDULES]
     two = ranks.run("train", 2, runs=runs)
-    four = ranks.run("train", 4, runs=[run("four", "Schedule1F1B", STILL, **args, n_microbatches=4)])
+    four = ranks.run(
+        "train", 4, runs=[run("four", "Schedule1F1B", STILL, **args, n_microbatches=4)]
+    )
     for rank in [*two, *four]:
         for found in rank:
             assert [step["samples"] for step in found["steps"].values()] == [
@@ -62,15 +74,29 @@ def test_every_schedule_computes_what_one_process_computes(ranks: Any, run: Run,
 # Stop and go on: the same run.
 
 
-def test_a_resumed_run_is_the_run_that_did_not_stop(ranks: Any, run: Run, tmp_path: Path, resumed: Any) -> None:
+def test_a_resumed_run_is_the_run_that_did_not_stop(
+    ranks: Any, run: Run, tmp_path: Path, resumed: Any
+) -> None:
     evaluated = {"eval_strategy": "steps", "eval_steps": 2}
     cases = [
         ("ScheduleGPipe", {"max_steps": 8, "dataloader_num_workers": 2}, [5]),
-        ("ScheduleGPipe", {"num_train_epochs": 3, "max_steps": -1, "gradient_accumulation_steps": 3, **evaluated}, [2, 5]),
+        (
+            "ScheduleGPipe",
+            {"num_train_epochs": 3, "max_steps": -1, "gradient_accumulation_steps": 3, **evaluated},
+            [2, 5],
+        ),
         ("ScheduleZBVZeroBubble", {"max_steps": 6, "save_async": True, **evaluated}, [3]),
-        ("ScheduleInterleaved1F1B", {"max_steps": 6, "mixed_precision": "bf16", "gradient_accumulation_steps": 3}, [2]),
-        ("Schedule1F1B", {"max_steps": 4, "fuse_optim_with_backward": True, "max_grad_norm": None}, [2]),
-    ]  # fmt: skip
+        (
+            "ScheduleInterleaved1F1B",
+            {"max_steps": 6, "mixed_precision": "bf16", "gradient_accumulation_steps": 3},
+            [2],
+        ),
+        (
+            "Schedule1F1B",
+            {"max_steps": 4, "fuse_optim_with_backward": True, "max_grad_norm": None},
+            [2],
+        ),
+    ]
     assert resumed(2, cases) == 6
 
 
@@ -78,27 +104,49 @@ def test_a_resumed_run_is_the_run_that_did_not_stop(ranks: Any, run: Run, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleZBVZeroBubble"])
-def test_two_ranks_one_and_four_are_one_run(ranks: Any, run: Run, tmp_path: Path, tensors: Any, kind: str) -> None:
-    groups = {"no decay": {"regex": "norm|bias", "config": {"weight_decay": 0.0}}, "blocks": {"regex": r"^blocks\."}}
+def test_two_ranks_one_and_four_are_one_run(
+    ranks: Any, run: Run, tmp_path: Path, tensors: Any, kind: str
+) -> None:
+    groups = {
+        "no decay": {"regex": "norm|bias", "config": {"weight_decay": 0.0}},
+        "blocks": {"regex": r"^blocks\."},
+    }
     what = {**STILL, "optimizer_groups": groups}
     args = {"max_steps": 6, "on_world_size_change": "continue", "dataloader_drop_last": True}
     (whole,) = ranks.run("train", 1, runs=[run("whole", "single", what, **args)])[0]
     (two,) = ranks.run("train", 2, runs=[run("two", kind, what, **args)])[0]
     at_two = tmp_path / "two" / "checkpoint-2"
-    (one,) = ranks.run("train", 1, runs=[run("one", "single", what, **args, resume_from_checkpoint=str(at_two))])[0]
+    (one,) = ranks.run(
+        "train", 1, runs=[run("one", "single", what, **args, resume_from_checkpoint=str(at_two))]
+    )[0]
     at_four = tmp_path / "one" / "checkpoint-4"
     more = {**args, "resume_from_checkpoint": str(at_four)}
-    (four,) = ranks.run("train", 4, runs=[run("four", "Schedule1F1B", what, **more, n_microbatches=4)])[0]
+    (four,) = ranks.run(
+        "train", 4, runs=[run("four", "Schedule1F1B", what, **more, n_microbatches=4)]
+    )[0]
     assert (one["from"], four["from"]) == (2, 4)
     curve = [*numbers(two, "loss")[:2], *numbers(one, "loss")[:2], *numbers(four, "loss")]
     assert curve == pytest.approx(numbers(whole, "loss"), rel=3e-6)
-    assert [*numbers(one, "rate"), *numbers(four, "rate")] == [*numbers(whole, "rate")[2:], *numbers(whole, "rate")[4:]]
+    assert [*numbers(one, "rate"), *numbers(four, "rate")] == [
+        *numbers(whole, "rate")[2:],
+        *numbers(whole, "rate")[4:],
+    ]
 
     # What a restore has made of a checkpoint is what is in it: weights and moments, by name.
-    for source, world, other in ((at_two, 1, "single"), (at_four, 4, "Schedule1F1B"), (at_four, 2, kind)):
+    for source, world, other in (
+        (at_two, 1, "single"),
+        (at_four, 4, "Schedule1F1B"),
+        (at_four, 2, kind),
+    ):
         again = tmp_path / f"again-{world}"
         again_args = {**args, **({"n_microbatches": 4} if world > 1 else {})}
-        ranks.run("resave", world, source=str(source), target=str(again), run=run("unused", other, what, **again_args))
+        ranks.run(
+            "resave",
+            world,
+            source=str(source),
+            target=str(again),
+            run=run("unused", other, what, **again_args),
+        )
         saved = tensors(source)
         assert len([name for name in saved if name.startswith("optimizer/")]) == 3 * 52
         assert tensors(again / source.name) == saved
@@ -107,23 +155,30 @@ def test_two_ranks_one_and_four_are_one_run(ranks: Any, run: Run, tmp_path: Path
 # Where values come from and go to.
 
 
-def test_rank_0_builds_the_model_once_and_a_resumed_run_never(ranks: Any, run: Run, tmp_path: Path) -> None:
+def test_rank_0_builds_the_model_once_and_a_resumed_run_never(
+    ranks: Any, run: Run, tmp_path: Path
+) -> None:
     args = {"max_steps": 2, "output_dir": str(tmp_path / "run")}
     first = {"kind": "ScheduleGPipe", "args": args}
     again = {"kind": "ScheduleZBVZeroBubble", "args": {**args, "max_steps": 3}}
     fresh, resumed = zip(*ranks.run("pipeline", 2, runs=[first, again]), strict=True)
     assert [rank["built"] for rank in fresh] == [["meta", "cpu"], ["meta"]]
     assert [(rank["built"], rank["from"]) for rank in resumed] == [(["meta"], 2)] * 2
-    assert all(rank["shell"] == ["meta"] and rank["drop_last"] is True for rank in (*fresh, *resumed))
+    assert all(
+        rank["shell"] == ["meta"] and rank["drop_last"] is True for rank in (*fresh, *resumed)
+    )
     # Buffers that no checkpoint holds come from the constructor in any case.
-    derived = ranks.run("pipeline", 2, derived=True, runs=[first | {"args": {**args, "max_steps": 4}}])
+    derived = ranks.run(
+        "pipeline", 2, derived=True, runs=[first | {"args": {**args, "max_steps": 4}}]
+    )
     assert [rank[0]["built"] for rank in derived] == [["meta", "cpu"], ["meta"]]
     assert [rank[0]["table"] for rank in derived] == [[[0.0, 1.0, 2.0]]] * 2
 
 
 def test_the_whole_model_is_exported(ranks: Any, run: Run, tmp_path: Path) -> None:
     runs = [
-        run(f"run-{kind}", kind, max_steps=1, learning_rate=0.0) for kind in ("ScheduleGPipe", "ScheduleZBVZeroBubble")
+        run(f"run-{kind}", kind, max_steps=1, learning_rate=0.0)
+        for kind in ("ScheduleGPipe", "ScheduleZBVZeroBubble")
     ]
     ranks.run("pipeline", 2, runs=runs)
     (one,) = ranks.run("train", 1, runs=[run("one", "single", max_steps=1, learning_rate=0.0)])[0]
@@ -138,19 +193,32 @@ def test_the_whole_model_is_exported(ranks: Any, run: Run, tmp_path: Path) -> No
                 assert tensor.tobytes() == view.read(f"model/{name}").tobytes(), name
 
 
-def test_losses_of_ones_own_and_compiled_checkpointed_and_fused_stages(ranks: Any, run: Run) -> None:
+def test_losses_of_ones_own_and_compiled_checkpointed_and_fused_stages(
+    ranks: Any, run: Run
+) -> None:
     args = {"max_steps": 2, "save_strategy": "no"}
     variants: list[dict[str, Any]] = [
         {"fused": True},
         {"torch_compile": True, "torch_compile_backend": "eager"},
         {"gradient_checkpointing": True},
         {"enable_activation_offloading": True},
-        {"debug_pipeline": True, "debug_split_model": True, "debug_model_params": True, "debug_model_init": True},
+        {
+            "debug_pipeline": True,
+            "debug_split_model": True,
+            "debug_model_params": True,
+            "debug_model_init": True,
+        },
     ]
-    runs = [run(f"run-{number}", "ScheduleGPipe", **args, **more) for number, more in enumerate([{}, *variants])]
+    runs = [
+        run(f"run-{number}", "ScheduleGPipe", **args, **more)
+        for number, more in enumerate([{}, *variants])
+    ]
     unclipped = {**args, "max_grad_norm": None}
     for kind in ("ScheduleGPipe", "ScheduleZBVZeroBubble"):
-        runs += [run(f"{kind}-{fused}", kind, **unclipped, fuse_optim_with_backward=fused) for fused in (False, True)]
+        runs += [
+            run(f"{kind}-{fused}", kind, **unclipped, fuse_optim_with_backward=fused)
+            for fused in (False, True)
+        ]
     for rank in ranks.run("pipeline", 2, runs=runs):
         plain, *others = [found["steps"] for found in rank]
         assert others[: len(variants)] == [plain] * len(variants)
@@ -163,7 +231,9 @@ def test_labels_that_do_not_count_and_smoothed_labels(ranks: Any, run: Run) -> N
     ignoring = {**STILL, "dataset": {"noisy": False, "ignored": 3}}
     for what, more in ((ignoring, {}), (STILL, {"label_smoothing_factor": 0.2})):
         (one,) = ranks.run(
-            "train", 1, runs=[run("one", "single", what, **args, **more, gradient_accumulation_steps=1)]
+            "train",
+            1,
+            runs=[run("one", "single", what, **args, **more, gradient_accumulation_steps=1)],
         )[0]
         two = ranks.run("train", 2, runs=[run("two", "ScheduleGPipe", what, **args, **more)])
         for rank in two:
@@ -178,8 +248,12 @@ def test_a_resumed_run_is_the_same_from_every_step(resumed: Any) -> None:
     for kind in ("ScheduleGPipe", "ScheduleZBVZeroBubble"):
         for workers in (0, 2):
             for accumulation, steps in ((1, 18), (3, 6)):
-                args = {"num_train_epochs": 3, "max_steps": -1, "dataloader_num_workers": workers,
-                        "gradient_accumulation_steps": accumulation}  # fmt: skip
+                args = {
+                    "num_train_epochs": 3,
+                    "max_steps": -1,
+                    "dataloader_num_workers": workers,
+                    "gradient_accumulation_steps": accumulation,
+                }
                 seen += resumed(2, [(kind, args, list(range(1, steps)))])
     assert seen == 2 * 2 * (17 + 5)
     print(f"{seen} resumed runs of two pipelines, all equal to the uninterrupted ones")
@@ -194,11 +268,39 @@ PIPELINE, MULTI = "ScheduleGPipe", "ScheduleInterleaved1F1B"
 @pytest.mark.parametrize(
     ("kind", "args", "what", "name", "reason", "instead"),
     [
-        (PIPELINE, {}, {"splitter": "none"}, "model_splitter", "not known by itself", "ByteGPTSplitter()"),
-        (PIPELINE, {}, {"splitter": "no loss"}, "compute_loss_func", "output is no loss", "a splitter with a `loss`"),
-        (PIPELINE, {}, {"splitter": "unknown"}, "model_splitter", "no tensor of this name", "the names of the model"),
+        (
+            PIPELINE,
+            {},
+            {"splitter": "none"},
+            "model_splitter",
+            "not known by itself",
+            "ByteGPTSplitter()",
+        ),
+        (
+            PIPELINE,
+            {},
+            {"splitter": "no loss"},
+            "compute_loss_func",
+            "output is no loss",
+            "a splitter with a `loss`",
+        ),
+        (
+            PIPELINE,
+            {},
+            {"splitter": "unknown"},
+            "model_splitter",
+            "no tensor of this name",
+            "the names of the model",
+        ),
         (PIPELINE, {}, {"splitter": "lost"}, "model_splitter", "is in no stage", "put it in one"),
-        (PIPELINE, {}, {"splitter": "tied"}, "model_splitter", "another name of a parameter", "first name"),
+        (
+            PIPELINE,
+            {},
+            {"splitter": "tied"},
+            "model_splitter",
+            "another name of a parameter",
+            "first name",
+        ),
         (PIPELINE, {}, {"instance": True}, "model", "builds its stages itself", "model_init"),
         (PIPELINE, {}, {"loader": True}, "train_dataset", "may be shorter", "drop_last=True"),
         (PIPELINE, {"mixed_precision": "fp16"}, {}, "mixed_precision", "pipeline", "bf16"),
@@ -210,8 +312,22 @@ PIPELINE, MULTI = "ScheduleGPipe", "ScheduleInterleaved1F1B"
             "micro-batches",
             "max-autotune-no-cudagraphs",
         ),
-        (PIPELINE, {"n_microbatches": 3}, {}, "n_microbatches", "does not divide", "give one that does"),
-        (PIPELINE, {"per_device_eval_batch_size": 3}, {}, "n_microbatches", "per_device_eval_batch_size=3", "give one"),
+        (
+            PIPELINE,
+            {"n_microbatches": 3},
+            {},
+            "n_microbatches",
+            "does not divide",
+            "give one that does",
+        ),
+        (
+            PIPELINE,
+            {"per_device_eval_batch_size": 3},
+            {},
+            "n_microbatches",
+            "per_device_eval_batch_size=3",
+            "give one",
+        ),
         (
             PIPELINE,
             {"stages_per_rank": 2},
@@ -223,7 +339,14 @@ PIPELINE, MULTI = "ScheduleGPipe", "ScheduleInterleaved1F1B"
         (PIPELINE, {"is_multistage": True}, {}, "is_multistage", "one stage a rank", "set False"),
         (PIPELINE, {"pp_stage_type": "v"}, {}, "pp_stage_type", "another order", "'loop'"),
         (PIPELINE, {"dispatch_batches": True}, {}, "dispatch_batches", "", "DDPTrainer"),
-        ("Schedule1F1B", {"n_microbatches": 1}, {}, "n_microbatches", "refuses it", "another number"),
+        (
+            "Schedule1F1B",
+            {"n_microbatches": 1},
+            {},
+            "n_microbatches",
+            "refuses it",
+            "another number",
+        ),
         (
             MULTI,
             {"is_multistage": False, "stages_per_rank": 1},
@@ -232,7 +355,14 @@ PIPELINE, MULTI = "ScheduleGPipe", "ScheduleInterleaved1F1B"
             "several stages a rank",
             "set True",
         ),
-        (MULTI, {"stages_per_rank": 3}, {}, "stages_per_rank", "6 stages, and the model has 4 blocks", "fewer ranks"),
+        (
+            MULTI,
+            {"stages_per_rank": 3},
+            {},
+            "stages_per_rank",
+            "6 stages, and the model has 4 blocks",
+            "fewer ranks",
+        ),
         (
             "ScheduleInterleavedZeroBubble",
             {"torch_compile": True},
@@ -249,8 +379,22 @@ PIPELINE, MULTI = "ScheduleGPipe", "ScheduleInterleaved1F1B"
             "cannot walk a compiled",
             "do not compile",
         ),
-        ("ScheduleZBVZeroBubble", {"pp_stage_type": "loop"}, {}, "pp_stage_type", "another order", "'v'"),
-        ("ScheduleZBVZeroBubble", {"stages_per_rank": 1}, {}, "stages_per_rank", "two stages a rank", "set 2"),
+        (
+            "ScheduleZBVZeroBubble",
+            {"pp_stage_type": "loop"},
+            {},
+            "pp_stage_type",
+            "another order",
+            "'v'",
+        ),
+        (
+            "ScheduleZBVZeroBubble",
+            {"stages_per_rank": 1},
+            {},
+            "stages_per_rank",
+            "two stages a rank",
+            "set 2",
+        ),
     ],
 )
 def test_constraints(
@@ -275,7 +419,11 @@ def test_one_rank_is_no_pipeline(ranks: Any) -> None:
 
 @pytest.mark.parametrize(
     ("ranks_", "per_rank", "kind", "expected"),
-    [(4, 1, "loop", [0, 1, 2, 3]), (2, 3, "loop", [0, 1, 0, 1, 0, 1]), (3, 2, "v", [0, 1, 2, 2, 1, 0])],
+    [
+        (4, 1, "loop", [0, 1, 2, 3]),
+        (2, 3, "loop", [0, 1, 0, 1, 0, 1]),
+        (3, 2, "v", [0, 1, 2, 2, 1, 0]),
+    ],
 )
 def test_placement(ranks_: int, per_rank: int, kind: str, expected: list[int]) -> None:
     assert place_stages(ranks_, per_rank, kind) == expected
@@ -283,4 +431,6 @@ def test_placement(ranks_: int, per_rank: int, kind: str, expected: list[int]) -
 
 def test_a_splitter_for_another_model() -> None:
     with pytest.raises(InvalidArgument, match="the model is a Linear; give one for it"):
-        ByteGPTSplitter()(nn.Linear(1, 1), n_stages=2, stage_indices=[0], device=torch.device("cpu"), group=None)
+        ByteGPTSplitter()(
+            nn.Linear(1, 1), n_stages=2, stage_indices=[0], device=torch.device("cpu"), group=None
+        )
