@@ -15,7 +15,7 @@ from .errors import *  # noqa: F403
 if TYPE_CHECKING:
     from .choice import restore_candidates as restore_candidates
     from .coordinator import CheckpointCoordinator as CheckpointCoordinator
-    from .copying import copy_checkpoint as copy_checkpoint
+    from .copy.checkpoint import copy_checkpoint as copy_checkpoint
     from .events import SaveEvent as SaveEvent
     from .events import TensorBoardEvents as TensorBoardEvents
     from .format.codecs import Opaque as Opaque
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
     from .storage.urls import join_url as join_url
     from .storage.urls import masked_url as masked_url
     from .storage.urls import split_url as split_url
-    from .tiers import Tier as Tier
+    from .tiers.uploads import Tier as Tier
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "choice": ["restore_candidates"],
     "coordinator": ["CheckpointCoordinator"],
-    "copying": ["copy_checkpoint"],
+    "copy.checkpoint": ["copy_checkpoint"],
     "events": ["SaveEvent", "TensorBoardEvents"],
     "format.codecs": ["Opaque", "register_codec"],
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
@@ -85,7 +85,7 @@ _HOMES = {
     "state.layout": ["Shard"],
     "storage.base": ["Storage", "open_storage"],
     "storage.urls": ["join_url", "masked_url", "split_url"],
-    "tiers": ["Tier"],
+    "tiers.uploads": ["Tier"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -30,11 +30,11 @@ from .ranks.store import shared_communicator
 from .root import CheckpointInfo
 from .saving.flow import Saving
 from .saving.join import SaveRequest
-from .saving.workers import Workers
 from .state.adapters import as_components
 from .state.component import StateComponent, StatefulProvider, ValidationLevel
 from .storage.base import Storage, open_storage
 from .storage.urls import split_url
+from .storage.workers import Workers
 
 __all__ = ["CheckpointCoordinator"]
 

@@ -62,8 +62,8 @@ from .saving.join import SaveRequest
 from .saving.staging import Staging
 from .storage.base import Storage, open_storage
 from .storage.urls import masked_url
-from .tiered import checked_tiers, open_root
-from .tiers import Tier
+from .tiers.root import checked_tiers, open_root
+from .tiers.uploads import Tier
 
 __all__ = ["CheckpointManager"]
 

@@ -19,8 +19,8 @@ from .root import CheckpointInfo
 from .saving.background import Background, SaveHandle, at_exit
 from .saving.flow import Saving
 from .saving.staging import HostPool, Staging
-from .saving.workers import Workers
-from .tiers import Uploads
+from .storage.workers import Workers
+from .tiers.uploads import Uploads
 
 __all__ = ["Saves"]
 
@@ -58,7 +58,9 @@ class Saves:
         self.workers = Workers(io_threads)
         # Half as many: where training keeps every core busy, a core that is taken from it holds up
         # the others too.
-        self._modest = Workers(max(1, io_threads // 2), "ckptcore-background", modest=True)
+        self._low_priority = Workers(
+            max(1, io_threads // 2), "ckptcore-background", low_priority=True
+        )
         self.failed_steps: list[int] = []
         self._pool = HostPool(staging)
         self._background = Background()
@@ -229,7 +231,7 @@ class Saves:
             ended = pending is None or pending.done()
             self._background.close(JOIN_SECONDS if ended else 0.0)
             self.workers.close(JOIN_SECONDS if ended else 0.0)
-            self._modest.close(JOIN_SECONDS if ended else 0.0)
+            self._low_priority.close(JOIN_SECONDS if ended else 0.0)
             if ended:
                 self._pool.release()
             if self._branch is not None and self._branch is not self.comm:
@@ -268,7 +270,7 @@ class Saves:
         """Threads and connections, made before they are needed: at the end of a program none can
         be."""
         self.workers.start()
-        self._modest.start()
+        self._low_priority.start()
         self._background.start()
         if self._branch is None:
             self._branch = self.comm.branch(self.branch_name)
@@ -298,7 +300,7 @@ class Saves:
         return info, failed
 
     def _rest(self, saving: Saving, started: _Start, branch: Communicator) -> CheckpointInfo:
-        saving.workers = self._modest
+        saving.workers = self._low_priority
         if saving.staged is not None:
             saving.staged.wait()
             self.emit("staged", saving, started, saving.staged.nbytes)

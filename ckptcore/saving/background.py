@@ -22,8 +22,8 @@ from ..arguments import checked_timeout
 from ..errors import AsyncSaveError, CheckpointWarning, InvalidState
 from ..ranks.communicator import Communicator
 from ..root import CheckpointInfo
+from ..storage.workers import yield_to_others
 from .flow import Saving
-from .workers import be_modest
 
 __all__ = ["Background", "SaveHandle"]
 
@@ -281,7 +281,7 @@ class Background:
 
 
 def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
-    be_modest()
+    yield_to_others()
     while (task := tasks.get()) is not None:
         handle, work = task
         handle._finisher = threading.get_ident()

@@ -18,9 +18,9 @@ from ..state.component import StateComponent
 from ..state.layout import TensorBytes
 from ..state.tree import CapturedTensor
 from ..storage.base import Storage
+from ..storage.workers import Workers
 from .join import JoinedSave
 from .plan import FilePlan, hugging_face_index
-from .workers import Workers
 from .writer import WrittenFile, write_files
 
 __all__ = ["Receipt", "Share", "check_tree", "files_and_components", "write_share"]

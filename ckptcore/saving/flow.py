@@ -35,6 +35,7 @@ from ..state.names import one_walk
 from ..state.streams import settle
 from ..state.tree import Captured, capture, check_values_fit
 from ..storage.base import Storage
+from ..storage.workers import Workers
 from .apart import agree_place, check_seen, commit_apart, mark_apart
 from .commit import Receipt, Share, check_tree, files_and_components, write_share
 from .devices import warm_up
@@ -42,7 +43,6 @@ from .join import JoinedSave, SaveRequest, join_save
 from .plan import TensorSpec, plan_component
 from .publish import check_alone, check_place, discard, publish
 from .staging import HostPool, StagedCopy, stage
-from .workers import Workers
 
 __all__ = ["Progress", "Saving"]
 

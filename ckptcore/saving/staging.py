@@ -21,6 +21,7 @@ from ..ranks.replication import compared_digest, take_fingerprints
 from ..state.component import StateComponent
 from ..state.layout import LocalPart, words
 from ..state.tree import Captured, CapturedTensor
+from ..storage.workers import Workers
 from .commit import Share
 from .devices import (
     DeviceCopy,
@@ -34,7 +35,6 @@ from .devices import (
     unpin,
     watch_optimizers,
 )
-from .workers import Workers
 
 __all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
 

@@ -13,8 +13,8 @@ from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest
 from ..root import join
 from ..storage.base import FileWriter, Storage
 from ..storage.scratch import MakeMemory, Scratch
+from ..storage.workers import Workers
 from .plan import FilePlan
-from .workers import Workers
 
 __all__ = ["Source", "WrittenFile", "write_files"]
 

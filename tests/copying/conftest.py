@@ -23,7 +23,7 @@ from ckptcore import (
     open_storage,
     scan_root,
 )
-from ckptcore.copying import copy_between
+from ckptcore.copy.checkpoint import copy_between
 from ckptcore.format.manifest import MANIFEST_NAME
 from ckptcore.root import scan
 from ckptcore.storage.remote import FsspecStorage

@@ -25,7 +25,7 @@ from ckptcore import (
     open_checkpoint,
     open_storage,
 )
-from ckptcore.copying import copy_between
+from ckptcore.copy.checkpoint import copy_between
 from ckptcore.root import pin_checkpoint, scan
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.ranks import run_ranks
@@ -199,7 +199,7 @@ def test_large_files_in_pieces(
     make_root: Any, quick_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, threads: int
 ) -> None:
     """A tensor of five chunks, the last of them short: in pieces side by side, or in order."""
-    monkeypatch.setattr("ckptcore.transfer.PIECE_BYTES", 8 * MIB)
+    monkeypatch.setattr("ckptcore.copy.files.PIECE_BYTES", 8 * MIB)
     large(quick_folder / "large", 18 * MIB // 4 + 1)
     target = make_root(kind)
     source = open_storage(quick_folder / "large")

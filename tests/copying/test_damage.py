@@ -22,7 +22,7 @@ from ckptcore import (
     Storage,
     open_storage,
 )
-from ckptcore.copying import copy_between
+from ckptcore.copy.checkpoint import copy_between
 from ckptcore.root import pin_checkpoint, scan, unpin_checkpoint
 from ckptcore.testing import FaultStorage, Killed
 

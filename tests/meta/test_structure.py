@@ -39,12 +39,10 @@ ranks
 replicas
 nodes
 saving loading
-transfer
-copying copy
+copy
 choice
 coordinator
 tiers
-tiered
 saves
 manager
 preemption
@@ -63,8 +61,7 @@ TORCH_FREE = [
     "loading.reader",
     "loading.view",
     "saving.publish",
-    "transfer",
-    "copying",
+    "copy",
     "choice",
 ]
 

@@ -210,7 +210,7 @@ def deleted(root):
 
 
 def copied(source, target):
-    from ckptcore.copying import copy_between
+    from ckptcore.copy.checkpoint import copy_between
 
     return copy_between(source, "", open_storage(target), "checkpoint-2")
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import ckptcore.tiers as tiers
+import ckptcore.tiers.uploads as tiers
 from ckptcore import CheckpointManager, StorageError, Tier
 from ckptcore.root import CheckpointInfo
 from ckptcore.storage.base import open_storage
-from ckptcore.tiers import Uploads
+from ckptcore.tiers.uploads import Uploads
 
 
 def unreadable(storage: Any) -> Any:

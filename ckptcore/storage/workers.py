@@ -12,19 +12,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Workers", "be_modest"]
+__all__ = ["Workers", "yield_to_others"]
 
-MODEST = 10  # as `nice` counts
+NICENESS = 10  # as `nice` counts
 
 Job = Callable[[], None]
 
 
 class Workers:
-    """`count` threads, from the first `run` on. Several threads may call `run` at once. modest:
-    they take what computing time others leave them (where the system has priorities of threads)."""
+    """`count` threads, from the first `run` on. Several threads may call `run` at once.
 
-    def __init__(self, count: int, name: str = "ckptcore-io", *, modest: bool = False) -> None:
-        self.count, self.name, self.modest = count, name, modest
+    low_priority: they take what computing time others leave them (where the system has priorities
+    of threads)."""
+
+    def __init__(
+        self, count: int, name: str = "ckptcore-io", *, low_priority: bool = False
+    ) -> None:
+        self.count, self.name, self.low_priority = count, name, low_priority
         self._jobs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started_in: int | None = None
@@ -38,7 +42,7 @@ class Workers:
                 self._threads = [
                     threading.Thread(
                         target=_work,
-                        args=(self._jobs, self.modest),
+                        args=(self._jobs, self.low_priority),
                         name=f"{self.name}-{number}",
                         daemon=True,
                     )
@@ -130,17 +134,17 @@ class _Run:
                 self.error = None  # no cycle of error, frame and this
 
 
-def be_modest() -> None:
+def yield_to_others() -> None:
     """Lower the priority of the calling thread: it yields to training, which often keeps every core
     busy."""
     if sys.platform == "linux":  # elsewhere this call is about the whole process
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), MODEST)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _work(jobs: queue.SimpleQueue[Any], modest: bool) -> None:
-    if modest:
-        be_modest()
+def _work(jobs: queue.SimpleQueue[Any], low_priority: bool) -> None:
+    if low_priority:
+        yield_to_others()
     while (run := jobs.get()) is not None:
         run.help()
         run = None

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arguments import check_callable, check_flag, check_path, check_threads, checked_options
-from .attempts import Attempt
-from .errors import (
+from ..arguments import check_callable, check_flag, check_path, check_threads, checked_options
+from ..attempts import Attempt
+from ..errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointExists,
@@ -29,9 +29,9 @@ from .errors import (
     StorageError,
     UnsupportedVersion,
 )
-from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
-from .loading.view import CheckpointView, Problem
-from .root import (
+from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
+from ..loading.view import CheckpointView, Problem
+from ..root import (
     PIN_NAME,
     WITHDRAWN_NAME,
     CheckpointInfo,
@@ -47,11 +47,11 @@ from .root import (
     still_there,
     unmark_attempts,
 )
-from .saving.publish import check_alone, check_place, discard, publish
-from .saving.workers import Workers
-from .storage.base import Storage, open_storage
-from .storage.urls import masked_url, split_url
-from .transfer import CopyProgress, Counted, FileCopies
+from ..saving.publish import check_alone, check_place, discard, publish
+from ..storage.base import Storage, open_storage
+from ..storage.urls import masked_url, split_url
+from ..storage.workers import Workers
+from .files import CopyProgress, Counted, FileCopies
 
 __all__ = ["CopyProgress", "copy_between", "copy_checkpoint"]
 

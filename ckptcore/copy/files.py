@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from .errors import CheckpointCorrupt, NoSpace, StorageError
-from .format.digest import CHUNK_BYTES, content_digest
-from .format.index import FileEntry
-from .format.manifest import SIZE_LIMIT
-from .loading.reader import TensorRead, check_header, read_tensors
-from .loading.view import CheckpointView
-from .root import attempts_among, entries_in, is_ours, join, mark_name
-from .saving.workers import Workers
-from .storage.base import FileWriter, Storage
-from .storage.scratch import MakeMemory
+from ..errors import CheckpointCorrupt, NoSpace, StorageError
+from ..format.digest import CHUNK_BYTES, content_digest
+from ..format.index import FileEntry
+from ..format.manifest import SIZE_LIMIT
+from ..loading.reader import TensorRead, check_header, read_tensors
+from ..loading.view import CheckpointView
+from ..root import attempts_among, entries_in, is_ours, join, mark_name
+from ..storage.base import FileWriter, Storage
+from ..storage.scratch import MakeMemory
+from ..storage.workers import Workers
 
 __all__ = ["CopyProgress", "Counted", "FileCopies"]
 

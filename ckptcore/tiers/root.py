@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .arguments import shown
-from .choice import Root, copies
-from .errors import InvalidState, StorageError
-from .events import SaveEvent
-from .ranks.communicator import Communicator
-from .ranks.nodes import StorageMode
-from .retention import RetentionPolicy, clean_up
-from .root import CheckpointInfo, mark_abandoned, scan
-from .storage.base import Storage
-from .storage.local import LocalStorage
-from .storage.urls import split_url
-from .tiers import Tier, Uploads
+from ..arguments import shown
+from ..choice import Root, copies
+from ..errors import InvalidState, StorageError
+from ..events import SaveEvent
+from ..ranks.communicator import Communicator
+from ..ranks.nodes import StorageMode
+from ..retention import RetentionPolicy, clean_up
+from ..root import CheckpointInfo, mark_abandoned, scan
+from ..storage.base import Storage
+from ..storage.local import LocalStorage
+from ..storage.urls import split_url
+from .uploads import Tier, Uploads
 
 __all__ = ["TieredRoot", "checked_tiers", "open_root"]
 

@@ -4,7 +4,7 @@
     keep=KeepLast(5))])
 
 A save is committed in the manager's own root, which may go with the machine. After that rank 0
-copies it to each tier (copying.py), in threads of low priority that training never waits for. What
+copies it to each tier, in threads of low priority that training never waits for. What
 waits to be uploaded is held: retention does not delete it. A failed upload stays waiting and is
 tried again after the next commit; it is told like the failure of a save in the background. What the
 process leaves unfinished, the next one of the run finishes.
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from .arguments import check_count, check_path, checked_options
-from .coordinator import JOIN_SECONDS
-from .copying import copy_between
-from .errors import (
+from ..arguments import check_count, check_path, checked_options
+from ..coordinator import JOIN_SECONDS
+from ..copy.checkpoint import copy_between
+from ..errors import (
     AsyncSaveError,
     CheckpointCorrupt,
     CheckpointError,
@@ -33,13 +33,13 @@ from .errors import (
     StorageError,
     UnsupportedVersion,
 )
-from .events import SaveEvent
-from .retention import RetentionPolicy, check_policy, clean_up
-from .root import CheckpointInfo, committed, mark_abandoned, read_manifest, scan
-from .saving.background import Background, SaveHandle
-from .saving.workers import Workers
-from .storage.base import Storage, open_storage
-from .storage.urls import masked_url
+from ..events import SaveEvent
+from ..retention import RetentionPolicy, check_policy, clean_up
+from ..root import CheckpointInfo, committed, mark_abandoned, read_manifest, scan
+from ..saving.background import Background, SaveHandle
+from ..storage.base import Storage, open_storage
+from ..storage.urls import masked_url
+from ..storage.workers import Workers
 
 __all__ = ["Tier", "Uploads"]
 
@@ -222,7 +222,7 @@ class _Lane:
         self._forgotten: set[str] = set()  # until it was looked what an earlier process has left
         self._given_up = threading.Event()
         self._background = Background("ckptcore-upload")
-        self._workers = Workers(threads, "ckptcore-upload-io", modest=True)
+        self._workers = Workers(threads, "ckptcore-upload-io", low_priority=True)
 
     def begin(self, run_id: str, step: int, info: CheckpointInfo | None = None) -> None:
         handle = _UploadHandle(step, self.storage.url, self.on_error, self.drain_timeout)

@@ -1,0 +1,1 @@
+"""Copies of checkpoints between any two storages."""
