@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .loading.apply import LoadReport as LoadReport
     from .loading.view import CheckpointView as CheckpointView
     from .loading.view import Problem as Problem
+    from .loading.view import StoredBox as StoredBox
     from .loading.view import TensorInfo as TensorInfo
     from .loading.view import open_checkpoint as open_checkpoint
     from .manager import CheckpointManager as CheckpointManager
@@ -55,6 +56,13 @@ if TYPE_CHECKING:
     from .storage.urls import masked_url as masked_url
     from .storage.urls import split_url as split_url
     from .tiers.uploads import Tier as Tier
+    from .upkeep import Leftover as Leftover
+    from .upkeep import delete_checkpoint as delete_checkpoint
+    from .upkeep import find_leftovers as find_leftovers
+    from .upkeep import kept_by as kept_by
+    from .upkeep import pin_checkpoint as pin_checkpoint
+    from .upkeep import sweep_root as sweep_root
+    from .upkeep import unpin_checkpoint as unpin_checkpoint
 
 __version__ = "0.1.0"
 
@@ -66,7 +74,7 @@ _HOMES = {
     "format.codecs": ["Opaque", "register_codec"],
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
     "loading.apply": ["LoadReport"],
-    "loading.view": ["CheckpointView", "Problem", "TensorInfo", "open_checkpoint"],
+    "loading.view": ["CheckpointView", "Problem", "StoredBox", "TensorInfo", "open_checkpoint"],
     "manager": ["CheckpointManager"],
     "preemption": ["PreemptionGuard"],
     "ranks.communicator": ["Communicator", "SingleProcess"],
@@ -86,6 +94,15 @@ _HOMES = {
     "storage.base": ["Storage", "open_storage"],
     "storage.urls": ["join_url", "masked_url", "split_url"],
     "tiers.uploads": ["Tier"],
+    "upkeep": [
+        "Leftover",
+        "delete_checkpoint",
+        "find_leftovers",
+        "kept_by",
+        "pin_checkpoint",
+        "sweep_root",
+        "unpin_checkpoint",
+    ],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

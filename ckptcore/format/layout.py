@@ -113,6 +113,9 @@ class WholeLayout:
     def plain(self) -> Any:
         return self.writer
 
+    def words(self) -> str:
+        return f"whole, written by rank {self.writer}"
+
 
 @dataclass(frozen=True, slots=True)
 class BoxLayout:
@@ -131,6 +134,9 @@ class BoxLayout:
     def plain(self) -> Any:
         return {"boxes": [[writer, *box] for writer, box in self.boxes]}
 
+    def words(self) -> str:
+        return f"{len(self.boxes)} boxes without a rule"
+
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
@@ -145,6 +151,10 @@ class MeshLayout:
         return prod(
             size for size, p in zip(self.mesh.shape, self.placements, strict=True) if p == "R"
         )
+
+    def words(self) -> str:
+        shape = "x".join(map(str, self.mesh.shape))
+        return f"{','.join(self.placements)} over {shape} ranks"
 
     def order(self, dim: int) -> list[int]:
         """The mesh dimensions that cut tensor dimension `dim`, in the order of the cuts."""

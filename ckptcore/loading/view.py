@@ -26,13 +26,13 @@ from .elsewhere import cuts_here, not_here
 from .plan import numpy_words, read_of
 from .reader import TensorRead, check_header, open_member, read_tensors
 
-__all__ = ["CheckpointView", "Problem", "TensorInfo", "open_checkpoint"]
+__all__ = ["CheckpointView", "Problem", "StoredBox", "TensorInfo", "open_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One logical tensor. `path` is its name in parts; `alias_of` the name of the tensor that holds
-    its bytes."""
+    its bytes; `layout` how a sharded one is cut over ranks, in words."""
 
     component: str
     name: str
@@ -41,6 +41,7 @@ class TensorInfo:
     nbytes: int
     file: str | None
     alias_of: str | None
+    layout: str | None = None
 
     @property
     def full_name(self) -> str:
@@ -49,6 +50,20 @@ class TensorInfo:
     @property
     def path(self) -> tuple[str, ...]:
         return tuple(part.replace("~1", "/").replace("~0", "~") for part in self.name.split("/"))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A part of a tensor as it lies in a file: where it begins in the tensor, its shape and bytes,
+    the file and where in it, who wrote it; digests: 8 bytes for each 4 MiB."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+    start: int
+    writer: int
+    digests: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +315,32 @@ class CheckpointView:
         """All tensors, component by component. Reads the indexes, and no tensor bytes."""
         return [info for name, stored in self._copies() for info in _infos(name, stored)]
 
+    def boxes(self, component: str, copy: int = 0) -> dict[str, list[StoredBox]]:
+        """The parts that each tensor of a component is stored in, by the tensor's name; those of
+        the tensor that it is an alias of. Reads indexes, and no tensor bytes.
+
+        copy: which of several (one per rank, group or node; default 0). Raises what `values` does.
+        """
+        self._check_copy(component, copy)
+        stored = self.component(component, copy)
+        found: dict[str, list[StoredBox]] = {}
+        for number, tensor in enumerate(stored.tensors):
+            whole = ((0,) * len(tensor.shape), tensor.shape)
+            found[tensor.name] = [
+                StoredBox(
+                    piece.offset or whole[0],
+                    piece.local_shape,
+                    piece.nbytes,
+                    piece.file,
+                    piece.start,
+                    self.manifest.files[piece.file].writer,
+                    piece.digests,
+                )
+                for piece in stored.pieces(number, whole)
+                if piece.file is not None
+            ]
+        return found
+
     def values(self, component: str, copy: int = 0) -> Any:
         """The component's state as it was saved, with TensorInfo where there was a tensor.
 
@@ -308,6 +349,12 @@ class CheckpointView:
         where there is no such component or copy, InvalidState for a copy that is no whole number,
         CheckpointCorrupt, StorageError.
         """
+        self._check_copy(component, copy)
+        stored = self.component(component, copy)
+        infos = _infos(component, stored)
+        return decode(stored.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
+
+    def _check_copy(self, component: Any, copy: Any) -> None:
         known = self.manifest.components
         if not isinstance(component, str) or component not in known:
             raise UnknownName(
@@ -324,9 +371,6 @@ class CheckpointView:
                 key=component,
                 available=[str(n) for n in range(min(count, 1000))],
             )
-        stored = self.component(component, copy)
-        infos = _infos(component, stored)
-        return decode(stored.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
 
     def values_bytes(self, component: str) -> int:
         """The size of a component's plain values as they are stored, of all its copies that are
@@ -536,7 +580,14 @@ def _infos(component: str, stored: StoredComponent) -> list[TensorInfo]:
         alias = None if t.alias_of is None else held.name
         infos.append(
             TensorInfo(
-                component, t.name, t.dtype, t.shape, tensor_nbytes(t.dtype, t.shape), file, alias
+                component,
+                t.name,
+                t.dtype,
+                t.shape,
+                tensor_nbytes(t.dtype, t.shape),
+                file,
+                alias,
+                None if held.layout is None else held.layout.words(),
             )
         )
     return infos

@@ -41,6 +41,7 @@ nodes
 saving loading
 copy
 choice
+upkeep
 coordinator
 tiers
 saves
@@ -63,6 +64,7 @@ TORCH_FREE = [
     "saving.publish",
     "copy",
     "choice",
+    "upkeep",
 ]
 
 # Imports inside a function or under TYPE_CHECKING, by module and what it imports, and why. This

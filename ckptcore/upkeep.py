@@ -1,0 +1,190 @@
+"""Upkeep of a root by one process, without torch and without a job: pin, delete, thin out, and find
+what interrupted saves have left.
+
+Every function takes the URL of a checkpoint or of a root, and does what the manager of a run does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .attempts import Attempt
+from .errors import CheckpointCorrupt, CheckpointNotFound, InvalidState
+from .retention import RetentionPolicy
+from .root import (
+    CheckpointInfo,
+    attempts_among,
+    committed,
+    entries_in,
+    newest_run,
+    read_manifest,
+    scan,
+    sweep,
+)
+from .root import delete_checkpoint as delete_folder
+from .root import pin_checkpoint as pin_folder
+from .root import remove_checkpoint_folder as remove_folder
+from .root import unpin_checkpoint as unpin_folder
+from .storage.base import Storage, open_storage
+from .storage.urls import split_url
+
+__all__ = [
+    "Leftover",
+    "delete_checkpoint",
+    "find_leftovers",
+    "kept_by",
+    "pin_checkpoint",
+    "sweep_root",
+    "unpin_checkpoint",
+]
+
+Options = dict[str, Any] | None
+Url = str | os.PathLike[str]
+
+
+def pin_checkpoint(url: Url, storage_options: Options = None) -> None:
+    """Keep the checkpoint at `url`, whatever a retention policy says, until `unpin_checkpoint`.
+
+    storage_options: of the storage of `url` (default None). Raises CheckpointNotFound,
+    CheckpointCorrupt, StorageError.
+    """
+    pin_folder(*_there(url, storage_options))
+
+
+def unpin_checkpoint(url: Url, storage_options: Options = None) -> None:
+    """Let retention and `delete_checkpoint` have the checkpoint at `url` again; arguments and
+    errors as of `pin_checkpoint`."""
+    unpin_folder(*_there(url, storage_options))
+
+
+def delete_checkpoint(url: Url, storage_options: Options = None, *, damaged: bool = False) -> None:
+    """Remove the checkpoint at `url`: its manifest first, then the files that it names; what others
+    have put there stays.
+
+    storage_options: of the storage of `url` (default None). damaged: also one without a manifest
+    that says what is its own; then what has a name that only ckptcore gives goes (default False).
+    Raises InvalidState for a pinned one, CheckpointNotFound, CheckpointCorrupt, StorageError.
+    """
+    storage, name = _place(url, storage_options)
+    if not damaged:
+        read_manifest(storage, name)
+        delete_folder(storage, name)
+        return
+    found = next((info for info in scan(storage) if info.name == name), None)
+    if found is None:
+        raise CheckpointNotFound(f"{storage.at(name)}: nothing there", path=storage.at(name))
+    if found.status == "partial":
+        raise InvalidState(
+            f"{found.url} is what a save, a copy or a deletion did not finish; sweep_root removes "
+            "it once nobody is at it"
+        )
+    if found.pinned:
+        raise InvalidState(f"{found.url} is pinned; unpin it before it is deleted")
+    try:
+        delete_folder(storage, name)
+    except CheckpointCorrupt:
+        pass
+    remove_folder(storage, name)
+
+
+def kept_by(
+    infos: Sequence[CheckpointInfo],
+    policies: Mapping[str, RetentionPolicy],
+    run_id: str | None = None,
+) -> dict[str, list[str]]:
+    """Why each committed checkpoint of a run stays, by its name: the names of the `policies` that
+    keep it, "newest" and "pinned". An empty list: retention by these policies would delete it.
+
+    infos: what `scan_root` has found. policies: by a name of one's own. run_id: the run (default
+    None: the one that committed last). A branch that the run has left has the same policies, for
+    itself.
+    """
+    run = run_id or newest_run(infos)
+    mine = committed(infos, run) if run else []
+    left = [i for i in infos if i.status == "committed" and i.abandoned and i.run_id == run]
+    reasons: dict[str, list[str]] = {info.name: [] for info in [*mine, *left]}
+    for label, policy in policies.items():
+        for name in policy.keep(mine) | (policy.keep(left) if left else set()):
+            reasons[name].append(label)
+    if mine:
+        reasons[mine[-1].name].append("newest")
+    for info in [*mine, *left]:
+        reasons[info.name] += ["pinned"] if info.pinned else []
+    return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a save, a copy or a deletion did not finish.
+
+    name, reason: as of the entry of the root. nbytes: what lies in it. writer: who was at it, in
+    words. abandoned: nobody can still be at it, so that `sweep_root` removes it.
+    """
+
+    name: str
+    reason: str
+    nbytes: int
+    writer: str
+    abandoned: bool
+
+
+def find_leftovers(url: Url, storage_options: Options = None) -> list[Leftover]:
+    """What interrupted saves, copies and deletions have left in the root at `url`.
+
+    storage_options: of the storage of `url` (default None). Raises StorageError.
+    """
+    storage = open_storage(url, storage_options)
+    found = []
+    for info in scan(storage):
+        if info.status != "partial" and not info.marked:
+            continue
+        entries = entries_in(storage, info.name)
+        _, _, attempt = info.name.partition(".partial-")
+        attempts = [Attempt.parse(text) for text in ([attempt] if attempt else [])]
+        attempts += [Attempt.parse(text) for text in attempts_among(entries)]
+        found.append(
+            Leftover(
+                info.name,
+                info.reason or "the mark of an attempt that was committed",
+                sum(entry.size or 0 for entry in entries),
+                "; ".join(_writer(each) for each in attempts) or "nobody",
+                all(each.is_abandoned("") for each in attempts),
+            )
+        )
+    return found
+
+
+def _writer(attempt: Attempt) -> str:
+    if not attempt.pid:
+        return "a process that is not known"
+    here = attempt.machine == Attempt.new("").machine
+    if not here:
+        return f"process {attempt.pid} of another machine, or before a restart of this one"
+    gone = attempt.is_abandoned("")
+    return f"process {attempt.pid} of this machine, which {'is gone' if gone else 'is running'}"
+
+
+def sweep_root(url: Url, storage_options: Options = None) -> tuple[list[str], list[str]]:
+    """Remove what `find_leftovers` calls abandoned from the root at `url`, and finish what an
+    overwrite or a deletion has left. Returns the names that were removed, and what could not be
+    done, in words.
+
+    storage_options: of the storage of `url` (default None). Raises StorageError.
+    """
+    storage = open_storage(url, storage_options)
+    failed: list[str] = []
+    return sweep(storage, scan(storage), "", failed.append), failed
+
+
+def _place(url: Url, options: Options) -> tuple[Storage, str]:
+    around, name = split_url(os.fspath(url))
+    return open_storage(around, options), name
+
+
+def _there(url: Url, options: Options) -> tuple[Storage, str]:
+    storage, name = _place(url, options)
+    read_manifest(storage, name)
+    return storage, name
