@@ -271,6 +271,8 @@ class Scripts:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            # Python 3.12 says that forking a process with threads is risky; that is the test.
+            "PYTHONWARNINGS": "ignore:This process:DeprecationWarning",
         }
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "script_runner.py")],
