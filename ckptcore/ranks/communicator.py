@@ -1,15 +1,15 @@
 """How ranks agree, without collectives: every rank brings its part, rank 0 decides, all get the
 same answer.
 
-One operation carries joins, receipts, verdicts and errors: `together`, a round. Ranks talk through
-a small blackboard on a connection of its own, so neither side of a save can interleave with, or
-wait for, the training's communication. What one rank raises, all ranks raise; a rank that dies,
-stops or never comes is named within a bounded time.
+One operation carries joins, receipts, verdicts and errors: a round, `with comm.round(...)`. Ranks
+talk through a small blackboard on a connection of its own, so neither side of a save can interleave
+with, or wait for, the training's communication. What one rank raises, all ranks raise; a rank that
+dies, stops or never comes is named within a bounded time.
 
-A public call (`exclusively`) has a number, and its rounds are counted from 1. A rank that leaves a
-call by an error that is not everybody's, Ctrl-C above all, posts that error in its place, in the
-round that it is in and in the next one, so that nobody waits for it; and the next call has the same
-number on all ranks, whatever became of this one.
+A public call (`with comm.call(...)`) has a number, and its rounds are counted from 1. A rank that
+leaves a call by an error that is not everybody's, Ctrl-C above all, posts that error in its place,
+in the round that it is in and in the next one, so that nobody waits for it; and the next call has
+the same number on all ranks, whatever became of this one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from .. import errors
 from ..errors import CheckpointError, InvalidState, JoinTimeout, RankFailed, RankLost, RanksDisagree
-from ..format.values import decode, encode
 from .board import Board, BoardLost, MemoryBoard, PartOfBoard
+from .messages import packed, unpacked
 
 __all__ = [
     "Board",
@@ -41,6 +40,7 @@ __all__ = [
     "Communicator",
     "Local",
     "MemoryBoard",
+    "Round",
     "SingleProcess",
 ]
 
@@ -57,47 +57,46 @@ PATIENT_SECONDS = 30.0
 READ_SECONDS = 2.0
 
 
-class _Turn:
-    """One call at a time, whichever threads they come from. doing: what it is, in words."""
+class Round:
+    """One round, inside its `with` block. leads: whether this rank is rank 0, which decides.
+    verdict: what it has decided, on every rank, after the block."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.doing: str | None = None
+    leads = True
+    verdict: Any = None
 
-    def take(self, what: str, work: Callable[[], T]) -> T:
-        with self.lock:
-            if self.doing is not None:  # this thread's own, for the lock is held by it
-                raise InvalidState(
-                    f"{what}: a {self.doing} is under way on this thread, so a signal handler or "
-                    "a state_dict() cannot "
-                    "begin another call; note that it is wanted, and make it when that one has "
-                    "returned"
-                )
-            try:
-                self.doing = what
-                return work()
-            finally:
-                self.doing = None
+    def gather(self, value: Any = None) -> list[Any]:
+        """What all ranks bring, in order of rank, on rank 0; elsewhere `value` alone.
+
+        Once in a round; without it a rank brings None. Raises, on rank 0, what another rank has
+        failed with. Values must be plain, or messages (see messages.py).
+        """
+        return [value]
 
 
 class Communicator(ABC):
     """The ranks of one job. `nodes` lists the ranks of every node, in order of their lowest rank
-    (known from the first `together` on). number: of the call that is being made."""
+    (known from the first round on). number: of the call that is being made."""
 
     rank: int
     world_size: int
     nodes: list[list[int]]
     number: int = 0
 
-    def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
-        """Do `work`, all rounds of one call that every rank makes: `what`, in words. Other threads
-        wait for their turn.
+    @contextmanager
+    def call(self, what: str, *, number: int | None = None) -> Iterator[None]:
+        """All rounds of one call that every rank makes: `what`, in words. Other threads wait for
+        their turn.
 
         number: where it has one; else it is the next one. Raises InvalidState on a thread that is
         in a call already.
         """
-        turn: _Turn = self.__dict__.setdefault("_turn", _Turn())
-        return turn.take(what, work)
+        with _turn_of(self).taken(what):
+            yield
+
+    def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
+        """Do `work` in a call of its own."""
+        with self.call(what, number=number):
+            return work()
 
     def leave(self, number: int, error: BaseException) -> None:  # noqa: B027
         """This rank does not make the call of that number, because of `error`: the others hear of
@@ -110,26 +109,36 @@ class Communicator(ABC):
         yield
 
     @abstractmethod
-    def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
-        """Run `local` on every rank, then `decide` on rank 0 with all results by rank; its result
-        is everybody's.
+    def round(self, topic: str, *, joining: bool = False) -> AbstractContextManager[Round]:
+        """A round of all ranks: `with comm.round("capture") as r`.
 
-        What any rank raises, every rank raises: errors of ckptcore in their own type, others as
-        RankFailed, with `causes` by rank. joining: ranks may not be here yet; they have
-        `join_timeout` to come (JoinTimeout). Later rounds wait for as long as the others live
-        (RankLost). Results must be plain values.
+        Every rank brings its part by `r.gather`, rank 0 sets `r.verdict`, and after the block
+        every rank has it. What is raised in the block on any rank, every rank raises when the
+        block is left: errors of ckptcore in their own type, others as RankFailed, with `causes` by
+        rank.
+
+        topic: what is done, for messages; the same on all ranks. joining: ranks may not be here
+        yet; they have `join_timeout` to come (JoinTimeout). Other rounds wait for as long as the
+        others live (RankLost).
         """
+
+    def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
+        """A round in which every rank brings `local()`, and rank 0 decides with `decide`."""
+        with self.round(topic, joining=joining) as r:
+            values = r.gather(local())
+            if r.leads:
+                r.verdict = decide(values)
+        return r.verdict
 
     def share(self, buffer: memoryview, source: int) -> None:
         """Fill `buffer` on every rank with what it holds on rank `source`; it has the same length
         on all."""
         if self.world_size > 1:
-            data = self.together(
-                "share",
-                lambda: bytes(buffer) if self.rank == source else b"",
-                lambda parts: parts[source],
-            )
-            buffer[:] = data
+            with self.round("share") as r:
+                parts = r.gather(bytes(buffer) if self.rank == source else b"")
+                if r.leads:
+                    r.verdict = parts[source]
+            buffer[:] = r.verdict
 
     def branch(self, name: str) -> Communicator:
         """The same ranks in a conversation of their own, for another thread; every rank makes one
@@ -144,6 +153,34 @@ class Communicator(ABC):
         """Leave. Ranks that still wait for this one are told so."""
 
 
+class _Turn:
+    """One call at a time, whichever threads they come from. doing: what it is, in words."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.doing: str | None = None
+
+    @contextmanager
+    def taken(self, what: str) -> Iterator[None]:
+        with self.lock:
+            if self.doing is not None:  # this thread's own, for the lock is held by it
+                raise InvalidState(
+                    f"{what}: a {self.doing} is under way on this thread, so a signal handler or "
+                    "a state_dict() cannot begin another call; note that it is wanted, and make "
+                    "it when that one has returned"
+                )
+            try:
+                self.doing = what
+                yield
+            finally:
+                self.doing = None
+
+
+def _turn_of(comm: Communicator) -> _Turn:
+    turn: _Turn = comm.__dict__.setdefault("_turn", _Turn())
+    return turn
+
+
 class SingleProcess(Communicator):
     """One rank: nothing to agree about."""
 
@@ -153,11 +190,13 @@ class SingleProcess(Communicator):
     def __init__(self) -> None:
         self.nodes = [[0]]
 
-    def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
-        return decide([local()])
+    @contextmanager
+    def round(self, topic: str, *, joining: bool = False) -> Iterator[Round]:
+        yield Round()
 
-    def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
-        return work()  # nobody else takes part, so a call in the middle of another one is fine
+    @contextmanager
+    def call(self, what: str, *, number: int | None = None) -> Iterator[None]:
+        yield  # nobody else takes part, so a call in the middle of another one is fine
 
 
 GONE = b"gone"
@@ -172,7 +211,7 @@ class _Pulse:
 
 
 class BoardCommunicator(Communicator):
-    """`together` over a Board. node: any name that equals that of the other ranks on this rank's
+    """Rounds over a Board. node: any name that equals that of the other ranks on this rank's
     node.
 
     join_timeout: seconds that a rank may come later than the others. error_join_timeout: the same,
@@ -307,26 +346,24 @@ class BoardCommunicator(Communicator):
                         waiting.discard(rank)
                 self._stop.wait(0.01)
 
-    def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
+    @contextmanager
+    def call(self, what: str, *, number: int | None = None) -> Iterator[None]:
         if self._pid != os.getpid():
             raise InvalidState(
                 f"{what}: the connections of this communicator are the parent process's; save there"
             )
-        return self._turn.take(what, partial(self._whole_call, work, number))
-
-    def _whole_call(self, work: Callable[[], T], number: int | None) -> T:
-        try:
-            if number is None or number != self.number:
-                self._round, self._answered = 0, True
-                self.number = self.number + 1 if number is None else number
-            in_error = sys.exc_info()[1] is not None
-            self._patient = (
-                min(self.join_timeout, self.error_join_timeout) if in_error else self.join_timeout
-            )
-            return work()
-        except BaseException as error:
-            self.leave(self.number, error)
-            raise
+        with self._turn.taken(what):
+            try:
+                if number is None or number != self.number:
+                    self._round, self._answered = 0, True
+                    self.number = self.number + 1 if number is None else number
+                in_error = sys.exc_info()[1] is not None
+                shorter = min(self.join_timeout, self.error_join_timeout)
+                self._patient = shorter if in_error else self.join_timeout
+                yield
+            except BaseException as error:
+                self.leave(self.number, error)
+                raise
 
     def leave(self, number: int, error: BaseException) -> None:
         """Have the others fail in the round where they wait for this rank, with what it failed
@@ -341,10 +378,10 @@ class BoardCommunicator(Communicator):
         failure = _failure(error)
         if self.rank == 0:
             text = {"message": f"rank 0: {failure['message']}", "causes": {0: _cause_text(failure)}}
-            data = encode({"nodes": self.nodes, "failure": {**failure, **text}})
+            data = packed({"nodes": self.nodes, "failure": {**failure, **text}})
         else:
             what = {"topic": "", "call": self._turn.doing or "", "node": self.node, "left": True}
-            data = encode({**what, "failure": failure})
+            data = packed({**what, "failure": failure})
         rounds = [now + 1] if self._answered or not now else [now, now + 1]
         for key in [self._key(n, number) for n in rounds]:
             if self.rank == 0:  # what was said before stays: some may have read it
@@ -365,83 +402,33 @@ class BoardCommunicator(Communicator):
             return f"{at}/out"
         return f"{at}/in/{self.rank if rank is None else rank}"
 
-    def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
-        run = partial(self._together, topic, local, decide, joining)
-        if self._pid == os.getpid():
-            with self._turn.lock:
-                if self._turn.doing is not None:
-                    return run()
-        return self.exclusively(topic, run)
-
-    def _together(self, topic: str, local: Local, decide: Decide, joining: bool) -> Any:
-        if self._in_round:
-            raise InvalidState(
-                f"{topic}: a {self._turn.doing} is under way on this thread, in the middle of a "
-                "round"
-            )
-        try:
-            self._in_round = True
-            return self._one_round(topic, local, decide, joining)
-        finally:
-            self._in_round = False
-
-    def _one_round(self, topic: str, local: Local, decide: Decide, joining: bool) -> Any:
-        self._answered = False
-        self._round += 1
-        own: BaseException | None = None
-        message: Message = {"topic": topic, "call": self._turn.doing, "node": self.node}
-        try:
-            data = encode({**message, "value": local()})
-        except Exception as error:
-            own = error
-            data = encode({**message, "failure": _failure(error)})
-        verdict: dict[str, Any] = {"over": True}
-        try:
-            while "over" in verdict:
-                self.board.put(self._key(self._round, rank=self.rank), data)
-                if self.rank == 0:
-                    verdict, failed = self._lead(topic, decide, joining)
-                    own = own or failed
-                else:
-                    verdict = self._follow(topic, joining, message)
-                    self.board.put(f"done/{self.rank}", b"%d %d" % (self.number, self._round))
-                    self._tidy()
-                    if joining and self._round == 1 and self._was_alone(verdict):
-                        verdict = {"over": True}
-                if "over" in verdict:
-                    self.number += 1
-        except BoardLost as error:
-            raise RankLost(
-                f"{self._named_as(topic)}: rank {self.rank} lost the connection to the store of "
-                f"this job ({error}); "
-                "the process that hosts it (rank 0) has probably died",
-                ranks=[0],
-            ) from error
-        self.nodes = verdict["nodes"] or self.nodes
-        if "failure" in verdict:
-            raise self._everybodys(_rebuilt(verdict["failure"], own)) from _cause_of(own)
-        return verdict["value"]
-
-    def _was_alone(self, verdict: dict[str, Any]) -> bool:
-        """Whether this is the failure of a call that others made without this rank and that is
-        over: another one than this rank makes now, or rank 0 makes this one again already. A rank
-        that comes late to it shares the failure."""
-        if self.rank not in verdict.get("absent", ()):
-            return False
-        leader = self.board.get("leader")
-        again = _place(leader) > (self.number, 1) and _words(leader) == self._turn.doing
-        return verdict["call"] != self._turn.doing or again
-
-    def _are_over(self, messages: list[Message]) -> bool:
-        """The same of calls that ranks gave up waiting for rank 0."""
-        for rank, message in enumerate(messages):
-            if "late" in message:
-                if message["call"] != self._turn.doing:
-                    return True
-                later = self.board.get(self._key(1, self.number + 1, rank))
-                if later is not None and decode(later)["call"] == self._turn.doing:
-                    return True
-        return False
+    @contextmanager
+    def round(self, topic: str, *, joining: bool = False) -> Iterator[Round]:
+        with ExitStack() as stack:
+            if self._pid == os.getpid():
+                stack.enter_context(self._turn.lock)
+            if self._pid != os.getpid() or self._turn.doing is None:
+                stack.enter_context(self.call(topic))
+            if self._in_round:
+                raise InvalidState(
+                    f"{topic}: a {self._turn.doing} is under way on this thread, in the middle of "
+                    "a round"
+                )
+            now = _BoardRound(self, topic, joining)
+            own: Exception | None = None
+            try:
+                self._in_round = True
+                try:
+                    yield now
+                except Exception as error:
+                    own = error
+                now.end(own)
+            except BaseException as error:
+                if own is not None:  # what takes its place has come about where it has
+                    error.__context__ = own.__context__
+                raise
+            finally:
+                self._in_round = False
 
     def _everybodys(self, error: CheckpointError) -> CheckpointError:
         """Mark what all ranks raise, so that it is not posted once more when the call is left."""
@@ -461,75 +448,6 @@ class BoardCommunicator(Communicator):
         what = self._turn.doing or topic
         return what if what == topic else f"{what} ({topic})"
 
-    def _lead(
-        self, topic: str, decide: Decide, joining: bool
-    ) -> tuple[dict[str, Any], BaseException | None]:
-        verdict: dict[str, Any] = {"nodes": self.nodes}
-        cause: BaseException | None = None
-        messages: list[Message] = []
-        try:
-            where = f"{self.number} {self._round} {self._turn.doing}"
-            self.board.put("leader", where.encode("utf-8", "backslashreplace"))
-            messages = self._gather(topic, joining)
-            if joining and self._round == 1 and self._are_over(messages):
-                self.board.put(out := self._key(1), encode({"over": True}))
-                self._unread.append(out)
-                return {"over": True}, None
-            self.nodes = verdict["nodes"] = _nodes([message["node"] for message in messages])
-            _raise_failures(topic, messages, joining)
-            verdict["value"] = decide([message["value"] for message in messages])
-            data = encode(verdict)
-        except BoardLost:
-            raise
-        except Exception as error:
-            cause = error
-            verdict = {"nodes": verdict["nodes"], "failure": _failure(error)}
-            if isinstance(error, JoinTimeout):
-                verdict |= {"absent": error.ranks or [], "call": self._turn.doing}
-            data = encode(verdict)
-        self.board.put(out := self._key(self._round), data)
-        self._answered = True
-        self._unread.append(out)
-        if cause is not None:
-            gone = [
-                rank
-                for rank, message in enumerate(messages)
-                if "left" in message or "late" in message
-            ]
-            self._wait_for_readers(READ_SECONDS, {*range(1, self.world_size)} - {*gone})
-        return verdict, cause
-
-    def _gather(self, topic: str, joining: bool) -> list[Message]:
-        """All ranks' messages of a round, in order of rank; and the keys of the rounds before are
-        removed."""
-        started = time.monotonic()
-        deadline = started + (self._patient if joining else self.work_timeout)
-        keys = [self._key(self._round, rank=rank) for rank in range(self.world_size)]
-        # A round whose messages have all come proves that the rounds before it were read by
-        # everybody.
-        found: list[Message] = []
-        said = not joining
-        for rank, key in enumerate(keys):
-            while (data := self.board.wait(key, self._patience(deadline))) is None:
-                missing = [
-                    r for r in range(rank, self.world_size) if self.board.get(keys[r]) is None
-                ]
-                self._check_alive(topic, missing)
-                now = time.monotonic()
-                if joining and any(self._works(r) for r in missing):
-                    deadline = max(deadline, now + self._patient)
-                said = said or self._say(started, missing)
-                if missing and now > deadline:
-                    self._lost.update(missing)
-                    self._unread += keys
-                    raise self._absent(topic, missing, joining)
-            found.append(decode(data))
-        self._lost.clear()
-        for key in (*keys, *self._unread):
-            self.board.delete(key)
-        self._unread = []
-        return found
-
     def _say(self, started: float, missing: list[int]) -> bool:
         """Say, when it has been long enough, whom this call waits for."""
         seconds = time.monotonic() - started
@@ -539,37 +457,6 @@ class BoardCommunicator(Communicator):
             "%s: waiting for %s since %.0f s", self._turn.doing, _rank_names(missing), seconds
         )
         return True
-
-    def _follow(self, topic: str, joining: bool, message: Message) -> dict[str, Any]:
-        began = started = time.monotonic()
-        key, place = f"{self.number}/{self._round}/out", (self.number, self._round)
-        said = not joining
-        while (data := self.board.wait(key, self._patience(started + self.work_timeout))) is None:
-            self._check_alive(topic, [0])
-            now = time.monotonic()
-            if joining and _place(self.board.get("leader")) < place:
-                said = said or self._say(began, [0])
-                started = now if self._works(0) else started
-                if now - started > self._patient:
-                    self._give_up(topic, message)
-            if now > began + self.work_timeout + self.liveness_timeout:
-                raise self._absent(topic, [0], joining=False)
-        verdict: dict[str, Any] = decode(data)
-        self._answered = True
-        return verdict
-
-    def _give_up(self, topic: str, message: Message) -> None:
-        """Raise JoinTimeout for rank 0, unless it has come.
-
-        Rank 0 says that it is here before it reads what the others brought. So either it finds this
-        message and fails too when it comes, or it has come by now and its verdict is waited for.
-        """
-        absent = self._absent(topic, [0], joining=True)
-        self.board.put(
-            self._key(self._round), encode({**message, "failure": _failure(absent), "late": True})
-        )
-        if _place(self.board.get("leader")) < (self.number, self._round):
-            raise self._everybodys(absent)
 
     def _patience(self, deadline: float) -> float:
         shortest = min(self.liveness_timeout / 4, self._patient / 4, PATIENT_SECONDS / 2)
@@ -625,6 +512,207 @@ class BoardCommunicator(Communicator):
             )
 
 
+class _BoardRound(Round):
+    """A round over a board. Every rank but 0 posts what it brings, rank 0 its verdict; on every
+    path out of the block, and not before it, so that a rank that fails in the block brings that."""
+
+    def __init__(self, comm: BoardCommunicator, topic: str, joining: bool) -> None:
+        self.comm, self.topic, self.joining, self.leads = comm, topic, joining, comm.rank == 0
+        self.verdict: Any = None
+        self.message: Message = {"topic": topic, "call": comm._turn.doing, "node": comm.node}
+        self.data: bytes | None = None  # what this rank brings, from `gather` on
+        self.messages: list[Message] = []
+        self.failed: Exception | None = None  # of other ranks, as rank 0 found it
+        comm._answered = False
+        comm._round += 1
+
+    def gather(self, value: Any = None) -> list[Any]:
+        if self.data is not None:
+            raise InvalidState(f"{self.topic}: a rank can gather once in a round")
+        self.data = packed({**self.message, "value": value})
+        return self._gathered() if self.leads else [value]
+
+    def end(self, own: Exception | None) -> None:
+        """Post what is due when the block is left, by `own` if by an error; and raise what all
+        ranks raise."""
+        try:
+            if self.data is None and own is None:
+                try:
+                    self.gather()
+                except Exception as error:
+                    own = error
+            if own is not None and (self.data is None or not self.leads):
+                self.data = packed({**self.message, "failure": _failure(own)})
+            verdict = self._lead(own) if self.leads else self._follow()
+        except BoardLost as error:
+            raise self._lost_connection(error) from error
+        comm = self.comm
+        comm.nodes = verdict["nodes"] or comm.nodes
+        if "failure" in verdict:
+            raise comm._everybodys(_rebuilt(verdict["failure"], own)) from _cause_of(own)
+        self.verdict = verdict["value"]
+
+    def _lost_connection(self, error: BoardLost) -> RankLost:
+        return RankLost(
+            f"{self.comm._named_as(self.topic)}: rank {self.comm.rank} lost the connection to the "
+            f"store of this job ({error}); the process that hosts it (rank 0) has probably died",
+            ranks=[0],
+        )
+
+    # Rank 0.
+
+    def _gathered(self) -> list[Any]:
+        """The values of all ranks. Raises what any has failed with."""
+        try:
+            comm, first = self.comm, self.joining and self.comm._round == 1
+            while True:
+                where = f"{comm.number} {comm._round} {comm._turn.doing}"
+                comm.board.put("leader", where.encode("utf-8", "backslashreplace"))
+                self.messages = self._all_messages()
+                if not first or not self._are_over():
+                    break
+                comm.board.put(out := comm._key(1), packed({"over": True}))
+                comm._unread.append(out)
+                comm.number += 1
+            comm.nodes = _nodes([message["node"] for message in self.messages])
+            _raise_failures(self.topic, self.messages, self.joining)
+            return [message["value"] for message in self.messages]
+        except Exception as error:
+            self.failed = error
+            raise
+
+    def _lead(self, own: Exception | None) -> dict[str, Any]:
+        """Post the verdict, or the failure."""
+        comm = self.comm
+        if not self.messages and self.failed is None:
+            # It failed before it heard of the others; what they bring is read all the same.
+            with suppress(CheckpointError):
+                self._gathered()
+        if isinstance(self.failed, BoardLost):
+            raise self.failed
+        error = self.failed or own
+        verdict: dict[str, Any] = {"nodes": comm.nodes, "value": self.verdict}
+        if error is None:
+            try:
+                data = packed(verdict)
+            except Exception as unfit:
+                error = unfit
+        if error is not None:
+            verdict = {"nodes": comm.nodes, "failure": _failure(error)}
+            if isinstance(error, JoinTimeout):
+                verdict |= {"absent": error.ranks or [], "call": comm._turn.doing}
+            data = packed(verdict)
+        comm.board.put(out := comm._key(comm._round), data)
+        comm._answered = True
+        comm._unread.append(out)
+        if error is not None:
+            gone = {r for r, m in enumerate(self.messages) if "left" in m or "late" in m}
+            comm._wait_for_readers(READ_SECONDS, {*range(1, comm.world_size)} - gone)
+        return verdict
+
+    def _all_messages(self) -> list[Message]:
+        """All ranks' messages of this round, in order of rank; and the keys of the rounds before
+        are removed."""
+        comm, started = self.comm, time.monotonic()
+        deadline = started + (comm._patient if self.joining else comm.work_timeout)
+        keys = [comm._key(comm._round, rank=rank) for rank in range(comm.world_size)]
+        assert self.data is not None
+        # A round whose messages have all come proves that the rounds before it were read by
+        # everybody.
+        found: list[Message] = [unpacked(self.data)]
+        said = not self.joining
+        for rank, key in enumerate(keys[1:], 1):
+            while (data := comm.board.wait(key, comm._patience(deadline))) is None:
+                missing = [
+                    r for r in range(rank, comm.world_size) if comm.board.get(keys[r]) is None
+                ]
+                comm._check_alive(self.topic, missing)
+                now = time.monotonic()
+                if self.joining and any(comm._works(r) for r in missing):
+                    deadline = max(deadline, now + comm._patient)
+                said = said or comm._say(started, missing)
+                if missing and now > deadline:
+                    comm._lost.update(missing)
+                    comm._unread += keys[1:]
+                    raise comm._absent(self.topic, missing, self.joining)
+            found.append(unpacked(data))
+        comm._lost.clear()
+        for key in (*keys[1:], *comm._unread):
+            comm.board.delete(key)
+        comm._unread = []
+        return found
+
+    def _are_over(self) -> bool:
+        """Whether these messages are of a call in which ranks gave up waiting for rank 0: another
+        one than it makes now, or this one, which they make again already."""
+        comm = self.comm
+        for rank, message in enumerate(self.messages):
+            if "late" in message:
+                if message["call"] != comm._turn.doing:
+                    return True
+                later = comm.board.get(comm._key(1, comm.number + 1, rank))
+                if later is not None and unpacked(later)["call"] == comm._turn.doing:
+                    return True
+        return False
+
+    # The other ranks.
+
+    def _follow(self) -> dict[str, Any]:
+        """Post what this rank brings, and wait for the verdict."""
+        comm, first = self.comm, self.joining and self.comm._round == 1
+        assert self.data is not None
+        while True:
+            comm.board.put(comm._key(comm._round), self.data)
+            verdict = self._waited_for()
+            comm.board.put(f"done/{comm.rank}", b"%d %d" % (comm.number, comm._round))
+            comm._tidy()
+            if "over" not in verdict and not (first and self._was_alone(verdict)):
+                return verdict
+            comm.number += 1
+
+    def _waited_for(self) -> dict[str, Any]:
+        comm, began = self.comm, time.monotonic()
+        started = began
+        key, place = f"{comm.number}/{comm._round}/out", (comm.number, comm._round)
+        said = not self.joining
+        while (data := comm.board.wait(key, comm._patience(started + comm.work_timeout))) is None:
+            comm._check_alive(self.topic, [0])
+            now = time.monotonic()
+            if self.joining and _place(comm.board.get("leader")) < place:
+                said = said or comm._say(began, [0])
+                started = now if comm._works(0) else started
+                if now - started > comm._patient:
+                    self._give_up()
+            if now > began + comm.work_timeout + comm.liveness_timeout:
+                raise comm._absent(self.topic, [0], joining=False)
+        verdict: dict[str, Any] = unpacked(data)
+        comm._answered = True
+        return verdict
+
+    def _was_alone(self, verdict: dict[str, Any]) -> bool:
+        """Whether this is the failure of a call that others made without this rank and that is
+        over: another one than this rank makes now, or rank 0 makes this one again already. A rank
+        that comes late to it shares the failure."""
+        comm = self.comm
+        if comm.rank not in verdict.get("absent", ()):
+            return False
+        leader = comm.board.get("leader")
+        again = _place(leader) > (comm.number, 1) and _words(leader) == comm._turn.doing
+        return verdict["call"] != comm._turn.doing or again
+
+    def _give_up(self) -> None:
+        """Raise JoinTimeout for rank 0, unless it has come.
+
+        Rank 0 says that it is here before it reads what the others brought. So either it finds this
+        message and fails too when it comes, or it has come by now and its verdict is waited for.
+        """
+        comm, absent = self.comm, self.comm._absent(self.topic, [0], joining=True)
+        late = {**self.message, "failure": _failure(absent), "late": True}
+        comm.board.put(comm._key(comm._round), packed(late))
+        if _place(comm.board.get("leader")) < (comm.number, comm._round):
+            raise comm._everybodys(absent)
+
+
 _beating: weakref.WeakSet[BoardCommunicator] = weakref.WeakSet()
 
 
@@ -678,7 +766,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
     facts = {}
     for name in error.facts:
         try:
-            encode(value := getattr(error, name))
+            packed(value := getattr(error, name))
         except CheckpointError:
             continue
         facts[name] = value

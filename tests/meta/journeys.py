@@ -75,17 +75,17 @@ def talk() -> dict[str, int]:
     rounds: Counter[str] = Counter()
     messages: Counter[str] = Counter()
     what = ""
-    follow, put = BoardCommunicator.together, MemoryBoard.put
+    one_round, put = BoardCommunicator.round, MemoryBoard.put
 
-    def together(self: BoardCommunicator, *args: Any, **kwargs: Any) -> Any:
+    def counted_round(self: BoardCommunicator, *args: Any, **kwargs: Any) -> Any:
         rounds[what] += self.rank == 0
-        return follow(self, *args, **kwargs)
+        return one_round(self, *args, **kwargs)
 
     def counted(self: MemoryBoard, key: str, value: bytes) -> None:
         messages[what] += "alive/" not in key
         put(self, key, value)
 
-    BoardCommunicator.together, MemoryBoard.put = together, counted  # type: ignore[method-assign]
+    BoardCommunicator.round, MemoryBoard.put = counted_round, counted  # type: ignore[method-assign]
     gate = threading.Barrier(2)
 
     def program(comm: Communicator) -> None:

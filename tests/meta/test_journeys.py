@@ -19,9 +19,9 @@ LIMITS = {
     "restore": {"modules": 39, "moves": 852, "closures": 27},
     "talk": {
         "rounds of a save": 7,
-        "messages of a save": 37,
+        "messages of a save": 30,
         "rounds of a restore": 6,
-        "messages of a restore": 30,
+        "messages of a restore": 24,
     },
 }
 

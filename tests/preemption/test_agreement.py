@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 
 from ckptcore import CoordinationError, InvalidState, PreemptionGuard, RankLost
 from ckptcore.ranks.board import Board, BoardLost, MemoryBoard
-from ckptcore.ranks.communicator import BoardCommunicator, Communicator
+from ckptcore.ranks.communicator import BoardCommunicator, Communicator, Round
 from ckptcore.testing.ranks import run_ranks
 
 Scheduled = Callable[..., Any]
@@ -221,8 +222,8 @@ class Own(Communicator):
         self.comm, self.rank, self.world_size, self.nodes = comm, comm.rank, comm.world_size, []
         self.closed = False
 
-    def together(self, topic: str, local: Any, decide: Any, *, joining: bool = False) -> Any:
-        return self.comm.together(topic, local, decide, joining=joining)
+    def round(self, topic: str, *, joining: bool = False) -> AbstractContextManager[Round]:
+        return self.comm.round(topic, joining=joining)
 
     def close(self) -> None:
         self.closed = True
