@@ -16,8 +16,7 @@ from ckptcore.format.index import ComponentIndex, FileEntry, Index, Piece, index
 from ckptcore.format.layout import decode_layouts, encode_layouts
 from ckptcore.format.manifest import CheckpointManifest, ComponentManifest, FileRecord
 from ckptcore.format.values import TensorRef, encode
-from ckptcore.ranks import sharding
-from ckptcore.ranks.sharding import ShardedState, merge_descriptions
+from ckptcore.replicas.shard_table import PlainValues, ShardTable, table_of
 from ckptcore.saving.plan import FilePlan, TensorSpec, plan_component
 
 from .frame import Check, Report, Row
@@ -34,7 +33,7 @@ def run(*, rounds: int = 5, progress: Callable[[str], None] = lambda _: None) ->
     rows = []
     for ranks, bound in TARGETS.items():
         progress(f"{ranks} ranks")
-        description = _description(ranks)
+        description, values = _description(ranks)
         planned = [
             _timed(lambda d=description, n=ranks: _plan(d, n, n // 2)) for _ in range(rounds)
         ]  # type: ignore[misc]
@@ -43,7 +42,7 @@ def run(*, rounds: int = 5, progress: Callable[[str], None] = lambda _: None) ->
             row.checks.append(Check("planning", bound, row.median, at_least=False, unit=" s"))
         rows.append(row)
         state, files = planned[0][1]
-        parts = _metadata(state, files, ranks)
+        parts = _metadata(state, values, files, ranks)
         # type: ignore[misc]
         read = [_timed(lambda p=parts, n=ranks: _read(p, n))[0] for _ in range(rounds)]
         row = _row(f"read what one rank needs, {ranks:,} ranks", read)
@@ -86,7 +85,7 @@ def _names() -> list[str]:
     return sorted(f"layers.{n // 8}.block.{n % 8}.weight" for n in range(TENSORS))
 
 
-def _description(ranks: int) -> bytes:
+def _description(ranks: int) -> tuple[bytes, PlainValues]:
     """What every rank of an FSDP job says of its state: the same on all of them."""
     names = _names()
     tree = encode(
@@ -95,12 +94,12 @@ def _description(ranks: int) -> bytes:
     )
     rows = [[name, "BF16", [4096, 1024], None, [0, ["S0"]]] for name in names]
     table = encode({"tensors": rows, "meshes": [[[ranks], list(range(ranks))]]})
-    return encode({"tree": tree, "table": table, "versions": None})
+    return table, PlainValues(tree)
 
 
-def _plan(description: bytes, ranks: int, rank: int) -> tuple[ShardedState, list[FilePlan]]:
-    sharding._table.cache_clear()  # the first save of a run is what is measured
-    state = merge_descriptions("model", [description], [list(range(ranks))])
+def _plan(structure: bytes, ranks: int, rank: int) -> tuple[ShardTable, list[FilePlan]]:
+    """As at the first save of a run."""
+    state = table_of("model", [structure], [list(range(ranks))])
     specs = []
     for number, tensor in enumerate(state.tensors):
         box = tensor.layout.box_of(tensor.shape, rank) if tensor.layout is not None else None
@@ -111,7 +110,9 @@ def _plan(description: bytes, ranks: int, rank: int) -> tuple[ShardedState, list
     return state, plan_component("model", specs, [rank], f".rank{rank:05d}")
 
 
-def _metadata(state: ShardedState, files: list[FilePlan], ranks: int) -> tuple[bytes, bytes, bytes]:
+def _metadata(
+    state: ShardTable, values: PlainValues, files: list[FilePlan], ranks: int
+) -> tuple[bytes, bytes, bytes]:
     """Manifest, rank 0's index (with the table) and another rank's index, as they would be
     stored."""
     pieces = [
@@ -121,7 +122,9 @@ def _metadata(state: ShardedState, files: list[FilePlan], ranks: int) -> tuple[b
     ]
     entries = {plan.name: FileEntry(plan.size, len(plan.header), bytes(16)) for plan in files}
     first = Index(
-        0, entries, {"model": ComponentIndex(state.tree, [], encode_layouts(state.tensors), pieces)}
+        0,
+        entries,
+        {"model": ComponentIndex(values.tree, [], encode_layouts(state.tensors), pieces)},
     )
     other = Index(1, entries, {"model": ComponentIndex(None, [], None, pieces)})
     manifest = CheckpointManifest(

@@ -15,6 +15,7 @@ from .coordinator import JOIN_SECONDS, warn_all
 from .errors import AsyncSaveError, CheckpointWarning, InvalidState, RankFailed
 from .events import OnEvent, SaveEvent
 from .ranks.communicator import Communicator
+from .replicas.shard_table import ShardTables
 from .root import CheckpointInfo
 from .saving.background import Background, SaveHandle, at_exit
 from .saving.flow import Saving
@@ -63,6 +64,7 @@ class Saves:
         )
         self.failed_steps: list[int] = []
         self._pool = HostPool(staging)
+        self._tables: ShardTables | None = None
         self._background = Background()
         self._branch: Communicator | None = None
         # Rank 0 says it. Ranks count no branches: one that was interrupted in an earlier call may
@@ -134,6 +136,7 @@ class Saves:
         """Do all of a save."""
         started = _Start.of(saving)
         try:
+            saving.tables = self._kept_tables(saving)
             saving.begin()
             info = saving.finish(self.comm)
         except BaseException as error:
@@ -152,6 +155,11 @@ class Saves:
         """Capture and stage now, and leave the rest to the background."""
         with self._mine():
             return self._later(saving)
+
+    def _kept_tables(self, saving: Saving) -> ShardTables:
+        if self._tables is None:
+            self._tables = ShardTables(spread=saving.writers == "split")
+        return self._tables
 
     @contextmanager
     def _mine(self) -> Iterator[None]:
@@ -178,6 +186,7 @@ class Saves:
         handle = SaveHandle(saving.request.step, saving, self.on_error, self.drain_timeout)
         with _no_garbage_collection():
             try:
+                saving.tables = self._kept_tables(saving)
                 saving.begin()
             except BaseException as error:
                 handle.give_up()

@@ -14,12 +14,12 @@ from ..errors import CheckpointError
 from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, MeshLayout, WholeLayout, volume
 from ..format.manifest import Copy
 from ..format.tensorfile import tensor_nbytes
+from ..replicas.shard_table import ShardTable
 from ..state.layout import LocalPart, TensorBytes, torch_dtype
 from ..state.streams import settle
 from ..state.tree import Captured, CapturedTensor
 from .communicator import Communicator
 from .nodes import leads
-from .sharding import ShardedState
 
 __all__ = ["on_node", "part_of", "pass_on"]
 
@@ -31,7 +31,7 @@ def part_of(copy: Copy, ranks: Sequence[int]) -> Copy:
     return replace(copy, members=[rank for rank in ranks if rank in copy.members])
 
 
-def on_node(state: ShardedState, ranks: Sequence[int], *, spread: bool) -> ShardedState:
+def on_node(table: ShardTable, ranks: Sequence[int], *, spread: bool) -> ShardTable:
     """A sharded component as the node of `ranks` stores it: each distinct box that one of them
     holds, once.
 
@@ -79,9 +79,9 @@ def on_node(state: ShardedState, ranks: Sequence[int], *, spread: bool) -> Shard
 
     tensors = [
         replace(tensor, layout=None if tensor.layout is None else held(tensor, claims))
-        for tensor, claims in zip(state.tensors, state.layouts, strict=True)
+        for tensor, claims in zip(table.tensors, table.layouts, strict=True)
     ]
-    return ShardedState(state.tree, tensors, state.layouts, state.versions)
+    return replace(table, tensors=tensors)
 
 
 def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, Captured]:

@@ -26,8 +26,8 @@ from ..format.manifest import CheckpointManifest, Copy, check_readable, private_
 from ..ranks.communicator import Communicator
 from ..ranks.nodes import StorageMode, own_node
 from ..ranks.per_node import on_node, part_of, pass_on
-from ..ranks.replication import validate
-from ..ranks.sharding import ShardedState, agree_layouts, validate_shards
+from ..replicas.compare import Replicas, validate
+from ..replicas.shard_table import PlainValues, ShardTable, ShardTables, agree_layouts
 from ..root import CheckpointInfo, left_by_last, mark_attempt, remove_checkpoint_folder, scan
 from ..state.adapters import metadata_of
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
@@ -80,7 +80,9 @@ class Saving:
     number: int = 0  # of the call that it is, among those of the communicator that it began on
     joined: JoinedSave = field(init=False)
     captured: dict[str, Captured] = field(default_factory=dict)
-    sharded: dict[str, ShardedState] = field(default_factory=dict)
+    tables: ShardTables | None = None  # that outlive the save, where another one may follow
+    sharded: dict[str, ShardTable] = field(default_factory=dict)
+    values: dict[str, PlainValues] = field(default_factory=dict)  # of sharded components
     truths: dict[str, Captured] = field(
         default_factory=dict
     )  # global state that rank 0 has passed on to this node
@@ -116,10 +118,11 @@ class Saving:
             comm.together("capture", self._capture, _nothing)
         slices = {c.key: self.captured[c.key] for c in self.components if c.sharded}
         with self._phase("layouts"):
-            self.sharded = agree_layouts(comm, slices, spread=self.writers == "split")
+            tables = self.tables or ShardTables(spread=self.writers == "split")
+            self.sharded, self.values = agree_layouts(comm, slices, tables)
         if self.mode == "node":
-            for key, state in self.sharded.items():
-                self.sharded[key] = on_node(state, self._here, spread=self.writers == "split")
+            for key, table in self.sharded.items():
+                self.sharded[key] = on_node(table, self._here, spread=self.writers == "split")
             one_truth = [
                 c.key for c in self.components if c.sharing_pattern is SharingPattern.GLOBAL
             ]
@@ -188,8 +191,16 @@ class Saving:
         else:
             settle(self._devices())
         with self._phase("validate"):
-            known = validate(comm, self.components, self.captured, self.joined.copies)
-            known |= validate_shards(comm, self.components, self.captured, self.sharded)
+            replicas = Replicas(
+                comm.rank,
+                comm.world_size,
+                self.components,
+                self.captured,
+                self.joined.copies,
+                self.sharded,
+            )
+            validate(comm, replicas)
+            known = replicas.chunks
         if self.truths:  # written in the place of what this rank has, which may have other bytes
             known = {
                 place: digests for place, digests in known.items() if place[0] not in self.truths
@@ -343,7 +354,9 @@ class Saving:
         key, rank = component.key, self.comm.rank
         if key in self.sharded:
             first = rank == self._here[0]
-            return _sharded_share(key, rank, self.captured[key], self.sharded[key], first)
+            return _sharded_share(
+                key, rank, self.captured[key], self.sharded[key], self.values[key], first
+            )
         copy: Copy = next(c for c in self.joined.copies[key] if rank in c.members)
         if self.mode == "node":
             copy = part_of(copy, self._here)
@@ -476,7 +489,7 @@ def _check_distinct(names: list[str]) -> None:
 
 
 def _sharded_share(
-    key: str, rank: int, captured: Captured, merged: ShardedState, first: bool
+    key: str, rank: int, captured: Captured, merged: ShardTable, values: PlainValues, first: bool
 ) -> Share:
     held = {t.name: t for t in captured.tensors}
     specs, tensors = [], {}
@@ -488,7 +501,7 @@ def _sharded_share(
                 TensorSpec(number, tensor.stored_name, tensor.dtype, tensor.shape, tensor.nbytes)
             )
     files = plan_component(key, specs, [rank], f".rank{rank:05d}")
-    tree, versions = (merged.tree, merged.versions) if first else (None, None)
+    tree, versions = (values.tree, values.versions) if first else (None, None)
     return Share(key, tensors, files, tree, merged.tensors, versions)
 
 

@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from ..ranks.replication import compared_digest, take_fingerprints
+from ..replicas.compare import compared_digest, take_fingerprints
 from ..state.component import StateComponent
 from ..state.layout import LocalPart, words
 from ..state.tree import Captured, CapturedTensor

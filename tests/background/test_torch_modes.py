@@ -15,7 +15,7 @@ from ckptcore import (
     StateComponent,
     ValidationLevel,
 )
-from ckptcore.ranks.fingerprint import _multipliers, fingerprints
+from ckptcore.replicas.device_digest import _multipliers, fingerprints
 from ckptcore.testing.ranks import run_ranks
 
 # One that is copied by a thread of its own, and small ones that another thread takes together.

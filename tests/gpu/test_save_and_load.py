@@ -11,7 +11,7 @@ from ckptcore import (
     ValidationLevel,
 )
 from ckptcore.ranks import replication
-from ckptcore.ranks.fingerprint import fingerprints
+from ckptcore.replicas.device_digest import fingerprints
 from ckptcore.testing.ranks import run_ranks
 
 DTYPES = [

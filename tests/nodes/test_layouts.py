@@ -20,7 +20,7 @@ from ckptcore import (
 )
 from ckptcore.format.layout import BoxLayout, LogicalTensor, Mesh, MeshLayout, WholeLayout
 from ckptcore.ranks.per_node import on_node
-from ckptcore.ranks.sharding import ShardedState
+from ckptcore.replicas.shard_table import ShardTable
 from ckptcore.testing.ranks import run_ranks
 
 
@@ -247,7 +247,7 @@ def table(*layouts, shape=(4, 4)):
         shape,
         layouts[0][1] if isinstance(layouts[0][1], MeshLayout) else WholeLayout(0),
     )
-    return ShardedState(b"", [tensor], [list(layouts)])
+    return ShardTable([tensor], [list(layouts)])
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_a_node_stores_each_box_that_its_ranks_hold_once(layout, nodes, held):
 
 def test_replicas_on_a_node_share_the_writing():
     tensors = [LogicalTensor(f"w{n}", "F32", (8,), WholeLayout(0)) for n in range(6)]
-    state = ShardedState(b"", tensors, [[([0, 1, 2, 3], None)]] * 6)
+    state = ShardTable(tensors, [[([0, 1, 2, 3], None)]] * 6)
     spread = [t.layout.writer for t in on_node(state, [2, 3], spread=True).tensors]
     assert sorted(spread) == [2, 2, 2, 3, 3, 3]
     assert {t.layout.writer for t in on_node(state, [2, 3], spread=False).tensors} == {2}

@@ -9,9 +9,20 @@ import sys
 
 import pytest
 
+from ckptcore.errors import ReplicationMismatch
 from ckptcore.format.layout import Mesh, MeshLayout
-from ckptcore.ranks import sharding
-from ckptcore.ranks.sharding import merge_descriptions
+from ckptcore.format.values import decode
+from ckptcore.replicas import shard_table
+from ckptcore.replicas.shard_table import (
+    Description,
+    ShardTable,
+    ShardTables,
+    decide,
+    descriptions,
+    merged_values,
+    structures_of,
+    values_of,
+)
 
 from .test_planning import described, matrices
 
@@ -64,37 +75,86 @@ def test_a_mesh_is_described_once() -> None:
     }
 
 
+def saves(tables: list[ShardTables], states: list[Description]) -> list[dict[str, ShardTable]]:
+    """One save of component "m" on all ranks: what each rank then has."""
+    mine = [{"m": state} for state in states]
+    reports = [each.report(said) for each, said in zip(tables, mine, strict=True)]
+    verdict = decide(reports, spread=True)
+    sent = [descriptions(said, verdict, rank) for rank, said in enumerate(mine)]
+    structures = structures_of(sent, verdict)
+    travelled.append(sum(map(len, sent)))
+    return [t.update(said, verdict, structures) for t, said in zip(tables, mine, strict=True)]
+
+
+travelled: list[int] = []
+
+
 def test_values_that_change_leave_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = MeshLayout(Mesh((2, 4), tuple(range(8))), ("R", "S0"))
-    groups = [list(range(8))]
     calls = []
-    planned = sharding._layout
+    planned = shard_table._layout
     monkeypatch.setattr(
-        sharding, "_layout", lambda *given: calls.append(given[1]) or planned(*given)
+        shard_table, "_layout", lambda *given: calls.append(given[1]) or planned(*given)
     )
-    states = [
-        merge_descriptions("steps", [described(matrices(5, layout), step)], groups)
-        for step in (1, 2, 3)
-    ]
-    assert len(calls) == 5  # once for each tensor, at the first save
-    assert states[0].tensors == states[1].tensors == states[2].tensors
-    assert len({state.tree for state in states}) == 3
-    other = merge_descriptions("steps", [described(matrices(6, layout), 1)], groups)
-    assert len(calls) == 5 + 6 and [t.name for t in other.tensors][:5] == [
-        t.name for t in states[0].tensors
-    ]
+    tables = [ShardTables() for _ in range(8)]
+    first = saves(tables, [described(matrices(5, layout), 1)] * 8)
+    assert len(calls) == 5 * 8  # once for each tensor, at the first save, on each rank
+    for step in (2, 3):
+        state = described(matrices(5, layout), step)
+        assert state.values != described(matrices(5, layout), 1).values
+        again = saves(tables, [state] * 8)
+        assert all(now["m"] is then["m"] for now, then in zip(again, first, strict=True))
+    assert len(calls) == 5 * 8
+    other = saves(tables, [described(matrices(6, layout), 1)] * 8)
+    assert len(calls) == 5 * 8 + 6 * 8
+    assert [t.name for t in other[0]["m"].tensors][:5] == [t.name for t in first[0]["m"].tensors]
 
 
-def test_a_table_from_one_description_refers_to_its_tensors_by_their_names() -> None:
+def test_descriptions_travel_when_they_differ_and_are_new() -> None:
+    layout = MeshLayout(Mesh((2,), (0, 1)), ("S0",))
+    tables = [ShardTables() for _ in range(3)]
+    same = described(matrices(3, layout))
+    own = described({"own": ((4,), None)})
+    travelled.clear()
+    first = saves(tables, [same, same, own])
+    assert travelled == [2]  # rank 0's, which is rank 1's too, and rank 2's
+    assert [[t.name for t in made["m"].tensors] for made in first] == [
+        [*(t.name for t in first[0]["m"].tensors[:3]), "own"]
+    ] * 3
+    assert saves(tables, [same, same, own]) == first and travelled == [2, 0]
+    tables[1] = ShardTables()  # a rank that does not have it
+    assert saves(tables, [same, same, own]) == first and travelled == [2, 0, 2]
+    saves(tables, [same, same, described({"own": ((5,), None)})])
+    assert travelled[3] == 2
+
+
+def test_values_are_put_together_where_ranks_have_others() -> None:
     """One description keeps its tree; several are put together and numbered anew. Both refer to the
     same tensors."""
     layout = MeshLayout(Mesh((8,), tuple(range(8))), ("S0",))
-    text = described(matrices(4, layout))
-    alone = merge_descriptions("m", [text], [list(range(8))])
-    several = merge_descriptions(
-        "m",
-        [text, described(matrices(4, layout) | {"own": ((3,), None)})],
-        [list(range(4)), list(range(4, 8))],
-    )
-    assert [t.name for t in several.tensors] == [*(t.name for t in alone.tensors), "own"]
-    assert alone.tree == sharding.decode(text)["tree"]
+    some = described(matrices(4, layout))
+    more = described(matrices(4, layout) | {"own": ((3,), None)})
+    tables = [ShardTables() for _ in range(8)]
+    states = [some] * 4 + [more] * 4
+    made = saves(tables, states)
+    verdict = decide([t.report({"m": s}) for t, s in zip(tables, states, strict=True)], spread=True)
+    assert verdict.groups == {} and verdict.senders == {"m": [[0, 1, 2, 3], [4, 5, 6, 7]]}
+    sent = [values_of({"m": state}, verdict, rank) for rank, state in enumerate(states)]
+    assert [list(each) for each in sent] == [["m"], [], [], [], ["m"], [], [], []]
+    merged = merged_values(made[0], verdict, sent)["m"]
+    names = [t.name for t in made[0]["m"].tensors]
+    refs = decode(merged.tree, lambda ref: names[ref.index])
+    assert refs == {name: name for name in names} | {"step": 1}
+    assert decide([tables[0].report({"m": some})] * 8, spread=True).senders == {}
+
+
+def test_values_that_differ_for_one_key_are_refused() -> None:
+    layout = MeshLayout(Mesh((2,), (0, 1)), ("S0",))
+    tables = [ShardTables() for _ in range(2)]
+    states = [described(matrices(1, layout), step) for step in (1, 2)]
+    made = saves(tables, states)
+    verdict = decide([t.report({"m": s}) for t, s in zip(tables, states, strict=True)], spread=True)
+    sent = [values_of({"m": state}, verdict, rank) for rank, state in enumerate(states)]
+    with pytest.raises(ReplicationMismatch, match=r"plain value 'step' is 2 .* on rank 1") as found:
+        merged_values(made[0], verdict, sent)
+    assert found.value.ranks == [1] and found.value.keys == ["step"]

@@ -14,7 +14,7 @@ import torch
 from ckptcore import CheckpointManager, Shard, SharingPattern, StateComponent, open_checkpoint
 from ckptcore.format.layout import Mesh, MeshLayout, WholeLayout, volume
 from ckptcore.format.tensorfile import tensor_nbytes
-from ckptcore.ranks.sharding import ShardedState, _describe, merge_descriptions
+from ckptcore.replicas.shard_table import Description, ShardTable, describe, table_of
 from ckptcore.state.layout import LocalPart
 from ckptcore.state.tree import Captured, CapturedTensor, capture
 from ckptcore.testing.ranks import run_ranks
@@ -25,7 +25,7 @@ EMPTY = torch.empty(0)
 
 def described(
     tensors: dict[str, tuple[tuple[int, ...], MeshLayout | None]], step: int = 1
-) -> bytes:
+) -> Description:
     """What ranks say that hold these tensors: name -> (shape, layout or None for all of it)."""
     rows = []
     for name, (shape, layout) in tensors.items():
@@ -33,10 +33,16 @@ def described(
         rows.append(CapturedTensor(name, name, part, "F32", None, EMPTY))
     tree = capture("m", dict.fromkeys(tensors, EMPTY) | {"step": step}).tree
     # Every name refers to its own tensor, though all of them are the same empty one here.
-    return _describe(Captured("m", tree, rows))
+    return describe(Captured("m", tree, rows))
 
 
-def written(state: ShardedState, world: int) -> Counter[int]:
+def merged(
+    key: str, texts: list[Description], groups: list[list[int]], *, spread: bool = True
+) -> ShardTable:
+    return table_of(key, [text.structure for text in texts], groups, spread=spread)
+
+
+def written(state: ShardTable, world: int) -> Counter[int]:
     """Bytes by writer; every box of every tensor has exactly one, and they make up the tensor."""
     loads: Counter[int] = Counter()
     for tensor in state.tensors:
@@ -59,8 +65,8 @@ def test_one_description_of_all_ranks() -> None:
     mesh = Mesh((8, 512), tuple(range(RANKS)))
     layout = MeshLayout(mesh, ("R", "S0"))
     text = described(matrices(64, layout))
-    state = merge_descriptions("m", [text], [list(range(RANKS))])
-    assert state.tensors == merge_descriptions("m", [text], [list(range(RANKS))]).tensors
+    state = merged("m", [text], [list(range(RANKS))])
+    assert state.tensors == merged("m", [text], [list(range(RANKS))]).tensors
     loads = written(state, RANKS)
     assert len(loads) == RANKS  # every replica writes its part of the tensors
     assert max(loads.values()) == min(loads.values()) == 8 * 16 * 8 * 4
@@ -76,7 +82,7 @@ def test_sixteen_stages_of_a_pipeline() -> None:
         shared = {"norm": ((1024,), MeshLayout(Mesh((per_stage,), tuple(ranks)), ("R",)))}
         texts.append(described({**matrices(16, layout, f"stage{stage}."), **shared}))
         groups.append(list(ranks))
-    state = merge_descriptions("m", texts, groups)
+    state = merged("m", texts, groups)
     assert len(state.tensors) == 16 * 16 + 1
     loads = written(state, RANKS)
     assert len(loads) == RANKS
@@ -96,11 +102,11 @@ def test_sixteen_stages_of_a_pipeline() -> None:
 
 def test_plain_replicas_are_spread_over_all_ranks() -> None:
     text = described({f"p{n}": ((1000 + n % 7,), None) for n in range(512)})
-    state = merge_descriptions("m", [text], [list(range(256))])
+    state = merged("m", [text], [list(range(256))])
     loads = written(state, 256)
     assert len(loads) == 256
     assert max(loads.values()) < 2.01 * min(loads.values())
-    alone = merge_descriptions("m", [text], [list(range(256))], spread=False)
+    alone = merged("m", [text], [list(range(256))], spread=False)
     assert written(alone, 256).keys() == {0}
     assert all(isinstance(t.layout, WholeLayout) for t in alone.tensors)
 
@@ -112,8 +118,8 @@ def test_the_order_of_descriptions_changes_no_byte_count() -> None:
         {"b": ((3,), None)},
     )
     texts = [described(some), described({**some, **more})]
-    first = written(merge_descriptions("m", texts, [list(range(15)), [15]]), 16)
-    second = written(merge_descriptions("m", texts[::-1], [[15], list(range(15))]), 16)
+    first = written(merged("m", texts, [list(range(15)), [15]]), 16)
+    second = written(merged("m", texts[::-1], [[15], list(range(15))]), 16)
     assert sum(first.values()) == sum(second.values()) == 8 * 64 + 12
 
 
@@ -146,7 +152,7 @@ def test_2500_tensors_on_4096_ranks(plain: bool) -> None:
     }
     text = described(tensors)
     start = time.perf_counter()
-    state = merge_descriptions("m", [text], [list(range(RANKS))])
+    state = merged("m", [text], [list(range(RANKS))])
     seconds = time.perf_counter() - start
     mine = [t.layout.box_of(t.shape, 1234) for t in state.tensors if t.layout is not None]
     print(

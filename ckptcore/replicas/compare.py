@@ -4,29 +4,43 @@ looked at closely."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from reprlib import Repr
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 
 from ..errors import ReplicationMismatch
 from ..format.codecs import Opaque
-from ..format.digest import CHUNK_BYTES, chunk_count, chunk_digest, combined_digest, content_hash
+from ..format.digest import (
+    CHUNK_BYTES,
+    chunk_count,
+    chunk_digest,
+    combined_digest,
+    content_digest,
+    content_hash,
+)
+from ..format.layout import volume
 from ..format.manifest import Copy
 from ..format.values import Numbered, TensorRef, decode, encode, join_path
+from ..ranks.communicator import Communicator
 from ..state.component import StateComponent, ValidationLevel
 from ..state.layout import TensorBytes, torch_dtype
 from ..state.tree import Captured, CapturedTensor
-from .communicator import Communicator
-from .fingerprint import fingerprints, on_accelerator
+from .device_digest import fingerprints, on_accelerator
+from .shard_table import ShardTable, holders_of, ranks_in_words, value_in_words
 
 __all__ = [
     "chunk_digests",
+    "ReplicaReport",
+    "ReplicaVerdict",
+    "Replicas",
     "compared_digest",
+    "decide",
     "distances",
+    "explain",
     "in_words",
     "replica_digest",
-    "short",
+    "report",
     "some_keys",
     "take_fingerprints",
     "validate",
@@ -38,50 +52,138 @@ FULL_TENSORS = 8
 SHOWN_KEYS = 20
 
 
-def validate(
-    comm: Communicator,
-    components: Sequence[StateComponent],
-    captured: Mapping[str, Captured],
-    copies: Mapping[str, list[Copy]],
-) -> dict[tuple[str, int], bytes]:
-    """Compare the members of every copy. Raises ReplicationMismatch on all ranks, with component,
-    keys and ranks.
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What one rank compares of one save.
 
-    captured: this rank's, of the components that are compared on it. Returns the chunk digests that
-    were computed on the way, by component and tensor number, so that no byte is hashed twice.
+    components: all of the save. snapshots: those of this rank, by component. groups: the ranks that
+    hold the same, of every component that is not sharded; tables: of every one that is.
+    chunks: chunk digests that were computed on the way, by component and tensor number, so that no
+    byte is hashed twice.
     """
-    checked = [
-        c
-        for c in components
-        if c.validated is not ValidationLevel.NONE
-        and not c.sharded
-        and len(copies[c.key]) < comm.world_size
+
+    rank: int
+    world_size: int
+    components: Sequence[StateComponent]
+    snapshots: Mapping[str, Captured]
+    groups: Mapping[str, Sequence[Copy]]
+    tables: Mapping[str, ShardTable]
+    chunks: dict[tuple[str, int], bytes] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> list[StateComponent]:
+        """Components of which several ranks hold the whole."""
+        return [
+            c
+            for c in self.components
+            if c.validated is not ValidationLevel.NONE
+            and not c.sharded
+            and len(self.groups[c.key]) < self.world_size
+        ]
+
+    @property
+    def sharded(self) -> list[StateComponent]:
+        """Components of which several ranks may hold the same part."""
+        return [
+            c
+            for c in self.components
+            if c.validated is not ValidationLevel.NONE
+            and c.key in self.tables
+            and self.world_size > 1
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What a rank's replicas are compared by: a digest of each component that is whole, and one of
+    all parts of a sharded one that the same ranks hold, by those ranks and the component."""
+
+    whole: dict[str, str]
+    parts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaVerdict:
+    """What is not equal on all ranks that hold it: components, each with the number of its replica
+    group; and the names of parts in the reports."""
+
+    whole: list[list[Any]]
+    parts: list[str]
+
+    @property
+    def equal(self) -> bool:
+        return not self.whole and not self.parts
+
+
+def report(replicas: Replicas) -> ReplicaReport:
+    """What this rank says of its replicas."""
+    take_fingerprints([*replicas.whole, *replicas.sharded], replicas.snapshots)
+    whole = {
+        c.key: combined_digest(_leaf_digests(c, replicas.snapshots[c.key], replicas.chunks))
+        for c in replicas.whole
+        if c.key in replicas.snapshots
+    }
+    parts: dict[str, str] = {}
+    for component in replicas.sharded:
+        for tag, found in _parts(replicas, component).items():
+            parts[tag] = combined_digest(
+                part
+                for name, (digest, _) in sorted(found.items())
+                for part in (name.encode(), digest)
+            )
+    return ReplicaReport(whole, parts)
+
+
+def decide(replicas: Replicas, reports: Sequence[ReplicaReport]) -> ReplicaVerdict:
+    """What differs, from the reports of all ranks."""
+    differing = [
+        [component.key, number]
+        for component in replicas.whole
+        for number, group in enumerate(replicas.groups[component.key])
+        if len({reports[rank].whole.get(component.key) for rank in group.members}) > 1
     ]
-    if not checked:
-        return {}
-    known: dict[tuple[str, int], bytes] = {}
+    seen: dict[str, str] = {}
+    parts = {
+        tag
+        for each in reports
+        for tag, digest in each.parts.items()
+        if seen.setdefault(tag, digest) != digest
+    }
+    return ReplicaVerdict(differing, sorted(parts))
 
-    def summary() -> dict[str, str]:
-        take_fingerprints(checked, captured)
-        return {
-            c.key: combined_digest(_leaf_digests(c, captured[c.key], known))
-            for c in checked
-            if c.key in captured
-        }
 
-    def compare(found: list[dict[str, str]]) -> list[list[Any]]:
-        differing = []
-        for component in checked:
-            for number, copy in enumerate(copies[component.key]):
-                if len({found[rank].get(component.key) for rank in copy.members}) > 1:
-                    differing.append([component.key, number])
-        return differing
+def explain(comm: Communicator, replicas: Replicas, verdict: ReplicaVerdict) -> None:
+    """Find out which tensors and values differ, on which ranks, and for FULL by how much, in rounds
+    of their own.
 
-    differing = comm.together("compare replicas", summary, compare)
-    by_key = {c.key: c for c in checked}
-    for key, number in differing:
-        _explain(comm, by_key[key], copies[key][number], captured.get(key), known)
-    return known
+    Raises ReplicationMismatch on all ranks, with component, keys and ranks, unless all of it is
+    equal but for the order of keys, or within tolerance.
+    """
+    by_key = {c.key: c for c in replicas.components}
+    for key, number in verdict.whole:
+        _explain_whole(
+            comm,
+            by_key[key],
+            replicas.groups[key][number],
+            replicas.snapshots.get(key),
+            replicas.chunks,
+        )
+    for component in replicas.sharded:
+        tags = [tag for tag in verdict.parts if tag.split(" ", 1)[1] == component.key]
+        if tags:
+            _explain_parts(comm, replicas, component, tags)
+
+
+def validate(comm: Communicator, replicas: Replicas) -> None:
+    """Compare all replicas, in rounds of their own. Raises ReplicationMismatch on all ranks."""
+    if not replicas.whole and not replicas.sharded:
+        return
+    found = comm.together(
+        "compare replicas",
+        lambda: astuple(report(replicas)),
+        lambda all: astuple(decide(replicas, [ReplicaReport(*each) for each in all])),
+    )
+    explain(comm, replicas, ReplicaVerdict(*found))
 
 
 def take_fingerprints(
@@ -178,7 +280,7 @@ def _leaf_digests(
         )
 
 
-def _explain(
+def _explain_whole(
     comm: Communicator,
     component: StateComponent,
     copy: Copy,
@@ -221,6 +323,71 @@ def _explain(
     wrong = [row for row in wrong if row[0] != "container"] or wrong
     raise _mismatch(
         component, copy, wrong, _details(comm, copy, wrong, numbers, captured if member else None)
+    )
+
+
+def _parts(
+    replicas: Replicas, component: StateComponent
+) -> dict[str, dict[str, tuple[bytes, tuple[int, ...]]]]:
+    """What this rank's tensors (or parts) that other ranks hold too are compared by, and who holds
+    them: by a name for those ranks and the component, then by tensor."""
+    table, snapshot = replicas.tables[component.key], replicas.snapshots[component.key]
+    numbers = {t.name: number for number, t in enumerate(table.tensors)}
+    found: dict[str, dict[str, tuple[bytes, tuple[int, ...]]]] = {}
+    for tensor in snapshot.tensors:
+        part, number = tensor.part, numbers[tensor.name]
+        if table.tensors[number].alias_of is None and part.box is not None and volume(part.box[1]):
+            holders = holders_of(table.layouts[number], part.shape, part.box, replicas.rank)
+            if len(holders) > 1:
+                tag = f"{content_digest(repr(holders).encode())} {component.key}"
+                digest = replica_digest(component, tensor, number, replicas.chunks)
+                found.setdefault(tag, {})[tensor.name] = content_hash(digest), holders
+    return found
+
+
+def _explain_parts(
+    comm: Communicator, replicas: Replicas, component: StateComponent, tags: Sequence[str]
+) -> None:
+    """The same of a sharded component."""
+
+    def mine() -> dict[str, Any]:
+        parts = _parts(replicas, component)
+        return {
+            tag: {name: [digest, list(holders)] for name, (digest, holders) in parts[tag].items()}
+            for tag in tags
+            if tag in parts
+        }
+
+    def compare(found: list[dict[str, dict[str, list[Any]]]]) -> list[list[Any]]:
+        """[name, holders, ranks that differ from the lowest of them]."""
+        wrong: dict[str, list[Any]] = {}
+        reference: dict[str, bytes] = {}
+        for rank, parts in enumerate(found):
+            for tag, tensors in parts.items():
+                for name, (digest, holders) in tensors.items():
+                    if reference.setdefault(f"{tag} {name}", digest) != digest:
+                        wrong.setdefault(f"{tag} {name}", [name, holders, []])[2].append(rank)
+        return list(wrong.values())
+
+    wrong = comm.together("explain replicas", mine, compare)
+    held = {t.name: t for t in replicas.snapshots[component.key].tensors}
+    numbers, tolerable = distances(
+        comm, component, [(name, holders) for name, holders, _ in wrong], held
+    )
+    if tolerable:
+        return
+    names = sorted({name for name, _, _ in wrong})
+    ranks = sorted({rank for _, _, found_on in wrong for rank in found_on})
+    how = f"; {names[0]!r}: {in_words(numbers[names[0]])}" if numbers.get(names[0]) else ""
+    raise ReplicationMismatch(
+        f"component {component.key!r} is SHARDED, and {some_keys(names)} on "
+        f"{ranks_in_words(ranks)} {'is' if len(names) == 1 else 'are'} not equal to the same part "
+        "on lower ranks; replicas of a part must be "
+        f"equal; nothing was committed{how}",
+        component=component.key,
+        keys=names[:20],
+        ranks=ranks,
+        details=numbers or None,
     )
 
 
@@ -290,9 +457,9 @@ def _texts(captured: Captured) -> dict[tuple[str, str], str]:
     texts: dict[tuple[str, str], str] = {}
     for name, kind, value in _walk(_decoded(captured)):
         if kind is None:
-            texts["leaf", name] = short(value)
+            texts["leaf", name] = value_in_words(value)
         elif isinstance(value, Mapping):
-            texts["container", name] = f"{kind} with keys {_SHORT.repr([*value])}"
+            texts["container", name] = f"{kind} with keys {value_in_words([*value], typed=False)}"
         else:
             texts["container", name] = f"{kind} of length {len(value)}"
     for tensor in captured.tensors:
@@ -304,15 +471,6 @@ def _texts(captured: Captured) -> dict[tuple[str, str], str]:
 def _tied(captured: Captured, tensor: CapturedTensor) -> str:
     other = None if tensor.alias_of is None else captured.tensors[tensor.alias_of].name
     return "memory of its own" if other is None else f"the memory of {other!r}"
-
-
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
-
-
-def short(value: Any) -> str:
-    """A plain value and its type, for people."""
-    return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
 def some_keys(keys: Sequence[str]) -> str:

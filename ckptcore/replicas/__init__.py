@@ -1,0 +1,1 @@
+"""What must be equal on several ranks: the table of sharded tensors, and replicas."""
