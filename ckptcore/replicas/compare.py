@@ -4,7 +4,7 @@ looked at closely."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..format.layout import volume
 from ..format.manifest import Copy
 from ..format.values import Numbered, TensorRef, decode, encode, join_path
 from ..ranks.communicator import Communicator
+from ..ranks.messages import message
 from ..state.component import StateComponent, ValidationLevel
 from ..state.layout import TensorBytes, torch_dtype
 from ..state.tree import Captured, CapturedTensor
@@ -93,6 +94,7 @@ class Replicas:
         ]
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """What a rank's replicas are compared by: a digest of each component that is whole, and one of
@@ -102,6 +104,7 @@ class ReplicaReport:
     parts: dict[str, str]
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class ReplicaVerdict:
     """What is not equal on all ranks that hold it: components, each with the number of its replica
@@ -178,12 +181,11 @@ def validate(comm: Communicator, replicas: Replicas) -> None:
     """Compare all replicas, in rounds of their own. Raises ReplicationMismatch on all ranks."""
     if not replicas.whole and not replicas.sharded:
         return
-    found = comm.together(
-        "compare replicas",
-        lambda: astuple(report(replicas)),
-        lambda all: astuple(decide(replicas, [ReplicaReport(*each) for each in all])),
-    )
-    explain(comm, replicas, ReplicaVerdict(*found))
+    with comm.round("compare replicas") as r:
+        reports = r.gather(report(replicas))
+        if r.leads:
+            r.verdict = decide(replicas, reports)
+    explain(comm, replicas, r.verdict)
 
 
 def take_fingerprints(
@@ -290,26 +292,14 @@ def _explain_whole(
     """Find out which keys differ, on which ranks, and for FULL by how much; raise unless that is
     within tolerance."""
     member = comm.rank in copy.members
-
-    def describe() -> dict[str, dict[str, Any]]:
-        return _described(component, captured, known) if member and captured is not None else {}
-
-    def compare(found: list[dict[str, dict[str, Any]]]) -> list[list[Any]]:
-        """[part, name, ranks] of what differs."""
-        first, *others = copy.members
-        wrong: dict[tuple[str, str], list[int]] = {}
-        for rank in others:
-            for part in _PARTS:
-                ours, theirs = found[first].get(part, {}), found[rank].get(part, {})
-                for name in {*ours, *theirs}:
-                    if ours.get(name) != theirs.get(name):
-                        wrong.setdefault((part, name), []).append(rank)
-        return [
-            [part, name, wrong[part, name]]
-            for part, name in sorted(wrong, key=lambda key: key[::-1])
-        ]
-
-    wrong = comm.together(f"compare replicas of {component.key}", describe, compare)
+    described: dict[str, dict[str, Any]] = {}
+    with comm.round(f"compare replicas of {component.key}") as r:
+        if member and captured is not None:
+            described = _described(component, captured, known)
+        found = r.gather(described)
+        if r.leads:
+            r.verdict = _differing(copy.members, found)
+    wrong: list[list[Any]] = r.verdict
     if not wrong:
         return  # equal content: only the order of keys in dicts differs
     mine = {t.name: t for t in captured.tensors} if captured is not None and member else {}
@@ -324,6 +314,23 @@ def _explain_whole(
     raise _mismatch(
         component, copy, wrong, _details(comm, copy, wrong, numbers, captured if member else None)
     )
+
+
+def _differing(
+    members: Sequence[int], found: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> list[list[Any]]:
+    """[part, name, ranks] of what the lowest of `members` and others do not have alike."""
+    first, *others = members
+    wrong: dict[tuple[str, str], list[int]] = {}
+    for rank in others:
+        for part in _PARTS:
+            ours, theirs = found[first].get(part, {}), found[rank].get(part, {})
+            for name in {*ours, *theirs}:
+                if ours.get(name) != theirs.get(name):
+                    wrong.setdefault((part, name), []).append(rank)
+    return [
+        [part, name, wrong[part, name]] for part, name in sorted(wrong, key=lambda key: key[::-1])
+    ]
 
 
 def _parts(
@@ -345,31 +352,31 @@ def _parts(
     return found
 
 
+def _differing_parts(
+    found: Sequence[Mapping[str, Mapping[str, tuple[bytes, tuple[int, ...]]]]],
+) -> list[tuple[str, tuple[int, ...], list[int]]]:
+    """Names, holders, and the ranks that differ from the lowest of them."""
+    wrong: dict[tuple[str, str], tuple[str, tuple[int, ...], list[int]]] = {}
+    reference: dict[tuple[str, str], bytes] = {}
+    for rank, parts in enumerate(found):
+        for tag, tensors in parts.items():
+            for name, (digest, holders) in tensors.items():
+                if reference.setdefault((tag, name), digest) != digest:
+                    wrong.setdefault((tag, name), (name, holders, []))[2].append(rank)
+    return list(wrong.values())
+
+
 def _explain_parts(
     comm: Communicator, replicas: Replicas, component: StateComponent, tags: Sequence[str]
 ) -> None:
     """The same of a sharded component."""
 
-    def mine() -> dict[str, Any]:
-        parts = _parts(replicas, component)
-        return {
-            tag: {name: [digest, list(holders)] for name, (digest, holders) in parts[tag].items()}
-            for tag in tags
-            if tag in parts
-        }
-
-    def compare(found: list[dict[str, dict[str, list[Any]]]]) -> list[list[Any]]:
-        """[name, holders, ranks that differ from the lowest of them]."""
-        wrong: dict[str, list[Any]] = {}
-        reference: dict[str, bytes] = {}
-        for rank, parts in enumerate(found):
-            for tag, tensors in parts.items():
-                for name, (digest, holders) in tensors.items():
-                    if reference.setdefault(f"{tag} {name}", digest) != digest:
-                        wrong.setdefault(f"{tag} {name}", [name, holders, []])[2].append(rank)
-        return list(wrong.values())
-
-    wrong = comm.together("explain replicas", mine, compare)
+    with comm.round("explain replicas") as r:
+        mine = _parts(replicas, component)
+        found = r.gather({tag: mine[tag] for tag in tags if tag in mine})
+        if r.leads:
+            r.verdict = _differing_parts(found)
+    wrong: list[tuple[str, tuple[int, ...], list[int]]] = r.verdict
     held = {t.name: t for t in replicas.snapshots[component.key].tensors}
     numbers, tolerable = distances(
         comm, component, [(name, holders) for name, holders, _ in wrong], held
@@ -402,25 +409,22 @@ def _details(
     has that differs."""
     texts = _texts(captured) if captured is not None else {}
 
-    def both(found: list[list[str]]) -> list[dict[str, str]]:
-        lowest = copy.members[0]
-        return [
-            {f"rank {r}": found[r][n] for r in (lowest, row[2][0])}
-            for n, row in enumerate(wrong[:SHOWN_KEYS])
-        ]
-
-    forms = comm.together(
-        "describe what differs",
-        lambda: [texts.get((part, name), "nothing") for part, name, _ in wrong[:SHOWN_KEYS]],
-        both,
-    )
+    with comm.round("describe what differs") as r:
+        shown = wrong[:SHOWN_KEYS]
+        found = r.gather([texts.get((part, name), "nothing") for part, name, _ in shown])
+        if r.leads:
+            lowest = copy.members[0]
+            r.verdict = [
+                {f"rank {rank}": found[rank][n] for rank in (lowest, row[2][0])}
+                for n, row in enumerate(shown)
+            ]
+    forms: list[dict[str, str]] = r.verdict
     details: dict[str, Any] = {}
     for (part, name, _), form in zip(wrong, forms, strict=False):
-        found = numbers.get(name) if part == "leaf" else None
-        if (
-            found is not None or len(set(form.values())) > 1
-        ):  # else there is no more to say than that it differs
-            details[name or "value"] = found or form
+        number = numbers.get(name) if part == "leaf" else None
+        # Else there is no more to say than that it differs.
+        if number is not None or len(set(form.values())) > 1:
+            details[name or "value"] = number or form
     return details
 
 
@@ -594,49 +598,48 @@ def _difference(
     reference = members[0]
     member = comm.rank in members
 
-    def describe() -> Any:
-        return None if tensor is None else [tensor.dtype, list(tensor.shape), tensor.nbytes]
-
-    def same(found: list[Any]) -> Any:
-        shapes = [found[rank] for rank in members]
-        return shapes[0] if shapes[0] is not None and all(s == shapes[0] for s in shapes) else None
-
-    agreed = comm.together(f"compare {name}", describe, same)
-    if agreed is None:
+    with comm.round(f"compare {name}") as r:
+        forms = r.gather(
+            None if tensor is None else [tensor.dtype, list(tensor.shape), tensor.nbytes]
+        )
+        if r.leads:
+            of_members = [forms[rank] for rank in members]
+            same = all(form == of_members[0] for form in of_members)
+            r.verdict = of_members[0] if same else None
+    if r.verdict is None:
         return None
-    dtype, _, nbytes = agreed
+    dtype, _, nbytes = r.verdict
     counts: dict[str, Any] = {
         "differing": 0,
         "beyond tolerance": 0,
         "first index": None,
         "largest difference": 0.0,
+        "equal as numbers": 0,
     }
-    counts["equal as numbers"] = 0
     for start in range(0, nbytes, CHUNK_BYTES):
         length = min(CHUNK_BYTES, nbytes - start)
+        with comm.round(f"compare {name}") as r:
+            mine = b"" if tensor is None else _bytes_of(tensor, start, length)
+            parts = r.gather(mine if comm.rank == reference else b"")
+            if r.leads:
+                r.verdict = parts[reference]
+        if member and tensor is not None and mine != r.verdict:
+            _count(counts, r.verdict, mine, dtype, start, component)
+    with comm.round(f"compare {name}") as r:
+        found = r.gather(counts)
+        if r.leads:
+            r.verdict = _most(found)
+    most: dict[str, Any] = r.verdict
+    return most
 
-        def send(start: int = start, length: int = length) -> bytes:
-            return (
-                _bytes_of(tensor, start, length)
-                if comm.rank == reference and tensor is not None
-                else b""
-            )
 
-        theirs = comm.together(f"compare {name}", send, lambda parts: parts[reference])
-        if member and tensor is not None and comm.rank != reference:
-            mine = _bytes_of(tensor, start, length)
-            if mine != theirs:
-                _count(counts, theirs, mine, dtype, start, component)
-
-    def merge(found: list[dict[str, Any]]) -> dict[str, Any]:
-        firsts = [c["first index"] for c in found if c["first index"] is not None]
-        result = {key: max(c[key] for c in found) for key in counts if key != "first index"}
-        if not result["equal as numbers"]:  # nearly always
-            del result["equal as numbers"]
-        return {**result, "first index": min(firsts, default=None)}
-
-    merged: dict[str, Any] = comm.together(f"compare {name}", lambda: counts, merge)
-    return merged
+def _most(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The counts of the rank that differs most, and the first index on any."""
+    firsts = [c["first index"] for c in found if c["first index"] is not None]
+    result = {key: max(c[key] for c in found) for key in found[0] if key != "first index"}
+    if not result["equal as numbers"]:  # nearly always
+        del result["equal as numbers"]
+    return {**result, "first index": min(firsts, default=None)}
 
 
 def _bytes_of(tensor: CapturedTensor, start: int, length: int) -> bytes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from reprlib import Repr
 from typing import Any
 
@@ -36,6 +36,7 @@ from ..format.layout import (
 from ..format.tensorfile import tensor_nbytes
 from ..format.values import TensorRef, decode, encode, join_path
 from ..ranks.communicator import Communicator
+from ..ranks.messages import message
 from ..state.tree import Captured
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
 ]
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class PlainValues:
     """The values of a component that are no tensors, encoded. versions: what torch says of modules
@@ -95,6 +97,7 @@ class ShardTable:
     signature: bytes = b""
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class StructureReport:
     """What a rank says of its sharded components, by key: hashes of structure and values, and the
@@ -105,6 +108,7 @@ class StructureReport:
     kept: dict[str, bytes]
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class StructureVerdict:
     """What rank 0 makes of the reports.
@@ -283,40 +287,29 @@ def agree_layouts(
     """
     if not snapshots:
         return {}, {}
-    mine = {key: describe(snapshot) for key, snapshot in snapshots.items()}
-    found: tuple[Any, Any, Any] = comm.together(
-        "structure",
-        lambda: astuple(tables.report(mine)),
-        lambda all: astuple(decide([StructureReport(*r) for r in all], spread=tables.spread)),
-    )
-    verdict = StructureVerdict(*found)
+    with comm.round("structure") as r:
+        mine = {key: describe(snapshot) for key, snapshot in snapshots.items()}
+        reports = r.gather(tables.report(mine))
+        if r.leads:
+            r.verdict = decide(reports, spread=tables.spread)
+    verdict: StructureVerdict = r.verdict
     structures: dict[str, list[bytes]] = {}
     if verdict.incomplete:
-        structures = comm.together(
-            "layout",
-            lambda: descriptions(mine, verdict, comm.rank),
-            lambda sent: structures_of(sent, verdict),
-        )
-    made: dict[str, ShardTable] = {}
-    comm.together(
-        "shard tables",
-        lambda: made.update(tables.update(mine, verdict, structures)),
-        lambda _: None,
-    )
-    merged: dict[str, tuple[bytes, bytes | None]] = {}
-    if verdict.senders:
-        merged = comm.together(
-            "plain values",
-            lambda: {k: astuple(v) for k, v in values_of(mine, verdict, comm.rank).items()},
-            lambda sent: {
-                key: astuple(values)
-                for key, values in merged_values(
-                    made, verdict, [{k: PlainValues(*v) for k, v in each.items()} for each in sent]
-                ).items()
-            },
-        )
+        with comm.round("layout") as r:
+            sent = r.gather(descriptions(mine, verdict, comm.rank))
+            if r.leads:
+                r.verdict = structures_of(sent, verdict)
+        structures = r.verdict
+    with comm.round("shard tables"):
+        made = tables.update(mine, verdict, structures)
     own = {key: each.values for key, each in mine.items()}
-    return made, own | {key: PlainValues(*values) for key, values in merged.items()}
+    if verdict.senders:
+        with comm.round("plain values") as r:
+            sent = r.gather(values_of(mine, verdict, comm.rank))
+            if r.leads:
+                r.verdict = merged_values(made, verdict, sent)
+        own |= r.verdict
+    return made, own
 
 
 @dataclass(slots=True)
