@@ -10,14 +10,24 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from io import TextIOWrapper
+from json import loads
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ckptcore import __version__
 
+from .copies import Which
+from .cp import cp
 from .failures import USAGE, expected_errors, failure_of
+from .inspection import Questions, inspect
+from .ls import ls
 from .render import Report, printable, show, show_json
+from .subject import Options
+from .verification import verify
+
+SCHEMA = 1  # of what --json prints: see docs/cli.md
 
 EXIT_CODES = """\b
 Exit codes:
@@ -33,13 +43,11 @@ Exit codes:
 def option_pair(text: str, option: str = "--storage-option") -> tuple[str, Any]:
     """KEY=VALUE; VALUE is decoded where it is JSON, otherwise it is text. Raises
     click.BadParameter."""
-    import json
-
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise click.BadParameter(f"{text!r} is not KEY=VALUE", param_hint=option)
     try:
-        return key, json.loads(value)
+        return key, loads(value)
     except ValueError:
         return key, value
 
@@ -85,6 +93,23 @@ def cli(json: bool) -> None:
     """Look at checkpoints, check and copy them. Paths are local folders or any fsspec URL."""
 
 
+class Place(click.ParamType[str]):
+    """A local path or a URL; a shell completes it as a path."""
+
+    name = "path"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+def command(name: str, *examples: str) -> Callable[[Callable[..., Report]], click.Command]:
+    """A command of `ckpt`, whose help ends with examples."""
+    shown = "".join(f"  {example}\n" for example in examples)
+    return cli.command(name, epilog=f"{EXIT_CODES}\n\b\nExamples:\n{shown}")
+
+
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if not wanted or context.resilient_parsing:
         return
@@ -92,28 +117,38 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     context.exit()
 
 
-@cli.command("ls", epilog=EXIT_CODES)
-@click.argument("root")
+@command(
+    "ls", "ckpt ls runs/a", "ckpt ls s3://bucket/run --json | jq '.checkpoints[] | select(.latest)'"
+)
+@click.argument("root", type=Place())
 @shared
-def ls_command(root: str, options: dict[str, Any] | None) -> Report:
+def ls_command(root: str, options: Options) -> Report:
     """List every checkpoint of ROOT, oldest first, with status and metrics, and why one is not
     usable.
 
     Exits with 0 when at least one checkpoint is usable.
     """
-    from .ls import ls
-
     return ls(root, options)
 
 
-@cli.command("inspect", epilog=EXIT_CODES)
-@click.argument("path", required=False)
+@command(
+    "inspect",
+    "ckpt inspect runs/a",
+    "ckpt inspect runs/a/checkpoint-500 --tensors 'model/*' --depth 2",
+)
+@click.argument("path", required=False, type=Place())
 @click.option(
     "--tensors",
     metavar="[PATTERN]",
     is_flag=False,
     flag_value="*",
-    help="List tensors whose name matches.",
+    help="List tensors whose name matches, with their total.",
+)
+@click.option(
+    "--depth",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Tensors by the first N parts of their names, with totals.",
 )
 @click.option(
     "--values",
@@ -138,28 +173,33 @@ def ls_command(root: str, options: dict[str, Any] | None) -> Report:
     metavar="N",
     help="Whose values, of a PER_NODE component: node N's.",
 )
+@click.option("--ranks", is_flag=True, help="Which rank wrote how much of each component.")
+@click.option("--files", is_flag=True, help="List files with size, writer and digest.")
+@click.option("--metadata", is_flag=True, help="Ids, versions, phases, and the user's metadata.")
 @click.option("--verify", is_flag=True, help="Check every byte too.")
 @shared
 def inspect_command(
     path: str | None,
     tensors: str | None,
+    depth: int | None,
     values: tuple[str, ...],
     rank: int | None,
     group: str | None,
     node: int | None,
+    ranks: bool,
+    files: bool,
+    metadata: bool,
     verify: bool,
-    options: dict[str, Any] | None,
+    options: Options,
 ) -> Report:
     """Show what the checkpoint PATH holds. When PATH is a root, the checkpoint that restore would
     take, and first what is newer and cannot be used. PATH may also be a checkpoint's manifest, or
     one of its tensor files.
 
-    Where each rank, group or node has values of its own, --values shows those of the first and says
-    so; --rank, --group and --node choose. Reads no tensor data unless --verify is given.
+    Without options it is an overview; each option answers one more question, alone. Where each
+    rank, group or node has values of its own, --values shows those of the first and says so;
+    --rank, --group and --node choose. Reads no tensor data unless --verify is given.
     """
-    from .copies import Which
-    from .inspection import inspect
-
     if path is None:
         # `--tensors PATH`: the path was taken for the option's pattern.
         path, tensors = tensors, "*"
@@ -170,11 +210,12 @@ def inspect_command(
         raise click.UsageError(
             "--rank, --group and --node choose among the values of a component: give --values too"
         )
-    return inspect(path, options, tensors, values, verify, which)
+    asked = Questions(tensors, depth, values, which, files, ranks, metadata, verify)
+    return inspect(path, options, asked)
 
 
-@cli.command("verify", epilog=EXIT_CODES)
-@click.argument("path")
+@command("verify", "ckpt verify runs/a", "ckpt verify runs/a --all --json")
+@click.argument("path", type=Place())
 @click.option(
     "--all",
     "everything",
@@ -182,21 +223,23 @@ def inspect_command(
     help="Every checkpoint of a root, not only what restore would look at.",
 )
 @shared
-def verify_command(path: str, everything: bool, options: dict[str, Any] | None) -> Report:
+def verify_command(path: str, everything: bool, options: Options) -> Report:
     """Read and check every byte of the checkpoint PATH. When PATH is a root, of the checkpoint that
     restore would take.
 
     What restore would pass over for it, because it is damaged or was never committed, is named, and
     the exit code is 1.
     """
-    from .verification import verify
-
     return verify(path, options, everything)
 
 
-@cli.command("cp", epilog=EXIT_CODES)
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
+@command(
+    "cp",
+    "ckpt cp runs/a s3://bucket/run-a",
+    "ckpt cp runs/a/checkpoint-500 /mnt/b/checkpoint-500 --overwrite",
+)
+@click.argument("source", metavar="SRC", type=Place())
+@click.argument("target", metavar="DST", type=Place())
 @click.option(
     "--overwrite",
     is_flag=True,
@@ -215,16 +258,14 @@ def verify_command(path: str, everything: bool, options: dict[str, Any] | None) 
     help="As --storage-option, for DST alone and instead of those (repeatable).",
 )
 @shared
-@click.pass_context
 def cp_command(
-    context: click.Context,
     source: str,
     target: str,
     overwrite: bool,
     pins: bool,
     threads: int | None,
     target_option: tuple[str, ...],
-    options: dict[str, Any] | None,
+    options: Options,
 ) -> Report:
     """Copy the checkpoint SRC to DST, verified on the way. When SRC is a root, the checkpoint that
     restore would take; when a newer one cannot be used, a line on standard error says so, and the
@@ -237,11 +278,8 @@ def cp_command(
     SRC is refused. When DST is the same checkpoint already, nothing is done; with --overwrite every
     byte of it is checked.
     """
-    from .cp import cp
-
     own = dict(option_pair(pair, "--target-option") for pair in target_option)
-    as_json = any(one.params.get("json") for one in (context, context.parent) if one is not None)
-    return cp(source, target, options, own or None, threads, overwrite, pins, quiet=as_json)
+    return cp(source, target, options, own or None, threads, overwrite, pins)
 
 
 def run(arguments: list[str]) -> int:
@@ -253,7 +291,7 @@ def run(arguments: list[str]) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        outcome = cli.main(arguments, prog_name="ckpt", standalone_mode=False)
+        outcome = cli.main(arguments, prog_name="ckpt", standalone_mode=False, obj=as_json)
     except click.exceptions.NoArgsIsHelpError as error:  # `ckpt` alone
         click.echo(error.format_message())
         return USAGE
@@ -264,7 +302,7 @@ def run(arguments: list[str]) -> int:
     if not isinstance(outcome, Report):
         return int(outcome or 0)  # --help and --version
     if as_json:
-        show_json(outcome.document)
+        show_json({"schema": SCHEMA} | outcome.document)
     else:
         show(outcome.blocks)
     sys.stdout.flush()

@@ -14,25 +14,20 @@ from __future__ import annotations
 
 import errno
 import re
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from . import facts
 from .failures import BAD, GOOD, STORAGE, Failure, not_found
 from .lookup import Root, child, newest, normal, settled, split, subject_of
-from .render import Block, Line, Report, printable, size
+from .render import Block, Line, Report, progress_bar, size
 from .subject import Options, Subject
 
 if TYPE_CHECKING:
     from ckptcore import CheckpointInfo
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
-
-Advance = Callable[[int, int, int], None]
 
 
 def cp(
@@ -43,13 +38,11 @@ def cp(
     threads: int | None,
     overwrite: bool,
     pins: bool,
-    quiet: bool,
 ) -> Report:
-    """`source` is a checkpoint, or a root: then its newest committed one. quiet: no progress
-    bar."""
+    """`source` is a checkpoint, or a root: then its newest committed one."""
 
     def work(found: Subject | Root) -> Report:
-        return _copy(found, target, options, target_options, threads, overwrite, pins, quiet)
+        return _copy(found, target, options, target_options, threads, overwrite, pins)
 
     return settled(source, options, work)
 
@@ -62,7 +55,6 @@ def _copy(
     threads: int | None,
     overwrite: bool,
     pins: bool,
-    quiet: bool,
 ) -> Report:
     from ckptcore import CheckpointWarning, StorageError, copy_checkpoint
 
@@ -71,12 +63,12 @@ def _copy(
     counts = [0, 0]
     before = _digest(url, options if target_options is None else target_options)
     start = perf_counter()
-    with warnings.catch_warnings(record=True) as told, _bar(subject.name, quiet) as advance:
+    with warnings.catch_warnings(record=True) as told, progress_bar(subject.name) as advance:
         warnings.simplefilter("always", CheckpointWarning)
 
         def progress(copied: int, kept: int, total: int) -> None:
             counts[:] = copied, kept
-            advance(copied, kept, total)
+            advance(copied + kept, total)
 
         try:
             info = copy_checkpoint(
@@ -169,29 +161,6 @@ def _checkpoint(info: CheckpointInfo) -> dict[str, Any]:
         "pinned": info.pinned,
     }
     return header | (facts.checkpoint(info.manifest) if info.manifest else {})
-
-
-@contextmanager
-def _bar(name: str, quiet: bool) -> Iterator[Advance]:
-    """A progress bar on standard error, where that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda copied, kept, total: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    label = TextColumn("{task.description}", markup=False)
-    columns = (label, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(printable(name), total=None)
-        yield lambda copied, kept, total: bar.update(task, total=total, completed=copied + kept)
 
 
 def describe(document: dict[str, Any]) -> list[Block]:

@@ -88,15 +88,18 @@ def checkpoint(manifest: CheckpointManifest) -> dict[str, Any]:
 
 
 def components(
-    manifest: CheckpointManifest, values_bytes: dict[str, int] | None = None
+    manifest: CheckpointManifest, extents: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
+    """extents: size of plain values, and dtypes, of the components where they are known."""
+    known = extents or {}
     return [
         {
             "key": key,
             "pattern": str(item.pattern),
             "tensors": item.tensors,
             "size_bytes": item.size_bytes,
-            "values_bytes": (values_bytes or {}).get(key),
+            "values_bytes": known[key].values_bytes if key in known else None,
+            "dtypes": known[key].dtypes if key in known else None,
             "files": list(item.files),
             "writers": list(item.writers),
             "copies": len(manifest.copies(item.key)),
@@ -128,6 +131,7 @@ def tensor(info: TensorInfo) -> dict[str, Any]:
         "size_bytes": info.nbytes,
         "file": info.file,
         "alias_of": info.alias_of,
+        "layout": info.layout,
     }
 
 

@@ -1,20 +1,26 @@
-"""`ckpt inspect`: what one checkpoint holds, by its manifest; tensors and plain values when asked
-for.
+"""`ckpt inspect`: what one checkpoint holds, by its manifest, on one screen; one more
+answer for each question: tensors, plain values, files, who wrote what, metadata.
 
-JSON: {"checkpoint", "components": [...], "files": [...], "foreign_files": [name, ...], "tensors":
-[...] or null, "values": {component: value} or null, "values_of": {component: copy} or null,
-"verified": bool, "problems": [...], "fallback": {...} or null, "newer": [entry, ...]}; the parts as
-in facts.py. "tensors", "values" and "values_of" (which copy of a component the values are) are null
-unless asked for; "fallback" is null while the checkpoint is good; "newer" is what `restore` would
-pass over, too, for the one chosen in a root. Exit code: 0 when the checkpoint is good, 1 when it is
-damaged or uncommitted.
+JSON: docs/cli.md. Exit code: 0 when the checkpoint is good, 1 when it is damaged or uncommitted.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import Any
+
+from ckptcore import (
+    CheckpointError,
+    CheckpointInfo,
+    CheckpointManifest,
+    CheckpointNotFound,
+    CheckpointView,
+    TensorInfo,
+)
 
 from . import facts, render
 from .copies import FIRST, StoredCopy, Which, check_fits, choose_copy
@@ -24,42 +30,42 @@ from .problems import problem_lines
 from .render import Block, Cell, Column, Facts, Line, Report, Table, count, size, status_cell
 from .subject import Options, Subject
 
-if TYPE_CHECKING:
-    from ckptcore import CheckpointInfo, CheckpointView, TensorInfo
+# Indexes of at most so many bytes, in so many files, are read to say how large plain values are and
+# which dtypes there are.
+INDEX_LIMIT, INDEX_FILES = 16 << 20, 64
 
 
-# Indexes of at most so many bytes are read to say how large plain values are.
-INDEX_LIMIT = 16 << 20
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What `inspect` is asked beside the overview. tensors: a pattern (see `matching`); depth: that
+    many parts of their names, with totals; values: names of components, and whose copy."""
+
+    tensors: str | None = None
+    depth: int | None = None
+    values: tuple[str, ...] = ()
+    which: Which = FIRST
+    files: bool = False
+    ranks: bool = False
+    metadata: bool = False
+    verify: bool = False
+
+    @property
+    def overview(self) -> bool:
+        asked = self.tensors is not None or self.depth or self.values
+        return not (asked or self.files or self.ranks or self.metadata)
 
 
-def inspect(
-    url: str,
-    options: Options,
-    tensors: str | None = None,
-    values: tuple[str, ...] = (),
-    verify: bool = False,
-    which: Which = FIRST,
-) -> Report:
-    """`tensors` is a pattern (see `matching`), `values` names components, `which` says whose copy
-    of them."""
+def inspect(url: str, options: Options, asked: Questions | None = None) -> Report:
+    """What lies at `url`: a checkpoint, its manifest, one of its tensor files, or a root."""
+    asked = asked or Questions()
     subject, file = file_of(url, options)
     if subject is not None:
-        return inspect_found(subject, file, options, tensors, values, verify, which)
-    return settled(
-        url,
-        options,
-        lambda found: inspect_found(found, None, options, tensors, values, verify, which),
-    )
+        return inspect_found(subject, file, options, asked)
+    return settled(url, options, lambda found: inspect_found(found, None, options, asked))
 
 
 def inspect_found(
-    found: Subject | Root,
-    file: str | None,
-    options: Options,
-    tensors: str | None,
-    values: tuple[str, ...],
-    verify: bool,
-    which: Which,
+    found: Subject | Root, file: str | None, options: Options, asked: Questions
 ) -> Report:
     newer: list[CheckpointInfo] = []
     if isinstance(found, Root):
@@ -69,45 +75,50 @@ def inspect_found(
     if subject.error is not None:
         raise subject.error
     foreign: list[str] | None = None
-    listed = plain = sizes = None
+    listed = plain = modules = None
+    extent: dict[str, Extent] = {}
     with subject:
-        if verify:
+        if asked.verify:
             subject.verify()
         view = subject.view
         if view is not None:
             # An index that cannot be read is one more problem of the checkpoint, not the end of the
             # command.
             foreign = view.foreign_files()
-            if tensors is not None or file is not None:
-                listed = subject.attempt(lambda: matching(view, tensors or "*", file))
-            plain = subject.attempt(lambda: values_of(view, values, which)) if values else None
-            sizes = values_bytes(view)
+            if asked.tensors is not None or asked.depth or file is not None:
+                listed = subject.attempt(lambda: matching(view, asked.tensors or "*", file))
+            if listed is not None and asked.depth:
+                modules = by_module(listed, asked.depth)
+            if asked.values:
+                plain = subject.attempt(lambda: values_of(view, asked.values, asked.which))
+            extent = extents(view)
     manifest = subject.manifest
     document = {
         "checkpoint": subject.document(),
-        "components": facts.components(manifest, sizes) if manifest else [],
+        "components": facts.components(manifest, extent) if manifest else [],
         "files": facts.files(manifest) if manifest else [],
         "foreign_files": sorted(foreign or []),
         "tensors": listed,
+        "modules": modules,
+        "ranks": written_by(manifest) if manifest and asked.ranks else None,
         "values": {name: facts.value(value) for name, (_, value) in plain.items()}
         if plain
         else None,
         "values_of": {name: copy.document() for name, (copy, _) in plain.items()}
         if plain
         else None,
-        "verified": verify and view is not None,
+        "verified": asked.verify and view is not None,
         "problems": subject.problems,
-        "fallback": None if subject.good else fallback(subject, verify),
+        "fallback": None if subject.good else fallback(subject, asked.verify),
         "newer": [facts.entry(info, latest=False) for info in newer],
     }
     complaint = None if subject.good else f"{subject.name} is {subject.status}"
-    return Report(document, describe(document, plain), subject.exit_code, complaint)
+    blocks = describe(document, plain, asked, file)
+    return Report(document, blocks, subject.exit_code, complaint)
 
 
 def file_of(url: str, options: Options) -> tuple[Subject, str] | tuple[None, None]:
     """The checkpoint and the file's name where `url` is the path of one of its tensor files."""
-    from ckptcore import CheckpointNotFound
-
     folder, name = split(normal(url)) if url else (None, "")
     if folder and name.endswith(".safetensors"):
         try:
@@ -132,18 +143,93 @@ def choose(root: Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]
     return subject_of(chosen, options, root.typed), passed
 
 
-def values_bytes(view: CheckpointView) -> dict[str, int] | None:
-    """How large the plain values of each component are; None where it would take long to find out,
-    or cannot be known."""
-    from ckptcore import CheckpointError
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How large the plain values of a component are, and which dtypes its tensors have."""
 
-    files = view.manifest.files.items()
-    if sum(record.size for name, record in files if name.endswith(".msgpack")) > INDEX_LIMIT:
-        return None
-    try:
-        return {key: view.values_bytes(key) for key in view.manifest.components}
-    except CheckpointError:  # a finding for `verify`, or for who asks for the values
-        return None
+    values_bytes: int
+    dtypes: list[str]
+
+
+def extents(view: CheckpointView) -> dict[str, Extent]:
+    """By component; none where it would take long to find out, or cannot be known."""
+    records = [r for name, r in view.manifest.files.items() if name.endswith(".msgpack")]
+    small = sum(record.size for record in records) <= INDEX_LIMIT
+    found = {}
+    for key, component in view.manifest.components.items():
+        # Of a sharded component one index says it all; of another one, those that wrote it.
+        needed = 1 if str(component.pattern) == "SHARDED" else len(component.writers)
+        if not small or needed > INDEX_FILES:
+            continue
+        try:
+            dtypes = sorted({tensor.dtype for tensor in tensors_in(view.values(key))})
+            found[key] = Extent(view.values_bytes(key), dtypes)
+        except CheckpointError:  # a finding for `verify`, or for who asks for the values
+            continue
+    return found
+
+
+def tensors_in(value: Any) -> Iterable[Any]:
+    """Of nested plain values, the tensors."""
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if facts.is_opaque(item):
+            item = item.payload
+        if facts.is_tensor(item):
+            yield item
+        elif isinstance(item, dict):
+            todo += item.values()
+        elif isinstance(item, (list, tuple)):
+            todo += item
+
+
+def parts_of(name: str) -> list[str]:
+    """The parts of a tensor's name: of modules, and of nested dicts and lists."""
+    return [part for level in name.split("/") for part in level.split(".")]
+
+
+def by_module(tensors: list[dict[str, Any]], depth: int) -> list[dict[str, Any]]:
+    """Totals of the tensors of each component by the first `depth` parts of their names."""
+
+    def module(item: dict[str, Any]) -> tuple[str, str]:
+        parts = parts_of(item["name"])
+        return item["component"], ".".join(parts[: min(depth, len(parts) - 1)] or parts)
+
+    rows = []
+    for (component, name), group in groupby(sorted(tensors, key=module), key=module):
+        members = list(group)
+        own = [item for item in members if item["alias_of"] is None]
+        rows.append(
+            {
+                "component": component,
+                "module": name,
+                "tensors": len(members),
+                "dtypes": sorted({item["dtype"] for item in members}),
+                "size_bytes": sum(item["size_bytes"] for item in own),
+            }
+        )
+    return rows
+
+
+def written_by(manifest: CheckpointManifest) -> list[dict[str, Any]]:
+    """What each rank that wrote anything wrote: bytes by component, and of its index."""
+    owner = {name: key for key, item in manifest.components.items() for name in item.files}
+    node_of = {rank: number for number, ranks in enumerate(manifest.nodes) for rank in ranks}
+    rows: dict[int, dict[str, int]] = {}
+    for name, record in manifest.files.items():
+        row = rows.setdefault(record.writer, {})
+        key = owner.get(name, "index")
+        row[key] = row.get(key, 0) + record.size
+    return [
+        {
+            "rank": rank,
+            "node": node_of.get(rank),
+            "size_bytes": sum(row.values()),
+            "components": row,
+        }
+        for rank, row in sorted(rows.items())
+    ]
 
 
 def matching(view: CheckpointView, pattern: str, file: str | None = None) -> list[dict[str, Any]]:
@@ -206,14 +292,6 @@ def values_of(
 
 # ---------------------------------------------------------------- for people
 
-COMPONENTS = [
-    Column("component"),
-    Column("pattern"),
-    Column("tensors", right=True),
-    Column("size", right=True),
-    Column("files"),
-    Column("writers"),
-]
 FILES = [Column("file"), Column("size", right=True), Column("writer", right=True), Column("digest")]
 TENSORS = [
     Column("tensor"),
@@ -222,47 +300,67 @@ TENSORS = [
     Column("size", right=True),
     Column("file"),
 ]
+MODULES = [
+    Column("module"),
+    Column("tensors", right=True),
+    Column("dtype"),
+    Column("size", right=True),
+]
+METRICS = [Column("metric"), Column("value", right=True)]
 
 
 def describe(
-    document: dict[str, Any], values: dict[str, tuple[StoredCopy, Any]] | None
+    document: dict[str, Any],
+    values: dict[str, tuple[StoredCopy, Any]] | None,
+    asked: Questions,
+    file: str | None,
 ) -> list[Block]:
     checkpoint = document["checkpoint"]
-    verified = document["verified"] and not document["problems"]
-    blocks: list[Block] = [header(checkpoint, verified, document["newer"])]
-    blocks += problem_lines(document["problems"], document["fallback"], checkpoint)
+    problems = problem_lines(document["problems"], document["fallback"], checkpoint)
+    if not asked.overview or file is not None:
+        blocks: list[Block] = [short_header(checkpoint, document), *problems]
+        return blocks + answers(document, values, asked)
+    blocks = [header(checkpoint, document), *problems]
     if document["components"]:
-        rows = [
-            [
-                item["key"],
-                item["pattern"],
-                str(item["tensors"]),
-                size(item["size_bytes"] + (item["values_bytes"] or 0)),
-                file_cell(item["files"]),
-                render.ranks(item["writers"]),
-            ]
-            for item in document["components"]
+        blocks.append(component_table(document["components"]))
+    if checkpoint.get("metrics"):
+        at = checkpoint["metrics_step"]
+        other = "" if at in (None, checkpoint["step"]) else f" (measured at step {at})"
+        rows: list[list[Cell | str]] = [
+            [name, render.number(value)] for name, value in checkpoint["metrics"].items()
         ]
-        blocks.append(Table("components", COMPONENTS, rows))
-    if document["files"]:
-        rows = [
+        blocks.append(Table(f"metrics{other}", METRICS, rows))
+    if document["foreign_files"]:
+        title = "foreign files: not part of this checkpoint, ignored when it is loaded"
+        blocks.append(Facts(Cell(title, "yellow"), []))
+        blocks += [Line(f"  {name}") for name in document["foreign_files"]]
+    return blocks
+
+
+def answers(
+    document: dict[str, Any], values: dict[str, tuple[StoredCopy, Any]] | None, asked: Questions
+) -> list[Block]:
+    """What was asked beside the overview."""
+    blocks: list[Block] = []
+    if asked.metadata and "format_version" in document["checkpoint"]:
+        blocks.append(metadata(document["checkpoint"]))
+    if asked.ranks and document["ranks"] is not None:
+        blocks.append(rank_table(document))
+    if asked.files and document["files"]:
+        rows: list[list[Cell | str]] = [
             [item["name"], size(item["size_bytes"]), str(item["writer"]), item["digest"]]
             for item in document["files"]
         ]
         blocks.append(Table("files", FILES, rows))
-    if document["foreign_files"]:
-        blocks.append(
-            Facts(
-                Cell(
-                    "foreign files: not part of this checkpoint, ignored when it is loaded",
-                    "yellow",
-                ),
-                [],
-            )
-        )
-        blocks += [Line(f"  {name}") for name in document["foreign_files"]]
-    if document["tensors"] is not None:
+    if document["modules"] is not None:
+        rows = [module_row(item) for item in document["modules"]]
+        blocks.append(Table("modules", MODULES, rows))
+    elif document["tensors"] is not None:
         blocks.append(Table("tensors", TENSORS, [tensor_row(item) for item in document["tensors"]]))
+    if document["tensors"] is not None:
+        own = [item for item in document["tensors"] if item["alias_of"] is None]
+        total = size(sum(item["size_bytes"] for item in own))
+        blocks.append(Line(f"  total: {count(len(document['tensors']), 'tensor')}, {total}"))
     for component, (copy, value) in (values or {}).items():
         pairs: list[tuple[str, Cell | str]] = [
             (path or ".", text) for path, text in facts.leaves(value)
@@ -271,67 +369,137 @@ def describe(
     return blocks
 
 
-def header(checkpoint: dict[str, Any], verified: bool, newer: list[dict[str, Any]]) -> Facts:
+def component_table(components: Sequence[dict[str, Any]]) -> Table:
+    """A group, or copies, are a column where there are any."""
+    groups = any(item["group"] for item in components)
+    copies = any(item["copies"] > 1 for item in components)
+    columns = [
+        Column("component", whole=True),
+        Column("pattern"),
+        Column("dtype"),
+        Column("tensors", right=True),
+        Column("size", right=True),
+        *([Column("copies", right=True)] if copies else []),
+        *([Column("group")] if groups else []),
+        Column("written by ranks"),
+    ]
+    rows: list[list[Cell | str]] = []
+    for item in components:
+        dtypes = item["dtypes"]
+        rows.append(
+            [
+                item["key"],
+                item["pattern"] + ("" if item["required"] else ", optional"),
+                "?" if dtypes is None else ",".join(dtypes) or "-",
+                str(item["tensors"]),
+                size(item["size_bytes"] + (item["values_bytes"] or 0)),
+                *([str(item["copies"])] if copies else []),
+                *([item["group"] or "-"] if groups else []),
+                render.ranks(item["writers"]),
+            ]
+        )
+    return Table("components", columns, rows)
+
+
+def rank_table(document: dict[str, Any]) -> Table:
+    """Ranks that follow one another and wrote the same are one row."""
+    keys = [item["key"] for item in document["components"]]
+    columns = [Column("rank"), *(Column(key, right=True) for key in keys)]
+    columns += [Column("index", right=True), Column("total", right=True)]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        sizes = [row["components"].get(key) for key in [*keys, "index"]]
+        return [*("-" if nbytes is None else size(nbytes) for nbytes in sizes)]
+
+    rows: list[list[Cell | str]] = []
+    for same, group in groupby(document["ranks"], key=cells):
+        members = list(group)
+        each = " each" if len(members) > 1 else ""
+        ranks = render.ranks([row["rank"] for row in members])
+        rows.append([ranks + each, *same, size(sum(row["size_bytes"] for row in members))])
+    return Table("who wrote what", columns, rows)
+
+
+def short_header(checkpoint: dict[str, Any], document: dict[str, Any]) -> Facts:
+    """One line, and what restore would pass over."""
+    status = checkpoint["status"]
+    verified = ", every byte verified" if document["verified"] and not document["problems"] else ""
+    title = f"{checkpoint['name']}  {status}{verified}"
+    return Facts(Cell(title, status_cell(status).style), not_usable(document["newer"]))
+
+
+def not_usable(newer: list[dict[str, Any]]) -> list[tuple[str, Cell | str]]:
+    return [
+        (
+            "newer, not usable",
+            Cell(
+                f"{entry['name']} is {entry['status']}: {entry['reason'] or 'no reason known'}",
+                "yellow",
+            ),
+        )
+        for entry in reversed(newer)
+    ]
+
+
+def header(checkpoint: dict[str, Any], document: dict[str, Any]) -> Facts:
     title = status_cell(checkpoint["status"])
+    verified = document["verified"] and not document["problems"]
     status = title._replace(text=title.text + (", every byte verified" if verified else ""))
-    pairs: list[tuple[str, Cell | str]] = [("status", status)]
-    for entry in reversed(newer):
-        why = f"{entry['name']} is {entry['status']}: {entry['reason'] or 'no reason known'}"
-        pairs.append(("newer, not usable", Cell(why, "yellow")))
+    pairs: list[tuple[str, Cell | str]] = [("status", status), *not_usable(document["newer"])]
     pairs.append(("path", checkpoint["url"]))
     if checkpoint["pinned"]:
         pairs.append(("pinned", "yes: retention and delete leave it alone"))
-    for name in ("step", "run_id", "sequence", "checkpoint_id", "attempt_id"):
+    for name in ("step", "run_id"):
         if checkpoint.get(name) is not None:
             pairs.append((name.removesuffix("_id").replace("_", " "), str(checkpoint[name])))
-    if "format_version" in checkpoint:
-        pairs += _manifest_pairs(checkpoint)
-    return Facts(Cell(checkpoint["name"], "bold"), pairs)
-
-
-def _manifest_pairs(checkpoint: dict[str, Any]) -> list[tuple[str, Cell | str]]:
+    if "format_version" not in checkpoint:
+        return Facts(Cell(checkpoint["name"], "bold"), pairs)
     nodes, created = checkpoint["nodes"], render.moment(checkpoint["created"])
-    pairs: list[tuple[str, Cell | str]] = [
-        (
-            "created",
-            created._replace(
-                terminal=f"{created.text} ({created.terminal})" if created.terminal else ""
-            ),
-        ),
+    age = f"{created.text} ({created.terminal})" if created.terminal else ""
+    pairs += [
+        ("created", created._replace(terminal=age)),
         ("size", f"{size(checkpoint['size_bytes'])} in {count(checkpoint['files'], 'file')}"),
         (
             "world size",
             f"{checkpoint['world_size']}" + (f" on {len(nodes)} nodes" if len(nodes) > 1 else ""),
         ),
         *([("storage mode", _part(checkpoint))] if checkpoint["node"] is not None else []),
-        ("format", checkpoint["format_version"]),
-        ("versions", _words(checkpoint["versions"])),
     ]
+    for name, partition in checkpoint["groups"].items():
+        text = " ".join(f"{{{render.ranks(group)}}}" for group in partition)
+        pairs.append((f"group {name}", text if len(text) <= 100 else text[:97] + "..."))
+    return Facts(Cell(checkpoint["name"], "bold"), pairs)
+
+
+def metadata(checkpoint: dict[str, Any]) -> Facts:
+    """All that a person seldom asks for; the user's own metadata one line for each leaf."""
+    pairs: list[tuple[str, Cell | str]] = [
+        (name.replace("_", " "), str(checkpoint[name]))
+        for name in ("sequence", "checkpoint_id", "attempt_id", "format_version", "digest")
+    ]
+    pairs.append(("versions", _words(checkpoint["versions"])))
     if checkpoint["environment"]:
         pairs.append(("environment", _words(checkpoint["environment"])))
-    for name, partition in checkpoint["groups"].items():
-        pairs.append(
-            (f"group {name}", " ".join(f"{{{render.ranks(group)}}}" for group in partition))
-        )
-    if checkpoint["metrics"]:
-        at = checkpoint["metrics_step"]
-        other = "" if at in (None, checkpoint["step"]) else f" (measured at step {at})"
-        pairs.append(("metrics", render.metrics(checkpoint["metrics"]) + other))
-    if checkpoint["metadata"]:
-        pairs.append(
-            ("metadata", json.dumps(checkpoint["metadata"], ensure_ascii=False, sort_keys=True))
-        )
     if checkpoint["training_args_hash"]:
         pairs.append(("training args", checkpoint["training_args_hash"]))
     if checkpoint["timings"]:
-        pairs.append(
-            (
-                "timings",
-                " ".join(f"{name}={value:.3g}s" for name, value in checkpoint["timings"].items()),
-            )
-        )
+        pairs.append(("timings", render.seconds(checkpoint["timings"])))
     if checkpoint["extra"]:
         pairs.append(("other fields", ", ".join(checkpoint["extra"])))
+    found = _json_leaves(checkpoint["metadata"], "metadata")
+    return Facts(Cell("metadata", "bold"), pairs + found)
+
+
+def _json_leaves(document: Any, path: str) -> list[tuple[str, Cell | str]]:
+    """Without recursion: metadata may be nested as deeply as its writer liked."""
+    pairs: list[tuple[str, Cell | str]] = []
+    todo = [(path, document)]
+    while todo:
+        path, item = todo.pop()
+        if isinstance(item, dict) and item:
+            todo += [(f"{path}/{key}", item[key]) for key in sorted(item, reverse=True)]
+        elif not (isinstance(item, dict) and path == "metadata"):
+            pairs.append((path, json.dumps(item, ensure_ascii=False)))
     return pairs
 
 
@@ -346,11 +514,13 @@ def _words(values: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def file_cell(names: list[str]) -> str:
-    return count(len(names), "file") if len(names) > 1 else "".join(names) or "-"
+def module_row(item: dict[str, Any]) -> list[Cell | str]:
+    name = f"{item['component']}/{item['module']}"
+    return [name, str(item["tensors"]), ",".join(item["dtypes"]), size(item["size_bytes"])]
 
 
 def tensor_row(item: dict[str, Any]) -> list[Cell | str]:
     shape = "x".join(map(str, item["shape"])) or "scalar"
-    file = f"same as {item['alias_of']}" if item["alias_of"] else item["file"] or "-"
+    place = item["layout"] or item["file"] or "-"
+    file = f"same as {item['alias_of']}" if item["alias_of"] else place
     return [item["full_name"], item["dtype"], shape, size(item["size_bytes"]), file]

@@ -11,15 +11,13 @@ import json
 import math
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, TextIO
+from unicodedata import combining, east_asian_width
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-# rich lays out a table in about 1 ms a row; beyond this, columns of plain text serve the reader
-# better.
-RICH_ROWS = 400
-
+import click
 
 NAME_WIDTH = 48  # names longer than this do not push the facts of all others to the right
 
@@ -107,18 +105,21 @@ def ranks(members: list[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
 
 
+def number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def metrics(values: dict[str, Any]) -> str:
-    shown = (
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in values.items()
-    )
-    return " ".join(shown) or "-"
+    return " ".join(f"{name}={number(value)}" for name, value in values.items()) or "-"
+
+
+def seconds(timings: dict[str, float]) -> str:
+    """The phases of a save."""
+    return " ".join(f"{name}={value:.3g}s" for name, value in timings.items())
 
 
 def moment(created: str | None) -> Cell:
     """An ISO 8601 time to the second, in UTC; on a terminal as its age."""
-    from datetime import UTC, datetime
-
     try:
         when = datetime.fromisoformat(created or "")
         when = when.astimezone(UTC) if when.tzinfo else when.replace(tzinfo=UTC)
@@ -155,11 +156,26 @@ def show(blocks: list[Block], stream: TextIO | None = None) -> None:
     """Draw the blocks in the form that suits the stream (standard output when not given)."""
     stream = stream or sys.stdout
     if on_terminal(stream):
-        from rich.console import Console
+        from .terminal import draw  # rich takes longer to load than a command takes in a pipe
 
-        draw(blocks, Console(file=stream, highlight=False))
+        draw(blocks, stream)
     else:
         stream.write(plain(blocks))
+
+
+@contextmanager
+def progress_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """What to call with bytes done and bytes in all: it moves a bar on standard error, where
+    that is a terminal and no JSON is asked for."""
+    context = click.get_current_context(silent=True)
+    as_json = context is not None and context.find_root().obj
+    if as_json or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from .terminal import bar
+
+    with bar(printable(name)) as advance:
+        yield advance
 
 
 # ---------------------------------------------------------------- JSON
@@ -194,8 +210,6 @@ def show_json(document: dict[str, Any], stream: TextIO | None = None) -> None:
 def _width(text: str) -> int:
     if text.isascii():
         return len(text)
-    from unicodedata import combining, east_asian_width
-
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
@@ -221,11 +235,11 @@ def plain(blocks: list[Block]) -> str:
             width = max((len(name) for name, _ in pairs if len(name) <= NAME_WIDTH), default=0)
             out += [f"  {name:{width}}  {_text(cell)}".rstrip() for name, cell in pairs]
         else:
-            out += _plain_table(block)
+            out += plain_table(block)
     return "".join(f"{line}\n" for line in out)
 
 
-def _plain_table(table: Table) -> list[str]:
+def plain_table(table: Table) -> list[str]:
     lines = [[column.name for column in table.columns]]
     lines += [[_text(cell) for cell in row] for row in table.rows]
     widths = [max(map(_width, cells)) for cells in zip(*lines, strict=True)]
@@ -238,46 +252,3 @@ def _plain_table(table: Table) -> list[str]:
         )
         title.append((indent + "  ".join(padded)).rstrip())
     return title
-
-
-# ---------------------------------------------------------------- terminal
-
-
-def draw(blocks: list[Block], console: Console) -> None:
-    """Draw the blocks with rich. Texts are never read as markup."""
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    def rich_text(value: Cell | str) -> Text:
-        cell = value if isinstance(value, Cell) else Cell(value)
-        return Text(printable(cell.terminal or cell.text), cell.style)
-
-    for number, block in enumerate(blocks):
-        if isinstance(block, Line):
-            console.print(rich_text(Cell(*block)), soft_wrap=True)
-            continue
-        if number:
-            console.print()
-        if isinstance(block, Facts):
-            console.print(rich_text(block.title))
-            grid = RichTable.grid(padding=(0, 2))
-            grid.add_column(style="dim", no_wrap=True)
-            grid.add_column(overflow="fold")
-            for name, value in block.pairs:
-                grid.add_row(Text(f"  {printable(name)}"), rich_text(value))
-            console.print(grid)
-        elif len(block.rows) > RICH_ROWS:
-            console.print(Text("\n".join(_plain_table(block))), soft_wrap=True)
-        else:
-            if block.title:
-                console.print(Text(printable(block.title), "bold"))
-            table = RichTable(
-                box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
-            )
-            for column in block.columns:
-                side: Literal["left", "right"] = "right" if column.right else "left"
-                table.add_column(column.name, justify=side, overflow="fold", no_wrap=column.whole)
-            for row in block.rows:
-                table.add_row(*map(rich_text, row))
-            console.print(table)

@@ -136,13 +136,15 @@ class Subject:
                 self.add([problem_of_error(error, self.manifest)])
             return None
 
-    def verify(self) -> None:
-        """Check every byte of a checkpoint that could be opened."""
-        if self.view is None:
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Check every byte of a checkpoint that could be opened. progress: see
+        CheckpointView.verify."""
+        view = self.view
+        if view is None:
             return
         found = [
             facts.problem(problem, self.manifest)
-            for problem in self.attempt(self.view.verify) or []
+            for problem in self.attempt(lambda: view.verify(progress=progress)) or []
         ]
         # What the look at the sizes found is found again, with more to say.
         again = {problem["file"] for problem in found}

@@ -17,7 +17,7 @@ from . import facts
 from .failures import BAD, GOOD
 from .lookup import PUBLISHED, Root, fallback, settled, subject_of
 from .problems import problem_lines
-from .render import Block, Line, Report, count, size
+from .render import Block, Line, Report, count, progress_bar, size
 from .subject import Options, Subject
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def tried(
 def checked(subject: Subject, seconds: dict[str, float]) -> Subject:
     """The subject, after every byte of it was read. seconds: gets how long that took, by name."""
     start = perf_counter()
-    with subject:
-        subject.verify()
+    with subject, progress_bar(subject.name) as advance:
+        subject.verify(advance)
     seconds[subject.name] = perf_counter() - start
     return subject
 

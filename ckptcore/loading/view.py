@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from ..arguments import check_count, shown
@@ -27,6 +28,8 @@ from .plan import numpy_words, read_of
 from .reader import TensorRead, check_header, open_member, read_tensors
 
 __all__ = ["CheckpointView", "Problem", "StoredBox", "TensorInfo", "open_checkpoint"]
+
+PORTION = 256 << 20  # bytes that `verify` checks between two words of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,8 +494,14 @@ class CheckpointView:
             if e.name not in listed
         ]
 
-    def verify(self, io_threads: int = 2) -> list[Problem]:
-        """Read and check every byte that the manifest lists. Empty when all is as it was saved."""
+    def verify(
+        self, io_threads: int = 2, progress: Callable[[int, int], None] | None = None
+    ) -> list[Problem]:
+        """Read and check every byte that the manifest lists. Empty when all is as it was saved.
+
+        io_threads: how many read (default 2). progress: called now and then with the bytes of
+        tensors that were checked, and those that are to be (default None).
+        """
         problems: list[Problem] = []
         checked: set[str] = set()
         reads: list[TensorRead] = []
@@ -529,19 +538,35 @@ class CheckpointView:
             reads += [read for read in found if read.entry.file in whole]
         for name in self.manifest.files.keys() - checked:
             attempt(name, partial(self.read_file, name))
-        for file in sorted({read.entry.file or "" for read in reads}):
-            mine = [read for read in reads if read.entry.file == file]
-            attempt(
-                file,
-                lambda mine=mine: read_tensors(  # type: ignore[misc]
-                    self.storage,
-                    self.folder,
-                    mine,
-                    io_threads,
-                    lambda e: problems.append(_problem(e, e.file or "")),
-                ),
-            )
+        done, total, unreadable = 0, sum(read.entry.nbytes for read in reads), ""
+        tell = lambda e: problems.append(_problem(e, e.file or ""))  # noqa: E731
+        for batch in _batches(reads):
+            file, done = _file_of(batch[0]), done + sum(read.entry.nbytes for read in batch)
+            read = partial(read_tensors, self.storage, self.folder, batch, io_threads, tell)
+            if file != unreadable and not attempt(file, read):
+                unreadable = file
+            if progress is not None:
+                progress(done, total)
         return sorted(problems, key=lambda p: (p.file, p.tensor or "", p.message))
+
+
+def _batches(reads: Iterable[TensorRead]) -> Iterator[list[TensorRead]]:
+    """By file, in portions after which somebody who waits can be told."""
+    for _, mine in groupby(sorted(reads, key=_file_of), key=_file_of):
+        batch: list[TensorRead] = []
+        nbytes = 0
+        for read in mine:
+            batch.append(read)
+            nbytes += read.entry.nbytes
+            if nbytes >= PORTION:
+                yield batch
+                batch, nbytes = [], 0
+        if batch:
+            yield batch
+
+
+def _file_of(read: TensorRead) -> str:
+    return read.entry.file or ""
 
 
 def _problem(error: CheckpointCorrupt | StorageError, file: str) -> Problem:

@@ -103,7 +103,7 @@ def check(root: Path) -> None:
         assert {entry["name"] for entry in shown["newer"]} <= passed
     if latest is not None and latest.name == taken:
         assert {entry["name"] for entry in shown["newer"]} == passed
-        copied = cp(str(root), str(root.parent / "copy"), None, None, 1, False, False, quiet=True)
+        copied = cp(str(root), str(root.parent / "copy"), None, None, 1, False, False)
         assert copied.document["checkpoint"]["name"] == taken and copied.exit_code == 0
         assert (copied.complaint is None) == (not passed)
         assert {entry["name"] for entry in copied.document["newer"]} == passed

@@ -162,7 +162,7 @@ def test_plain_values_count_in_the_size_of_a_component(ckpt: Ckpt, four: Path) -
         for line in ckpt("inspect", four).out.splitlines()
         if line.strip().startswith("replay")
     )
-    assert float(row[3]) > 5 and row[4] == "KiB"
+    assert float(row[4]) > 5 and row[5] == "KiB"
 
 
 def test_a_pin_is_shown(ckpt: Ckpt, root: Path) -> None:
@@ -248,3 +248,31 @@ def test_large_bytes_and_texts_are_said_to_lie_among_the_tensors(
         "tensor",
         "d/x",
     )
+
+
+def test_ranks_and_components_as_a_matrix(ckpt: Ckpt, four: Path) -> None:
+    document = ckpt("inspect", four, "--ranks", "--json").document
+    assert [row["rank"] for row in document["ranks"]] == [0, 1, 2, 3]
+    assert [row["node"] for row in document["ranks"]] == [0, 0, 1, 1]
+    assert (
+        sum(row["size_bytes"] for row in document["ranks"])
+        == (document["checkpoint"]["size_bytes"])
+    )
+    written = {item["key"]: item["writers"] for item in document["components"]}
+    for row in document["ranks"]:
+        assert {key for key in row["components"] if key != "index"} <= {
+            key for key, ranks in written.items() if row["rank"] in ranks
+        }
+        assert {"own", "table", "index"} <= row["components"].keys()
+    lines = ckpt("inspect", four, "--ranks").out.splitlines()
+    head = next(line.split() for line in lines if line.split()[:1] == ["rank"])
+    assert (head[0], *head[-2:]) == ("rank", "index", "total")
+    assert {*head[1:-2]} == {"own", "stage", "cache", "model", "table", "replay"}
+
+
+def test_groups_and_copies_are_columns_where_there_are_any(ckpt: Ckpt, four: Path) -> None:
+    lines = ckpt("inspect", four).out.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith("  ")}
+    assert rows["own"][-3:] == ["4", "-", "0-3"] and rows["stage"][-3:-1] == ["2", "dp"]
+    layouts = ckpt("inspect", four, "--tensors", "table/*", "--json").document["tensors"]
+    assert [tensor["layout"] for tensor in layouts] == ["4 boxes without a rule"]

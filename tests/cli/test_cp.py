@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -288,16 +289,16 @@ def test_a_bar_on_a_terminal_and_none_elsewhere(root: Path, tmp_path: Path) -> N
 def test_an_interrupt_leaves_what_the_next_one_takes_up(
     ckpt: Ckpt, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @cp.contextmanager
-    def impatient(name: str, quiet: bool) -> Any:
-        def advance(copied: int, kept: int, total: int) -> None:
-            if copied == total:
+    @contextmanager
+    def impatient(name: str) -> Any:
+        def advance(done: int, total: int) -> None:
+            if done == total:
                 raise KeyboardInterrupt
 
         yield advance
 
     with monkeypatch.context() as patch:
-        patch.setattr(cp, "_bar", impatient)
+        patch.setattr(cp, "progress_bar", impatient)
         done = ckpt("cp", root, tmp_path / "r", "--threads", "1")
     assert (done.code, done.err.strip()) == (130, "ckpt: interrupted")
     assert [info.status for info in scan_root(tmp_path / "r")] == ["partial"]

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckpt_tools import render
-from ckpt_tools.inspection import inspect
+from ckpt_tools import render, terminal
+from ckpt_tools.inspection import Questions, inspect
 from ckpt_tools.ls import ls
 from ckpt_tools.verification import verify
 from rich.console import Console
@@ -24,7 +24,7 @@ def drawn(blocks: list[render.Block], width: int) -> list[str]:
     console = Console(
         file=stream, width=width, force_terminal=True, color_system=None, highlight=False
     )
-    render.draw(blocks, console)
+    terminal.draw(blocks, console)
     return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
 
 
@@ -45,19 +45,34 @@ def test_ls_on_a_narrow_terminal_keeps_names_whole(root: Path) -> None:
     assert any("checkpoint-30  committed (latest)" in line for line in lines)
 
 
-def test_inspect_shows_every_table(root: Path) -> None:
-    report = inspect(str(root / "checkpoint-20"), None, tensors="*", values=("train",), verify=True)
-    lines = drawn(report.blocks, 120)
-    assert lines[0] == "checkpoint-20"
-    cells = {tuple(re.split(r"\s{2,}", line.strip())) for line in lines}
+def cells_of(root: Path, asked: Questions) -> set[tuple[str, ...]]:
+    lines = drawn(inspect(str(root / "checkpoint-20"), None, asked).blocks, 120)
+    assert lines[0].startswith("checkpoint-20")
+    return {tuple(re.split(r"\s{2,}", line.strip())) for line in lines}
+
+
+def test_inspect_is_one_screen(root: Path) -> None:
+    cells = cells_of(root, Questions(verify=True))
+    assert len(cells) < 24
     assert ("status", "committed, every byte verified") in cells
     assert ("step", "20") in cells and ("world size", "1") in cells
     plain = open_checkpoint(root / "checkpoint-20").values_bytes(
         "model"
     )  # names, and what ties the tensors
-    assert ("model", "GLOBAL", "3", f"{30 + plain} B", "model.safetensors", "0") in cells
+    assert ("model", "GLOBAL", "BF16,F32", "3", f"{30 + plain} B", "0") in cells
+    assert ("loss", "0.05") in cells
+    assert not any("note" in text for cell in cells for text in cell)
+
+
+def test_each_question_has_one_answer(root: Path) -> None:
+    cells = cells_of(root, Questions(tensors="*", values=("train",)))
     assert ("model/layer.bias", "BF16", "3", "6 B", "model.safetensors") in cells
-    assert ("nested/none", "None") in cells
+    assert ("nested/none", "None") in cells and ("total: 3 tensors, 30 B",) in cells
+    assert ("world size", "1") not in cells
+    assert ("metadata/note", '"step 20 é"') in cells_of(root, Questions(metadata=True))
+    assert ("model/layer", "2", "BF16,F32", "30 B") in cells_of(root, Questions(depth=1))
+    files = {cell[0] for cell in cells_of(root, Questions(files=True))}
+    assert {"model.safetensors", "index.rank00000.msgpack"} <= files
 
 
 def test_a_very_long_table_is_drawn_plainly(root: Path) -> None:

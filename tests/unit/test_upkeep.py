@@ -99,3 +99,13 @@ def test_the_boxes_of_a_tensor_say_where_its_bytes_are(root: Path) -> None:
     assert other[0].digests == box.digests
     with pytest.raises(KeyError, match="no component"):
         view.boxes("nothing")
+
+
+def test_verify_tells_how_far_it_is(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptcore.loading.view.PORTION", 16)
+    with CheckpointManager(root) as manager:
+        manager.save(9, {"m": {name: torch.ones(4) for name in "abc"}})
+    told: list[tuple[int, int]] = []
+    view = ckptcore.open_checkpoint(root / "checkpoint-9")
+    assert view.verify(progress=lambda done, total: told.append((done, total))) == []
+    assert told == [(16, 48), (32, 48), (48, 48)]
