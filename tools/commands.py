@@ -23,7 +23,8 @@ from .cp import cp
 from .failures import USAGE, expected_errors, failure_of
 from .inspection import Questions, inspect
 from .ls import ls
-from .render import Report, printable, show, show_json
+from .output import show
+from .render import Report, printable, show_json
 from .subject import Options
 from .verification import verify
 

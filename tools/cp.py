@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from . import facts
 from .failures import BAD, GOOD, STORAGE, Failure, not_found
 from .lookup import Root, child, newest, normal, settled, split, subject_of
-from .render import Block, Line, Report, progress_bar, size
+from .output import progress_bar
+from .render import Block, Line, Report, size
 from .subject import Options, Subject
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ JSON: docs/cli.md. Exit code: 0 when the checkpoint is good, 1 when it is damage
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -162,26 +162,10 @@ def extents(view: CheckpointView) -> dict[str, Extent]:
         if not small or needed > INDEX_FILES:
             continue
         try:
-            dtypes = sorted({tensor.dtype for tensor in tensors_in(view.values(key))})
-            found[key] = Extent(view.values_bytes(key), dtypes)
+            found[key] = Extent(view.values_bytes(key), view.dtypes(key))
         except CheckpointError:  # a finding for `verify`, or for who asks for the values
             continue
     return found
-
-
-def tensors_in(value: Any) -> Iterable[Any]:
-    """Of nested plain values, the tensors."""
-    todo = [value]
-    while todo:
-        item = todo.pop()
-        if facts.is_opaque(item):
-            item = item.payload
-        if facts.is_tensor(item):
-            yield item
-        elif isinstance(item, dict):
-            todo += item.values()
-        elif isinstance(item, (list, tuple)):
-            todo += item
 
 
 def parts_of(name: str) -> list[str]:

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TextIO
 from unicodedata import combining, east_asian_width
-
-import click
 
 NAME_WIDTH = 48  # names longer than this do not push the facts of all others to the right
 
@@ -146,36 +141,6 @@ def printable(text: str) -> str:
 
 def _text(cell: Cell | str) -> str:
     return printable(cell.text if isinstance(cell, Cell) else cell)
-
-
-def on_terminal(stream: TextIO) -> bool:
-    return stream.isatty() or bool(os.environ.get("FORCE_COLOR"))
-
-
-def show(blocks: list[Block], stream: TextIO | None = None) -> None:
-    """Draw the blocks in the form that suits the stream (standard output when not given)."""
-    stream = stream or sys.stdout
-    if on_terminal(stream):
-        from .terminal import draw  # rich takes longer to load than a command takes in a pipe
-
-        draw(blocks, stream)
-    else:
-        stream.write(plain(blocks))
-
-
-@contextmanager
-def progress_bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """What to call with bytes done and bytes in all: it moves a bar on standard error, where
-    that is a terminal and no JSON is asked for."""
-    context = click.get_current_context(silent=True)
-    as_json = context is not None and context.find_root().obj
-    if as_json or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from .terminal import bar
-
-    with bar(printable(name)) as advance:
-        yield advance
 
 
 # ---------------------------------------------------------------- JSON

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from . import facts
 from .failures import BAD, GOOD
 from .lookup import PUBLISHED, Root, fallback, settled, subject_of
+from .output import progress_bar
 from .problems import problem_lines
-from .render import Block, Line, Report, count, progress_bar, size
+from .render import Block, Line, Report, count, size
 from .subject import Options, Subject
 
 if TYPE_CHECKING:

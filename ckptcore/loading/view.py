@@ -344,6 +344,11 @@ class CheckpointView:
             ]
         return found
 
+    def dtypes(self, component: str, copy: int = 0) -> list[str]:
+        """Those of a component's tensors. Arguments and errors are those of `values`."""
+        self._check_copy(component, copy)
+        return sorted({tensor.dtype for tensor in self.component(component, copy).tensors})
+
     def values(self, component: str, copy: int = 0) -> Any:
         """The component's state as it was saved, with TensorInfo where there was a tensor.
 
