@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import msgpack
 
-from ..errors import CheckpointCorrupt
+from .checks import exact, parsing, sizes, unique, whole
 from .digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest
-from .manifest import check_file_name
-from .strict import short, sizes, unique, whole
+from .manifest import FileName
+from .schema import reader
 from .tensorfile import DTYPES, HEADER_LIMIT, tensor_nbytes
 
 __all__ = ["ComponentIndex", "FileEntry", "Index", "Piece", "TensorEntry", "index_file_name"]
@@ -72,8 +72,7 @@ class TensorEntry:
         )
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One box of a sharded tensor, where this writer put it."""
 
     number: int
@@ -82,8 +81,7 @@ class Piece:
     digests: bytes
 
 
-@dataclass(slots=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     """A tensor file: its size, and the length and 16-byte digest of its header (with the length
     field)."""
 
@@ -172,20 +170,18 @@ class Index:
             if component.pieces is None:
                 components[key] = {"tree": component.tree, "tensors": rows}
             else:
-                pieces = [[p.number, p.file, p.start, p.digests] for p in component.pieces]
                 components[key] = {
                     "tree": component.tree,
                     "layouts": component.layouts,
-                    "pieces": pieces,
+                    "pieces": component.pieces,
                 }
             if component.versions is not None:
                 components[key]["versions"] = component.versions
-        files = {name: [f.size, f.header_size, f.header_digest] for name, f in self.files.items()}
         packed = {
             "format": FORMAT,
             "version": VERSION,
             "writer": self.writer,
-            "files": files,
+            "files": self.files,
             "components": components,
         }
         return bytes(msgpack.packb(packed, use_bin_type=True, unicode_errors="surrogatepass"))
@@ -193,7 +189,7 @@ class Index:
     @classmethod
     def decode(cls, data: bytes, file: str = "index") -> Index:
         """Raises CheckpointCorrupt when `data` is not an index whose parts fit together."""
-        try:
+        with parsing(f"{file} is not a valid index", file):
             raw = msgpack.unpackb(
                 data, raw=False, unicode_errors="surrogatepass", object_pairs_hook=unique
             )
@@ -201,61 +197,42 @@ class Index:
                 raise ValueError(
                     f"format {raw['format']!r} version {raw['version']!r} is not known"
                 )
-            index = cls(whole(raw["writer"]))
-            for name, (size, header_size, header_digest) in raw["files"].items():
-                check_file_name(name)
-                if len(header_digest) != 16:
-                    raise ValueError("a header digest is not 16 bytes")
-                if not 8 <= whole(header_size) <= min(whole(size), HEADER_LIMIT + 8):
-                    raise ValueError(
-                        f"a header of {header_size} bytes is not that of a file of {size}"
-                    )
-                index.files[name] = FileEntry(whole(size), whole(header_size), bytes(header_digest))
+            index = cls(whole(raw["writer"]), _FILES(raw["files"]))
             for key, component in raw["components"].items():
-                tree, versions = component["tree"], component.get("versions")
-                if not isinstance(key, str) or not all(
-                    part is None or isinstance(part, bytes) for part in (tree, versions)
-                ):
-                    raise ValueError("a component's key, tree or versions have the wrong type")
-                if "pieces" in component:
-                    pieces = [_piece(row, index.files) for row in component["pieces"]]
-                    index.components[key] = ComponentIndex(
-                        tree, [], component["layouts"], pieces, versions
-                    )
-                    continue
-                entries = [_entry(row, index.files) for row in component["tensors"]]
-                if len({e.name for e in entries} | {None}) != len(entries) + 1:
-                    raise ValueError(f"two tensors of component {key!r} have one name")
-                index.components[key] = ComponentIndex(tree, entries, versions=versions)
+                index.components[exact(key, str)] = _component(key, component, index.files)
             index.starts()
             return index
-        except _DECODE_ERRORS as error:
-            if isinstance(error, CheckpointCorrupt):
-                raise
-            what = f"{type(error).__name__}: {short(str(error))}"
-            raise CheckpointCorrupt(
-                f"{file} is not a valid index ({what})", file=file, kind="format"
-            ) from None
 
 
-_DECODE_ERRORS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-    MemoryError,
-    msgpack.UnpackException,
-)
+def _file(entry: FileEntry) -> FileEntry:
+    if len(entry.header_digest) != 16:
+        raise ValueError("a header digest is not 16 bytes")
+    if not 8 <= entry.header_size <= min(entry.size, HEADER_LIMIT + 8):
+        raise ValueError(
+            f"a header of {entry.header_size} bytes is not that of a file of {entry.size}"
+        )
+    return entry
+
+
+_FILES = reader(dict[FileName, Annotated[FileEntry, _file]])
+_BYTES = reader(bytes | None)
+
+
+def _component(key: str, found: dict[str, Any], files: dict[str, FileEntry]) -> ComponentIndex:
+    tree, versions = _BYTES(found["tree"]), _BYTES(found.get("versions"))
+    if "pieces" in found:
+        pieces = [_piece(row, files) for row in found["pieces"]]
+        return ComponentIndex(tree, [], found["layouts"], pieces, versions)
+    entries = [_entry(row, files) for row in found["tensors"]]
+    if len({e.name for e in entries}) != len(entries):
+        raise ValueError(f"two tensors of component {key!r} have one name")
+    return ComponentIndex(tree, entries, versions=versions)
 
 
 def _piece(row: list[Any], files: dict[str, FileEntry]) -> Piece:
-    number, file, start, digests = row
-    if not files[file].header_size <= whole(start) <= files[file].size or not isinstance(
-        digests, bytes
-    ):
+    number, file, start, digests = row  # checked by hand, as a tensor's: there are very many
+    known = files[file]
+    if not known.header_size <= whole(start) <= known.size or type(digests) is not bytes:
         raise ValueError(f"a piece of tensor {number} is not inside {file}")
     return Piece(whole(number), file, start, digests)
 

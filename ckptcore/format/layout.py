@@ -19,7 +19,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from .strict import DIMENSIONS, sizes, whole
+from .checks import DIMENSIONS, sizes, whole
 from .tensorfile import DTYPES, tensor_nbytes
 
 __all__ = [

@@ -13,11 +13,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 from ..errors import CheckpointCorrupt, InvalidState, UnsafePath, UnsupportedVersion
+from .checks import parsing, short, unique
 from .digest import content_digest
-from .strict import short, unique, whole
+from .schema import NOT_STORED, OPTIONAL, reader, written
 
 __all__ = [
     "MANIFEST_NAME",
@@ -36,9 +37,7 @@ FORMAT = "ckptcore"
 VERSION = "1.0"
 SIZE_LIMIT = 1 << 30
 WORLD_LIMIT = 1 << 22
-PATTERNS = ("GLOBAL", "REPLICATED", "PER_RANK", "PER_GROUP", "PER_NODE", "SHARDED")
 
-_NOT_STORED = ("key", "extra", "replicated_across")
 _PLAIN_NAME = re.compile(r"[^/\\:\x00-\x1f\x7f]{1,255}")
 _TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
 
@@ -68,8 +67,24 @@ def _fits(name: str) -> bool:
         return False
 
 
-@dataclass(slots=True)
-class FileRecord:
+Pattern = Literal["GLOBAL", "REPLICATED", "PER_RANK", "PER_GROUP", "PER_NODE", "SHARDED"]
+FileName = Annotated[str, check_file_name]
+Partition = list[list[int]]
+
+
+def _world(size: int) -> int:
+    if not 1 <= size <= WORLD_LIMIT:
+        raise ValueError(f"a world of {size} ranks is not one that was ever saved")
+    return size
+
+
+def _ranges(ranges: Partition) -> Partition:
+    if any(len(ends) != 2 or ends[0] > ends[1] for ends in ranges):
+        raise ValueError(f"{short(ranges)} are no ranges of commit sequences")
+    return ranges
+
+
+class FileRecord(NamedTuple):
     """One file of the checkpoint: size in bytes, digest (see format/digest.py), rank that wrote
     it."""
 
@@ -122,20 +137,22 @@ class ComponentManifest:
     (REPLICATED: one of all ranks; PER_GROUP: the partition); it is not in the file.
     """
 
-    key: str
-    pattern: str = "GLOBAL"
+    key: str = field(default="", metadata=NOT_STORED)
+    pattern: Pattern = "GLOBAL"
     writers: list[int] = field(default_factory=lambda: [0])
     group: str | None = None
-    partition: list[list[int]] | None = None
+    partition: Partition | None = None
     group_keys: list[str] | None = None
     size_bytes: int = 0
     checksum: str = ""
-    files: list[str] = field(default_factory=list)
+    files: list[FileName] = field(default_factory=list)
     required: bool = True
     tensors: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-    replicated_across: list[Sequence[int]] = field(default_factory=list, init=False, compare=False)
+    replicated_across: list[Sequence[int]] = field(
+        default_factory=list, init=False, compare=False, metadata=NOT_STORED
+    )
 
 
 @dataclass(slots=True)
@@ -154,11 +171,11 @@ class CheckpointManifest:
     attempt_id: str
     sequence: int
     created: str
-    world_size: int = 1
-    nodes: list[list[int]] = field(default_factory=lambda: [[0]])
-    groups: dict[str, list[list[int]]] = field(default_factory=dict)
+    world_size: Annotated[int, _world] = 1
+    nodes: Partition = field(default_factory=lambda: [[0]])
+    groups: dict[str, Partition] = field(default_factory=dict)
     components: dict[str, ComponentManifest] = field(default_factory=dict)
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    files: dict[FileName, FileRecord] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_step: int | None = None
     training_args_hash: str | None = None
@@ -167,17 +184,39 @@ class CheckpointManifest:
     timings: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     format_version: str = VERSION
-    node: int | None = None
-    abandoned: list[list[int]] = field(default_factory=list)
+    node: int | None = field(default=None, metadata=OPTIONAL)
+    abandoned: Annotated[Partition, _ranges] = field(default_factory=list, metadata=OPTIONAL)
     extra: dict[str, Any] = field(default_factory=dict)
-    digest: str = ""
+    digest: str = field(default="", metadata=NOT_STORED)
 
     def __post_init__(self) -> None:
-        for component in self.components.values():
+        if self.node is not None:
+            ranks = sorted(rank for members in self.nodes for rank in members)
+            if len(ranks) != self.world_size or any(rank != n for n, rank in enumerate(ranks)):
+                raise ValueError("the nodes are not a partition of the ranks")
+            if self.node >= len(self.nodes) or not self.nodes[self.node]:
+                raise ValueError(f"there is no node {self.node} with ranks")
+        for key, component in self.components.items():
+            component.key = key
+            self._check_component(component)
             everybody: list[Sequence[int]] = [range(self.world_size)]
             parts: list[Sequence[int]] = [*(component.partition or [])]
             component.replicated_across = {"REPLICATED": everybody, "PER_GROUP": parts}.get(
                 component.pattern, []
+            )
+
+    def _check_component(self, component: ComponentManifest) -> None:
+        groups, names = component.partition, component.group_keys
+        if (component.pattern == "PER_GROUP") != (groups is not None) or (
+            names and len(names) != len(groups or [])
+        ):
+            raise ValueError(f"component {component.key!r} lacks its groups, or has wrong ones")
+        members = {"PER_GROUP": groups, "PER_NODE": self.nodes}.get(component.pattern)
+        if members is not None and not (members and all(members)):
+            raise ValueError(f"a group or node of component {component.key!r} has no ranks")
+        if unlisted := [name for name in component.files if name not in self.files]:
+            raise ValueError(
+                f"component {component.key!r} names files that are not listed: {short(unlisted)}"
             )
 
     @property
@@ -214,22 +253,9 @@ class CheckpointManifest:
     def encode(self) -> bytes:
         """The manifest file. Sets `digest`. Raises InvalidState for metadata that JSON cannot
         hold."""
-        document = {**self.extra, "format": FORMAT}
-        for name in self.__slots__:
-            if name not in ("extra", "digest", "node", "abandoned"):
-                document[name] = getattr(self, name)
-        if self.abandoned:
-            document["abandoned"] = self.abandoned
+        document = written(self) | {"format": FORMAT}
         if self.node is not None:
-            document |= {"storage_mode": "node", "node": self.node}
-        document["components"] = {
-            key: {
-                **c.extra,
-                **{name: getattr(c, name) for name in c.__slots__ if name not in _NOT_STORED},
-            }
-            for key, c in self.components.items()
-        }
-        document["files"] = {name: [f.size, f.digest, f.writer] for name, f in self.files.items()}
+            document["storage_mode"] = "node"
         # Strict JSON has no NaN or infinity, and a metric may well be one.
         document["metrics"] = {
             k: v if math.isfinite(v) else str(v) for k, v in self.metrics.items()
@@ -261,7 +287,7 @@ class CheckpointManifest:
                 expected=expected,
                 actual=actual,
             )
-        try:
+        with parsing(f"{where}: not a valid manifest", MANIFEST_NAME, path or None):
             document = json.loads(
                 body + b"\n}", object_pairs_hook=unique, parse_constant=_no_constant
             )
@@ -271,19 +297,17 @@ class CheckpointManifest:
             if int(version.split(".")[0]) > int(VERSION.split(".")[0]):
                 raise UnsupportedVersion(
                     f"{where}: format version {version} is newer than {VERSION}, the newest that "
-                    "this ckptcore reads; "
-                    "install a newer ckptcore",
+                    "this ckptcore reads; install a newer ckptcore",
                     path=path or None,
                     found=version,
                     supported=VERSION,
                 )
-            manifest = _manifest(document)
-        except _DECODE_ERRORS as error:
-            if isinstance(error, CheckpointCorrupt | UnsupportedVersion):
-                raise
-            raise bad(
-                f"not a valid manifest ({type(error).__name__}: {short(str(error))})"
-            ) from None
+            mode = document.pop("storage_mode", "shared")
+            manifest: CheckpointManifest = _READ(document)
+            if mode != manifest.storage_mode:
+                raise ValueError(
+                    f"storage mode {short(mode)} with node {manifest.node} makes no sense"
+                )
         manifest.digest = expected
         return manifest
 
@@ -304,7 +328,7 @@ def strict_json(document: Any) -> bytes:
     """Raises InvalidState for what JSON cannot hold."""
     try:
         return json.dumps(
-            document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False
+            document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False, default=written
         ).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidState(
@@ -349,153 +373,8 @@ def _check_json(document: Any) -> None:
     raise ValueError(f"it is nested deeper than {JSON_DEPTH} levels")
 
 
-_DECODE_ERRORS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    RecursionError,
-    OverflowError,
-    InvalidState,
-)
-
-
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _typed(value: Any, *kinds: type) -> Any:
-    # bool is an int to isinstance, and never what is meant here.
-    if type(value) not in kinds:
-        raise TypeError(f"{short(value)} is not {' or '.join(k.__name__ for k in kinds)}")
-    return value
-
-
-def _ranks(value: Any) -> list[int]:
-    return [whole(rank) for rank in _typed(value, list)]
-
-
-def _partition(value: Any) -> list[list[int]]:
-    return [_ranks(group) for group in _typed(value, list)]
-
-
-def _texts(value: Any) -> dict[str, str]:
-    return {key: _typed(text, str) for key, text in _typed(value, dict).items()}
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    found = {}
-    for key, number in _typed(value, dict).items():
-        if isinstance(number, str) and number not in ("nan", "inf", "-inf"):
-            raise ValueError(f"{number!r} is not a number")
-        found[key] = float(_typed(number, int, float, str))
-    return found
-
-
-def _world_size(value: Any) -> int:
-    if not 1 <= whole(value) <= WORLD_LIMIT:
-        raise ValueError(f"a world of {value} ranks is not one that was ever saved")
-    return int(value)
-
-
-def _pattern(value: Any) -> str:
-    if value not in PATTERNS:
-        raise ValueError(f"{value!r} is not a sharing pattern")
-    return str(value)
-
-
-def _is(kind: type) -> Any:
-    return lambda value: _typed(value, kind)
-
-
-def _optional(check: Any) -> Any:
-    return lambda value: None if value is None else check(value)
-
-
-def _file(value: Any) -> FileRecord:
-    size, digest, writer = _typed(value, list)
-    return FileRecord(whole(size), _typed(digest, str), whole(writer))
-
-
-_COMPONENT = {
-    "pattern": _pattern,
-    "writers": _ranks,
-    "group": _optional(_is(str)),
-    "partition": _optional(_partition),
-    "group_keys": _optional(lambda v: [_typed(k, str) for k in _typed(v, list)]),
-    "size_bytes": whole,
-    "checksum": _is(str),
-    "files": lambda v: [check_file_name(n) for n in _typed(v, list)],
-    "required": _is(bool),
-    "tensors": whole,
-    "metadata": _is(dict),
-}
-
-
-def _ranges(value: Any) -> list[list[int]]:
-    found = [[whole(end) for end in _typed(ends, list)] for ends in _typed(value, list)]
-    if any(len(ends) != 2 or ends[0] > ends[1] for ends in found):
-        raise ValueError(f"{short(value)} are no ranges of commit sequences")
-    return found
-
-
-def _component(key: str, value: dict[str, Any]) -> ComponentManifest:
-    rest = dict(_typed(value, dict))
-    known = {name: check(rest.pop(name)) for name, check in _COMPONENT.items()}
-    return ComponentManifest(key, **known, extra=rest)
-
-
-_MANIFEST = {
-    "checkpoint_id": _is(str),
-    "step": whole,
-    "run_id": _is(str),
-    "attempt_id": _is(str),
-    "sequence": whole,
-    "created": _is(str),
-    "world_size": _world_size,
-    "nodes": _partition,
-    "groups": lambda v: {k: _partition(p) for k, p in _typed(v, dict).items()},
-    "components": lambda v: {k: _component(k, c) for k, c in _typed(v, dict).items()},
-    "files": lambda v: {check_file_name(n): _file(f) for n, f in _typed(v, dict).items()},
-    "metrics": _numbers,
-    "metrics_step": _optional(whole),
-    "training_args_hash": _optional(_is(str)),
-    "versions": _texts,
-    "environment": _texts,
-    "timings": _numbers,
-    "metadata": _is(dict),
-    "format_version": _is(str),
-}
-
-
-def _manifest(document: dict[str, Any]) -> CheckpointManifest:
-    known = {name: check(document.pop(name)) for name, check in _MANIFEST.items()}
-    mode, node = (
-        document.pop("storage_mode", "shared"),
-        _optional(whole)(document.pop("node", None)),
-    )
-    if mode not in ("shared", "node") or (mode == "node") != (node is not None):
-        raise ValueError(f"storage mode {short(mode)} with node {node} makes no sense")
-    abandoned = _ranges(document.pop("abandoned", []))
-    manifest = CheckpointManifest(**known, node=node, abandoned=abandoned, extra=document)
-    if node is not None:
-        ranks = sorted(rank for members in manifest.nodes for rank in members)
-        if len(ranks) != manifest.world_size or any(rank != n for n, rank in enumerate(ranks)):
-            raise ValueError("the nodes are not a partition of the ranks")
-        if node >= len(manifest.nodes) or not manifest.nodes[node]:
-            raise ValueError(f"there is no node {node} with ranks")
-    for component in manifest.components.values():
-        groups, names = component.partition, component.group_keys
-        if (component.pattern == "PER_GROUP") != (groups is not None) or (
-            names and len(names) != len(groups or [])
-        ):
-            raise ValueError(f"the groups of component {component.key!r} are not told")
-        members = {"PER_GROUP": groups, "PER_NODE": manifest.nodes}.get(component.pattern)
-        if members is not None and not (members and all(members)):
-            raise ValueError(f"a group or node of component {component.key!r} has no ranks")
-        if unlisted := [name for name in component.files if name not in manifest.files]:
-            raise ValueError(
-                f"component {component.key!r} names files that are not listed: {short(unlisted)}"
-            )
-    return manifest
+_READ = reader(CheckpointManifest)

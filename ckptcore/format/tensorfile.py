@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from ..errors import CheckpointCorrupt
-from .strict import unique
+from .checks import parsing, unique
 
 __all__ = [
     "DTYPES",
@@ -143,7 +143,8 @@ def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTens
     length = int.from_bytes(head[:8], "little")
     if length > HEADER_LIMIT or 8 + length > min(len(head), file_size):
         raise bad(f"header length {length} does not fit the file of {file_size} bytes")
-    try:
+    what = f"{file or 'tensor file'}: header is not that of a safetensors file"
+    with parsing(what, file or None, kind="header"):
         header = json.loads(head[8 : 8 + length], object_pairs_hook=unique)
         header.pop("__metadata__", None)
         found = [
@@ -168,20 +169,6 @@ def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTens
                     f"tensor {t.name!r} is not where, or not as long as, its dtype and shape say"
                 )
             at += t.nbytes
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ) as error:
-        if isinstance(error, CheckpointCorrupt):
-            raise
-        raise bad(
-            f"header is not that of a safetensors file ({type(error).__name__}: {error})"
-        ) from None
     if at != file_size:
         raise bad(f"data end at byte {at}, the file at {file_size}")
     return found

@@ -22,11 +22,20 @@ from typing import Any
 
 import msgpack
 
-from ..errors import CheckpointCorrupt, StateMismatch, UnsupportedValue
-from .arrays import array_of, is_array, is_numpy, payload_of, scalar_of, why_not_storable
-from .codecs import BY_NAME, Opaque, codec_of, hint
-from .nesting import MAX_DEPTH, check_declared, check_depth
-from .strict import exact, exact_items, short, unique
+from ..errors import UnsupportedValue
+from .checks import MAX_DEPTH, check_declared, check_depth, exact, exact_items, parsing, unique
+from .codecs import (
+    BY_NAME,
+    Opaque,
+    array_of,
+    codec_of,
+    hint,
+    is_array,
+    is_numpy,
+    payload_of,
+    scalar_of,
+    why_not_storable,
+)
 
 __all__ = [
     "LARGE_BYTES",
@@ -154,32 +163,10 @@ def decode(
     Counter apart.
     """
     decoder = _Decoder(leaf, lenient, opaque)
-    try:
+    with parsing(f"{file or 'index'}: stored values cannot be read", file or None):
         value = decoder.value_of(data)
         check_depth(value)
         return value
-    except _DECODE_ERRORS as error:
-        if isinstance(
-            error, CheckpointCorrupt | StateMismatch
-        ):  # the latter: tensors that other nodes have
-            raise
-        what = f"{file or 'index'}: stored values cannot be read ({short(str(error))})"
-        raise CheckpointCorrupt(what, file=file or None, kind="format") from None
-
-
-_DECODE_ERRORS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    OverflowError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-    struct.error,
-    msgpack.UnpackException,
-)
 
 
 _INT64 = range(-(2**63), 2**64)

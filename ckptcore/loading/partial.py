@@ -6,8 +6,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..format.checks import only_plain
 from ..format.codecs import Opaque, keyed
-from ..format.strict import only_plain
 from ..format.values import join_path
 
 __all__ = ["SKIPPED", "has_other", "held_names", "pruned"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import CheckpointWarning, StateMismatch
+from ..format.checks import short
 from ..format.manifest import CheckpointManifest, ComponentManifest
-from ..format.strict import short
 from ..ranks.groups import group_index
 from ..state.component import StateComponent
 

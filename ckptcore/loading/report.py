@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..format.checks import containers_copied
 from ..format.manifest import CheckpointManifest
-from ..format.nesting import containers_copied
 
 __all__ = ["PARTLY_OVERWRITTEN", "LoadReport"]
 

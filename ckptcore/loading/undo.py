@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..format.nesting import containers_copied
+from ..format.checks import containers_copied
 from ..state.adapters import PlainState, metadata_of
 from ..state.component import StateComponent
 from ..state.layout import Shard, copy_into, words

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..arguments import shown
 from ..errors import InvalidState, StateMismatch
+from ..format.checks import only_plain
 from ..format.codecs import BY_NAME, Opaque
-from ..format.strict import only_plain
 from ..format.values import TensorRef
 from .component import SharingPattern, StateComponent, Stateful, StatefulProvider
 from .layout import Shard, is_dtensor
