@@ -73,7 +73,7 @@ STARTS_FAST = "`import ckptcore` and `ckpt ls` start without it"
 OPTIONAL = "an optional package"
 LATE: dict[tuple[str, str], str] = {
     ("events", "torch"): STARTS_FAST,
-    ("format.arrays", "numpy"): STARTS_FAST,
+    ("format.codecs", "numpy"): STARTS_FAST,
     ("loading.plan", "numpy"): STARTS_FAST,
     ("loading.view", "numpy"): STARTS_FAST,
     ("ranks.groups", "torch"): STARTS_FAST,
