@@ -22,10 +22,10 @@ from ..ranks.communicator import Communicator
 from ..state.adapters import ModelState, PlainState, is_optimizer, owner_of
 from ..state.component import StateComponent
 from ..state.layout import (
-    LocalPart,
+    LocalShard,
     TensorBytes,
     copy_into,
-    local_part,
+    local_shard,
     memory_span,
     overlaps_itself,
     same_view_key,
@@ -34,8 +34,8 @@ from ..state.layout import (
 )
 from ..state.names import one_walk
 from ..state.plain import only_own, owned_elsewhere
-from ..state.streams import own_stream, pinned_memory, settle
-from ..state.tree import Captured, CapturedTensor, capture, differences, with_versions
+from ..state.streams import own_stream, pinned_memory, synchronize
+from ..state.tree import StateSnapshot, TensorLeaf, capture, differences, with_versions
 from .broadcast import read_shared
 from .keys import Part, Selection, parts
 from .partial import SKIPPED, has_other, held_names, pruned
@@ -60,7 +60,7 @@ class _Entry:
     part: Part
     owner: Any  # who decides, also where only a part of its state is loaded
     state: Any
-    live: Captured
+    live: StateSnapshot
     held: list[Held] = field(default_factory=list)
     prepared: Any = None
     versions: dict[str, Any] | None = None
@@ -375,7 +375,7 @@ class Loading:
 
     def read(self) -> None:
         """Read every byte into its place, verified. Raises CheckpointCorrupt, StorageError."""
-        settle(self.devices)
+        synchronize(self.devices)
         with self._touching():
             read_tensors(self.view.storage, self.view.folder, self.reads, self.io_threads)
 
@@ -554,7 +554,7 @@ class Loading:
         return not (self.host_first or odd or place in self.shared.contested)
 
 
-def _held(key: str, owner: Any, live: Captured) -> Iterator[Held]:
+def _held(key: str, owner: Any, live: StateSnapshot) -> Iterator[Held]:
     """The live tensors of a component, and who of several owners would keep their memory."""
     by_name = is_optimizer(owner)
     for t in live.tensors:
@@ -587,7 +587,7 @@ def _versions(stored: StoredComponent, file: str) -> dict[str, Any] | None:
 
 
 def _same_bytes(
-    a: StoredComponent, first: int, b: StoredComponent, second: int, live: CapturedTensor
+    a: StoredComponent, first: int, b: StoredComponent, second: int, live: TensorLeaf
 ) -> bool:
     """Whether two saved tensors are equal where `live` wants them, by their digests."""
     box = live.part.box
@@ -653,9 +653,7 @@ class _Component:
                 return self.two_values(number, tensor, live, repr(other.name))
         return self.once(number)
 
-    def two_values(
-        self, number: int, tensor: LogicalTensor, live: CapturedTensor, other: str
-    ) -> Any:
+    def two_values(self, number: int, tensor: LogicalTensor, live: TensorLeaf, other: str) -> Any:
         """One memory cannot hold two values. What is held by name gets memory of its own; a
         module's tensors are refused."""
         dtype = torch_dtype(tensor.dtype)
@@ -668,7 +666,7 @@ class _Component:
         self.loading.mismatched[f"{self.component.key}/{tensor.name}"] = forms
         return live.live
 
-    def tied(self, live: CapturedTensor, other: CapturedTensor) -> bool:
+    def tied(self, live: TensorLeaf, other: TensorLeaf) -> bool:
         view = same_view_key(live.tensor)
         return (view is not None and view == same_view_key(other.tensor)) or live.live is other.live
 
@@ -677,7 +675,7 @@ class _Component:
             self.leaves[number] = self.destination(number, self.stored.tensors[number])
         return self.leaves[number]
 
-    def fitting(self, live: CapturedTensor, tensor: LogicalTensor) -> bool:
+    def fitting(self, live: TensorLeaf, tensor: LogicalTensor) -> bool:
         return live.part.shape == tensor.shape and live.dtype == tensor.dtype
 
     def destination(self, number: int, tensor: LogicalTensor) -> Any:
@@ -725,11 +723,11 @@ class _Component:
             if place in self.loading.shared.contested:
                 self.loading.contested.append((name, live.tensor, staged))
             self.read_into(
-                number, tensor, LocalPart(staged, tensor.shape, live.part.box, live.part.layout)
+                number, tensor, LocalShard(staged, tensor.shape, live.part.box, live.part.layout)
             )
         return live.live
 
-    def replaceable(self, tensor: LogicalTensor, live: CapturedTensor) -> bool:
+    def replaceable(self, tensor: LogicalTensor, live: TensorLeaf) -> bool:
         """Whether a plain tensor of another shape or dtype may take the place of the live one in
         the dict or list around
         it: one that nothing else is known to use."""
@@ -737,16 +735,16 @@ class _Component:
         return isinstance(self.owner, PlainState) and whole and self.owner.may_replace(live.live)
 
     def as_saved(
-        self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: CapturedTensor | None
+        self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: TensorLeaf | None
     ) -> Any:
         """Fresh memory in the shape and dtype that were saved, on the device of the live tensor if
         there is one."""
         leaf = self.fresh(number, tensor, dtype, live)
         if leaf is not SKIPPED:
-            self.read_into(number, tensor, local_part(leaf))
+            self.read_into(number, tensor, local_shard(leaf))
         return leaf
 
-    def read_into(self, number: int, tensor: LogicalTensor, part: LocalPart) -> None:
+    def read_into(self, number: int, tensor: LogicalTensor, part: LocalShard) -> None:
         if part.box is None:
             return
         words = torch_words(part.tensor)
@@ -756,7 +754,7 @@ class _Component:
             self.loading.reads.append(read_of(key, piece, part.box, words))
 
     def castable(
-        self, name: str, tensor: LogicalTensor, live: CapturedTensor, dtype: torch.dtype
+        self, name: str, tensor: LogicalTensor, live: TensorLeaf, dtype: torch.dtype
     ) -> bool:
         same_kind = live.tensor.is_complex() == dtype.is_complex
         if self.loading.cast and live.part.shape == tensor.shape and same_kind:
@@ -770,7 +768,7 @@ class _Component:
         return False
 
     def fresh(
-        self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: CapturedTensor | None
+        self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: TensorLeaf | None
     ) -> Any:
         allocate = getattr(self.owner, "allocate", None)
         if allocate is not None:

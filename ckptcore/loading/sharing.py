@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..state.layout import memory_span, same_view_key
-from ..state.tree import CapturedTensor
+from ..state.tree import TensorLeaf
 
 __all__ = ["Held", "SharedMemory", "shared_memory"]
 
@@ -25,7 +25,7 @@ class Held:
 
     component: str
     order: int
-    tensor: CapturedTensor
+    tensor: TensorLeaf
 
     @property
     def place(self) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from ..format.checks import containers_copied
 from ..state.adapters import PlainState, metadata_of
 from ..state.component import StateComponent
 from ..state.layout import Shard, copy_into, words
-from ..state.tree import Captured
+from ..state.tree import StateSnapshot
 
 __all__ = ["Snapshot"]
 
@@ -20,7 +20,7 @@ __all__ = ["Snapshot"]
 class Snapshot:
     """A private copy of a component's state: bytes of its tensors in host memory, and all else."""
 
-    def __init__(self, component: StateComponent, state: Any, live: Captured) -> None:
+    def __init__(self, component: StateComponent, state: Any, live: StateSnapshot) -> None:
         self.component = component
         self.state = containers_copied(state, _private)
         # As integers, which every dtype can be copied as.

@@ -15,9 +15,9 @@ from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, MeshLayout, W
 from ..format.manifest import Copy
 from ..format.tensorfile import tensor_nbytes
 from ..replicas.shard_table import ShardTable
-from ..state.layout import LocalPart, TensorBytes, torch_dtype
-from ..state.streams import settle
-from ..state.tree import Captured, CapturedTensor
+from ..state.layout import LocalShard, TensorBytes, torch_dtype
+from ..state.streams import synchronize
+from ..state.tree import StateSnapshot, TensorLeaf
 from .communicator import Communicator
 from .nodes import leads
 
@@ -84,7 +84,7 @@ def on_node(table: ShardTable, ranks: Sequence[int], *, spread: bool) -> ShardTa
     return replace(table, tensors=tensors)
 
 
-def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, Captured]:
+def pass_on(comm: Communicator, captured: Mapping[str, StateSnapshot]) -> dict[str, StateSnapshot]:
     """Rank 0's `captured`, on the lowest rank of every other node too, in host memory of its own.
     On every rank.
 
@@ -96,7 +96,7 @@ def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, C
     keeps = comm.rank != 0 and leads(comm, "node")
     made = {key: _made(key, *row) for key, row in rows.items()} if keeps else {}
     state = captured if comm.rank == 0 else made
-    settle(
+    synchronize(
         {t.tensor.device for part in state.values() for t in part.tensors} if comm.rank == 0 else ()
     )
     sizes = [
@@ -134,7 +134,7 @@ def pass_on(comm: Communicator, captured: Mapping[str, Captured]) -> dict[str, C
     return made
 
 
-def _described(captured: Mapping[str, Captured]) -> dict[str, Any]:
+def _described(captured: Mapping[str, StateSnapshot]) -> dict[str, Any]:
     return {
         key: [
             state.tree,
@@ -148,14 +148,16 @@ def _described(captured: Mapping[str, Captured]) -> dict[str, Any]:
     }
 
 
-def _made(key: str, tree: bytes, versions: bytes | None, rows: Sequence[Sequence[Any]]) -> Captured:
-    tensors: list[CapturedTensor] = []
+def _made(
+    key: str, tree: bytes, versions: bytes | None, rows: Sequence[Sequence[Any]]
+) -> StateSnapshot:
+    tensors: list[TensorLeaf] = []
     for name, stored_name, dtype, shape, _, alias in rows:
         tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
         size = tuple(shape)
-        part = LocalPart(tensor, size, ((0,) * len(size), size), None)
-        tensors.append(CapturedTensor(name, stored_name, part, dtype, alias, None))
-    return Captured(key, tree, tensors, versions)
+        part = LocalShard(tensor, size, ((0,) * len(size), size), None)
+        tensors.append(TensorLeaf(name, stored_name, part, dtype, alias, None))
+    return StateSnapshot(key, tree, tensors, versions)
 
 
 def _windows(sizes: Sequence[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int, int]]]:
@@ -179,7 +181,7 @@ def _windows(sizes: Sequence[tuple[str, int, int]]) -> Iterator[list[tuple[str, 
 
 
 def _copy(
-    state: Mapping[str, Captured],
+    state: Mapping[str, StateSnapshot],
     window: Sequence[tuple[str, int, int, int]],
     buffer: memoryview,
     *,

@@ -26,7 +26,7 @@ from ..ranks.communicator import Communicator
 from ..ranks.messages import message
 from ..state.component import StateComponent, ValidationLevel
 from ..state.layout import TensorBytes, torch_dtype
-from ..state.tree import Captured, CapturedTensor
+from ..state.tree import StateSnapshot, TensorLeaf
 from .device_digest import fingerprints, on_accelerator
 from .shard_table import ShardTable, holders_of, ranks_in_words, value_in_words
 
@@ -66,7 +66,7 @@ class Replicas:
     rank: int
     world_size: int
     components: Sequence[StateComponent]
-    snapshots: Mapping[str, Captured]
+    snapshots: Mapping[str, StateSnapshot]
     groups: Mapping[str, Sequence[Copy]]
     tables: Mapping[str, ShardTable]
     chunks: dict[tuple[str, int], bytes] = field(default_factory=dict)
@@ -189,7 +189,7 @@ def validate(comm: Communicator, replicas: Replicas) -> None:
 
 
 def take_fingerprints(
-    components: Iterable[StateComponent], captured: Mapping[str, Captured]
+    components: Iterable[StateComponent], captured: Mapping[str, StateSnapshot]
 ) -> None:
     """Give tensors on accelerators what they are compared by, all at once, where they have nothing
     yet."""
@@ -204,7 +204,7 @@ def take_fingerprints(
                 t.digest = digest
 
 
-def chunk_digests(tensor: CapturedTensor) -> bytes:
+def chunk_digests(tensor: TensorLeaf) -> bytes:
     """The digests of a tensor's chunks, as the index records them. Bounded memory for tensors that
     are not host memory."""
     source = TensorBytes(tensor.tensor)
@@ -222,7 +222,7 @@ def chunk_digests(tensor: CapturedTensor) -> bytes:
     return bytes(digests)
 
 
-def _sample(tensor: CapturedTensor) -> bytes:
+def _sample(tensor: TensorLeaf) -> bytes:
     """A digest of bytes spread over the tensor, both ends included."""
     nbytes = tensor.nbytes
     if nbytes <= SAMPLES * SAMPLE_BYTES:
@@ -241,7 +241,7 @@ def _sample(tensor: CapturedTensor) -> bytes:
     return content_hash(b"".join(parts))
 
 
-def compared_digest(component: StateComponent, tensor: CapturedTensor) -> bytes:
+def compared_digest(component: StateComponent, tensor: TensorLeaf) -> bytes:
     """What a tensor's replicas are compared by: a sample for QUICK, else the digests of its
     chunks."""
     return (
@@ -250,10 +250,7 @@ def compared_digest(component: StateComponent, tensor: CapturedTensor) -> bytes:
 
 
 def replica_digest(
-    component: StateComponent,
-    tensor: CapturedTensor,
-    number: int,
-    known: dict[tuple[str, int], bytes],
+    component: StateComponent, tensor: TensorLeaf, number: int, known: dict[tuple[str, int], bytes]
 ) -> bytes:
     """What replicas of one tensor, or of one part of it, are compared by at the component's level.
 
@@ -271,7 +268,7 @@ def replica_digest(
 
 
 def _leaf_digests(
-    component: StateComponent, captured: Captured, known: dict[tuple[str, int], bytes]
+    component: StateComponent, captured: StateSnapshot, known: dict[tuple[str, int], bytes]
 ) -> Iterator[bytes]:
     # The tree holds structure and values; names, dtypes and shapes are the tensors' own.
     yield content_hash(captured.tree)
@@ -286,7 +283,7 @@ def _explain_whole(
     comm: Communicator,
     component: StateComponent,
     copy: Copy,
-    captured: Captured | None,
+    captured: StateSnapshot | None,
     known: dict[tuple[str, int], bytes],
 ) -> None:
     """Find out which keys differ, on which ranks, and for FULL by how much; raise unless that is
@@ -403,7 +400,7 @@ def _details(
     copy: Copy,
     wrong: list[list[Any]],
     numbers: dict[str, Any],
-    captured: Captured | None,
+    captured: StateSnapshot | None,
 ) -> dict[str, Any]:
     """By key, how a tensor differs in numbers, or else what the lowest rank has and what the first
     has that differs."""
@@ -433,7 +430,7 @@ _PARTS = ("leaf", "tie", "container")
 
 
 def _described(
-    component: StateComponent, captured: Captured, known: dict[tuple[str, int], bytes]
+    component: StateComponent, captured: StateSnapshot, known: dict[tuple[str, int], bytes]
 ) -> dict[str, dict[str, Any]]:
     """What each part of a state is compared by, by name."""
     found: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
@@ -456,7 +453,7 @@ def _described(
     return found
 
 
-def _texts(captured: Captured) -> dict[tuple[str, str], str]:
+def _texts(captured: StateSnapshot) -> dict[tuple[str, str], str]:
     """The same for people."""
     texts: dict[tuple[str, str], str] = {}
     for name, kind, value in _walk(_decoded(captured)):
@@ -472,7 +469,7 @@ def _texts(captured: Captured) -> dict[tuple[str, str], str]:
     return texts
 
 
-def _tied(captured: Captured, tensor: CapturedTensor) -> str:
+def _tied(captured: StateSnapshot, tensor: TensorLeaf) -> str:
     other = None if tensor.alias_of is None else captured.tensors[tensor.alias_of].name
     return "memory of its own" if other is None else f"the memory of {other!r}"
 
@@ -537,7 +534,7 @@ def in_words(detail: Mapping[str, Any]) -> str:
     return f"{text}, the largest difference is {detail['largest difference']:g}"
 
 
-def _decoded(captured: Captured) -> Any:
+def _decoded(captured: StateSnapshot) -> Any:
     return decode(captured.tree, lambda ref: ref, opaque=True)
 
 
@@ -566,7 +563,7 @@ def distances(
     comm: Communicator,
     component: StateComponent,
     wrong: Sequence[tuple[str, Sequence[int]]],
-    mine: Mapping[str, CapturedTensor],
+    mine: Mapping[str, TensorLeaf],
 ) -> tuple[dict[str, Any], bool]:
     """For FULL: by how much tensors that are not equal differ, and whether that is within tolerance
     for all of them.
@@ -591,7 +588,7 @@ def _difference(
     component: StateComponent,
     members: Sequence[int],
     name: str,
-    tensor: CapturedTensor | None,
+    tensor: TensorLeaf | None,
 ) -> dict[str, Any] | None:
     """How a tensor differs from that of the lowest rank, element by element, a chunk at a time;
     None for values and for tensors of different shape."""
@@ -642,7 +639,7 @@ def _most(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**result, "first index": min(firsts, default=None)}
 
 
-def _bytes_of(tensor: CapturedTensor, start: int, length: int) -> bytes:
+def _bytes_of(tensor: TensorLeaf, start: int, length: int) -> bytes:
     source = TensorBytes(tensor.tensor)
     view = source.view(start, start + length)
     if view is None:

@@ -37,7 +37,7 @@ from ..format.tensorfile import tensor_nbytes
 from ..format.values import TensorRef, decode, encode, join_path
 from ..ranks.communicator import Communicator
 from ..ranks.messages import message
-from ..state.tree import Captured
+from ..state.tree import StateSnapshot
 
 __all__ = [
     "Description",
@@ -128,7 +128,7 @@ class StructureVerdict:
         return any(len(ranks) > 1 for ranks in self.groups.values())
 
 
-def describe(snapshot: Captured) -> Description:
+def describe(snapshot: StateSnapshot) -> Description:
     """What this rank says of a sharded component."""
     meshes: dict[Mesh, int] = {}
     rows = []
@@ -279,7 +279,7 @@ def _merged_values(
 
 
 def agree_layouts(
-    comm: Communicator, snapshots: Mapping[str, Captured], tables: ShardTables
+    comm: Communicator, snapshots: Mapping[str, StateSnapshot], tables: ShardTables
 ) -> tuple[dict[str, ShardTable], dict[str, PlainValues]]:
     """Tables and plain values of all sharded components, in rounds of their own.
 

@@ -16,7 +16,7 @@ from ..format.values import decode
 from ..root import join
 from ..state.component import StateComponent
 from ..state.layout import TensorBytes
-from ..state.tree import CapturedTensor
+from ..state.tree import TensorLeaf
 from ..storage.base import Storage
 from ..storage.workers import Workers
 from .join import JoinedSave
@@ -68,7 +68,7 @@ class Share:
     """
 
     key: str
-    tensors: Mapping[int, CapturedTensor]
+    tensors: Mapping[int, TensorLeaf]
     files: list[FilePlan]
     tree: bytes | None
     table: list[LogicalTensor] | None = None

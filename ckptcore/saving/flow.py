@@ -32,8 +32,8 @@ from ..root import CheckpointInfo, left_by_last, mark_attempt, remove_checkpoint
 from ..state.adapters import metadata_of
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
 from ..state.names import one_walk
-from ..state.streams import settle
-from ..state.tree import Captured, capture, check_values_fit
+from ..state.streams import synchronize
+from ..state.tree import StateSnapshot, capture, check_values_fit
 from ..storage.base import Storage
 from ..storage.workers import Workers
 from .apart import agree_place, check_seen, commit_apart, mark_apart
@@ -79,11 +79,11 @@ class Saving:
     seconds: dict[str, float] = field(default_factory=dict)
     number: int = 0  # of the call that it is, among those of the communicator that it began on
     joined: JoinedSave = field(init=False)
-    captured: dict[str, Captured] = field(default_factory=dict)
+    captured: dict[str, StateSnapshot] = field(default_factory=dict)
     tables: ShardTables | None = None  # that outlive the save, where another one may follow
     sharded: dict[str, ShardTable] = field(default_factory=dict)
     values: dict[str, PlainValues] = field(default_factory=dict)  # of sharded components
-    truths: dict[str, Captured] = field(
+    truths: dict[str, StateSnapshot] = field(
         default_factory=dict
     )  # global state that rank 0 has passed on to this node
     replaces: bool = (
@@ -189,7 +189,7 @@ class Saving:
         if self.staged is not None or self.failed is not None:
             comm.together("stage", self._complete, _nothing)
         else:
-            settle(self._devices())
+            synchronize(self._devices())
         with self._phase("validate"):
             replicas = Replicas(
                 comm.rank,
@@ -489,7 +489,12 @@ def _check_distinct(names: list[str]) -> None:
 
 
 def _sharded_share(
-    key: str, rank: int, captured: Captured, merged: ShardTable, values: PlainValues, first: bool
+    key: str,
+    rank: int,
+    captured: StateSnapshot,
+    merged: ShardTable,
+    values: PlainValues,
+    first: bool,
 ) -> Share:
     held = {t.name: t for t in captured.tensors}
     specs, tensors = [], {}

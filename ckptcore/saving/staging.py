@@ -19,8 +19,8 @@ import torch
 
 from ..replicas.compare import compared_digest, take_fingerprints
 from ..state.component import StateComponent
-from ..state.layout import LocalPart, words
-from ..state.tree import Captured, CapturedTensor
+from ..state.layout import LocalShard, words
+from ..state.tree import StateSnapshot, TensorLeaf
 from ..storage.workers import Workers
 from .commit import Share
 from .devices import (
@@ -106,7 +106,7 @@ def stage(
     pool: HostPool,
     rank: int,
     compared: Sequence[StateComponent],
-    captured: Mapping[str, Captured],
+    captured: Mapping[str, StateSnapshot],
     shares: Sequence[Share],
     whole: set[str],
     workers: Workers,
@@ -145,7 +145,7 @@ def stage(
     return StagedCopy(size, copies)
 
 
-def _give(room: Room, t: CapturedTensor, at: int, source: torch.Tensor) -> torch.Tensor:
+def _give(room: Room, t: TensorLeaf, at: int, source: torch.Tensor) -> torch.Tensor:
     """The tensor's place, as words, from byte `at` on; from now on it stands for the tensor."""
     place = room.like(source, at)
     part = t.part
@@ -155,21 +155,21 @@ def _give(room: Room, t: CapturedTensor, at: int, source: torch.Tensor) -> torch
         if source.shape == part.tensor.shape
         else place.view(part.tensor.dtype).view(part.tensor.shape)
     )
-    t.part, t.live = LocalPart(mine, part.shape, part.box, part.layout), None
+    t.part, t.live = LocalShard(mine, part.shape, part.box, part.layout), None
     return place
 
 
 def _places(
-    rank: int, captured: Mapping[str, Captured], shares: Iterable[Share], whole: set[str]
-) -> tuple[list[tuple[CapturedTensor, int]], int]:
+    rank: int, captured: Mapping[str, StateSnapshot], shares: Iterable[Share], whole: set[str]
+) -> tuple[list[tuple[TensorLeaf, int]], int]:
     """What is copied, each with the byte of the pool where its copy begins, and the bytes of all.
 
     What this rank writes lies as in its files, each file's data from a page on: whole pages can
     then go to the disk from where they are. After that comes what is not in any file, of the
     components in `whole`.
     """
-    found: dict[int, tuple[CapturedTensor, int]] = {}
-    apart: dict[int, CapturedTensor] = {}
+    found: dict[int, tuple[TensorLeaf, int]] = {}
+    apart: dict[int, TensorLeaf] = {}
     end = 0
     for share in shares:
         for plan in share.files:
@@ -196,7 +196,7 @@ def _places(
 
 
 def _keep_digests(
-    compared: Sequence[StateComponent], captured: Mapping[str, Captured], wanted: set[int]
+    compared: Sequence[StateComponent], captured: Mapping[str, StateSnapshot], wanted: set[int]
 ) -> None:
     """Digests, taken now, of what is compared and not copied, and of all that is compared on its
     accelerator."""
@@ -208,7 +208,7 @@ def _keep_digests(
                     t.digest = compared_digest(c, t)
 
 
-def _settle(state: Captured, wanted: set[int]) -> None:
+def _settle(state: StateSnapshot, wanted: set[int]) -> None:
     """Let go of live memory: aliases follow what they are one with, the rest keeps its shape
     alone."""
     for t in state.tensors:
@@ -222,7 +222,7 @@ def _settle(state: Captured, wanted: set[int]) -> None:
             tensor = target.tensor
         else:
             tensor = torch.empty(t.shape, dtype=t.tensor.dtype, device="meta")
-        t.part = LocalPart(tensor, t.part.shape, t.part.box, t.part.layout)
+        t.part = LocalShard(tensor, t.part.shape, t.part.box, t.part.layout)
 
 
 def _new_memory(size: int, large_pages: bool) -> torch.Tensor:

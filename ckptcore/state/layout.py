@@ -20,13 +20,13 @@ from ..format.tensorfile import DTYPES
 from .streams import own_stream, pinned_memory
 
 __all__ = [
-    "LocalPart",
+    "LocalShard",
     "Shard",
     "TensorBytes",
     "copy_into",
     "dtype_name",
     "is_dtensor",
-    "local_part",
+    "local_shard",
     "memory_span",
     "overlaps_itself",
     "same_view_key",
@@ -148,7 +148,7 @@ class Shard:
 
 
 @dataclass(slots=True)
-class LocalPart:
+class LocalShard:
     """What a rank holds of a logical tensor. `box`: None where it holds nothing by its layout (not
     in the mesh).
 
@@ -162,20 +162,20 @@ class LocalPart:
     layout: MeshLayout | Literal["box"] | None
 
 
-def local_part(leaf: torch.Tensor | Shard) -> LocalPart:
+def local_shard(leaf: torch.Tensor | Shard) -> LocalShard:
     """Raises InvalidState for a layout that is not one whole state: pending sums, or cuts in an
     order not known."""
     if isinstance(leaf, Shard):
-        return LocalPart(
+        return LocalShard(
             leaf.tensor, leaf.global_shape, (leaf.offset, tuple(leaf.tensor.shape)), "box"
         )
     if not is_dtensor(leaf):
         shape = tuple(leaf.shape)
-        return LocalPart(leaf, shape, ((0,) * len(shape), shape), None)
-    return _dtensor_part(leaf)
+        return LocalShard(leaf, shape, ((0,) * len(shape), shape), None)
+    return _dtensor_shard(leaf)
 
 
-def _dtensor_part(leaf: Any) -> LocalPart:
+def _dtensor_shard(leaf: Any) -> LocalShard:
     facts = _facts_of(leaf.device_mesh)
     local, shape = leaf.to_local().detach(), tuple(leaf.shape)
     known = facts.parts.get((leaf.placements, shape))
@@ -192,7 +192,7 @@ def _dtensor_part(leaf: Any) -> LocalPart:
             f"{tuple(local.shape)} here, not {box[1]}; this "
             "layout is not supported"
         )
-    return LocalPart(local, shape, box, layout)
+    return LocalShard(local, shape, box, layout)
 
 
 def is_dtensor(leaf: Any) -> bool:
@@ -335,7 +335,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 class TensorBytes:
     """A tensor as its bytes in C order: what writers read from. Where it is not host memory,
-    `settle` its device first."""
+    `synchronize` its device first."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._words = words(tensor)

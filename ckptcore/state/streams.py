@@ -11,7 +11,7 @@ import torch
 
 from ..storage.scratch import MakeMemory
 
-__all__ = ["own_stream", "pinned_memory", "settle", "side_stream"]
+__all__ = ["own_stream", "pinned_memory", "synchronize", "side_stream"]
 
 _of_thread = threading.local()
 
@@ -49,7 +49,7 @@ def _pinned(nbytes: int) -> memoryview:
     )
 
 
-def settle(devices: Iterable[torch.device]) -> None:
+def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait for what this thread has asked of `devices`, so that copies on other streams find it
     done."""
     for device in set(devices):

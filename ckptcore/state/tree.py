@@ -17,19 +17,19 @@ from ..format.digest import content_hash
 from ..format.manifest import SIZE_LIMIT
 from ..format.values import Numbered, TensorRef, encode, join_path, largest_part
 from .layout import (
-    LocalPart,
+    LocalShard,
     Shard,
     dtype_name,
     is_dtensor,
-    local_part,
+    local_shard,
     same_view_key,
     why_not_storable,
 )
 
 __all__ = [
     "DEFAULT_METADATA",
-    "Captured",
-    "CapturedTensor",
+    "StateSnapshot",
+    "TensorLeaf",
     "Differences",
     "capture",
     "check_values_fit",
@@ -80,14 +80,14 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 @dataclass(slots=True)
-class CapturedTensor:
+class TensorLeaf:
     """A tensor leaf. `live` is the leaf itself, `part` what this rank holds of it; alias_of: number
     of the leaf that is the same view of the same memory; stored_name: what the tensor file calls
     it; digest: what replicas are compared by, where it was taken before the memory may change."""
 
     name: str
     stored_name: str
-    part: LocalPart
+    part: LocalShard
     dtype: str
     alias_of: int | None
     live: Any
@@ -108,7 +108,7 @@ class CapturedTensor:
 
 
 @dataclass(slots=True)
-class Captured:
+class StateSnapshot:
     """A component's state, taken apart: `tree` is the encoded values, its TensorRefs number
     `tensors`.
 
@@ -117,7 +117,7 @@ class Captured:
 
     key: str
     tree: bytes
-    tensors: list[CapturedTensor]
+    tensors: list[TensorLeaf]
     versions: bytes | None = None
 
 
@@ -128,7 +128,7 @@ def capture(
     sharded: bool = False,
     metadata: Mapping[str, Any] | None = None,
     live_only: bool = False,
-) -> Captured:
+) -> StateSnapshot:
     """Take `state` apart. Tensors are referenced, not copied; large texts and bytes become tensors.
     sharded: slices (DTensor, Shard) are allowed. metadata: the `_metadata` of a module's state.
     live_only: what matters is which tensors there are to load into; large values are left out.
@@ -137,7 +137,7 @@ def capture(
     values that are more than an index holds, InvalidState for slices that are not expected or not
     complete.
     """
-    tensors: list[CapturedTensor] = []
+    tensors: list[TensorLeaf] = []
     paths: list[tuple[Any, ...]] = []
     seen: dict[tuple[Any, ...], int] = {}
     same: dict[int, int] = {}
@@ -175,7 +175,7 @@ def capture(
     ) -> TensorRef:
         kept.append(value)
         name = join_path(path) if path else "value"
-        part = _part_of(tensor, value, key, name, sharded, live_only)
+        part = _shard_of(tensor, value, key, name, sharded, live_only)
         # A leaf seen before is an alias even where its part here is empty, so that all ranks see
         # the same aliases.
         number = len(tensors)
@@ -189,7 +189,7 @@ def capture(
         live = array.numpy() if array is not None else value
         alias = None if first == number else first
         tensors.append(
-            CapturedTensor(name, name, part, dtype_name(part.tensor.dtype) or "", alias, live)
+            TensorLeaf(name, name, part, dtype_name(part.tensor.dtype) or "", alias, live)
         )
         paths.append(path)
         return TensorRef(number, array is not None)
@@ -231,7 +231,7 @@ def capture(
                 key=captured.name,
             )
         names.add(captured.name)
-    return Captured(key, tree, tensors, encode(versions) if versions else None)
+    return StateSnapshot(key, tree, tensors, encode(versions) if versions else None)
 
 
 def _other_than_default(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,9 +276,9 @@ def with_versions(state: Any, versions: Mapping[str, Any], path: tuple[Any, ...]
     return state
 
 
-def _part_of(
+def _shard_of(
     tensor: Any, value: Any, key: str, name: str, sharded: bool, loading: bool
-) -> LocalPart:
+) -> LocalShard:
     """What this rank holds of a leaf. Raises UnsupportedValue and InvalidState, as `capture`
     says."""
     inner = tensor if isinstance(tensor, torch.Tensor) else tensor.tensor
@@ -292,7 +292,7 @@ def _part_of(
             key=name,
         )
     try:
-        part = local_part(tensor) if why is None else None
+        part = local_shard(tensor) if why is None else None
     except InvalidState as error:
         raise InvalidState(
             f"component {key!r}, key {name!r}: {error.message}", component=key, key=name

@@ -18,7 +18,7 @@ import torch
 
 from ckptcore import CheckpointError, Shard, Storage, open_storage
 from ckptcore.format.layout import MeshLayout
-from ckptcore.state.layout import LocalPart, local_part
+from ckptcore.state.layout import LocalShard, local_shard
 from ckptcore.storage.base import FileReader, FileWriter
 from ckptcore.testing.ranks import run_ranks
 
@@ -49,17 +49,17 @@ class MeshShard(Shard):
         return None if self.outside else (self.offset, tuple(self.tensor.shape))
 
 
-def _local_part(leaf: Any) -> LocalPart:
+def _local_part(leaf: Any) -> LocalShard:
     if isinstance(leaf, MeshShard):
-        return LocalPart(leaf.tensor, leaf.global_shape, leaf.box, leaf.layout)
-    return local_part(leaf)
+        return LocalShard(leaf.tensor, leaf.global_shape, leaf.box, leaf.layout)
+    return local_shard(leaf)
 
 
 @pytest.fixture
 def mesh_shard(monkeypatch: pytest.MonkeyPatch) -> type[MeshShard]:
     """MeshShard(full, layout, rank): leaves that the engine takes for DTensors."""
     for module in ("ckptcore.state.tree", "ckptcore.loading.apply"):
-        monkeypatch.setattr(f"{module}.local_part", _local_part)
+        monkeypatch.setattr(f"{module}.local_shard", _local_part)
     return MeshShard
 
 

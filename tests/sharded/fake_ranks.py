@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptcore.state.layout import local_part
+from ckptcore.state.layout import local_shard
 
 MESHES = [
     (1,),
@@ -45,7 +45,7 @@ SHAPES = [(), (0,), (1,), (2, 5), (7, 3), (16,), (3, 1, 4), (0, 3), (65, 2), (33
 
 
 def told(tensor: Any) -> dict[str, Any]:
-    part = local_part(tensor)
+    part = local_shard(tensor)
     assert part.layout is not None and part.layout != "box"
     return {
         "mesh": part.layout.mesh.shape,
@@ -58,7 +58,7 @@ def told(tensor: Any) -> dict[str, Any]:
 
 
 def holds_its_box(full: torch.Tensor, tensor: Any) -> bool:
-    part = local_part(tensor)
+    part = local_shard(tensor)
     assert part.box is not None
     expected = full[tuple(slice(o, o + n) for o, n in zip(*part.box, strict=True))]
     return part.tensor.numel() == expected.numel() == 0 or torch.equal(part.tensor, expected)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckptcore import CheckpointManager, OptimizerState, SharingPattern, StateComponent
-from ckptcore.state.layout import local_part
+from ckptcore.state.layout import local_shard
 
 torch.set_num_threads(1)
 
@@ -147,7 +147,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps:
                 continue
             gradient: Any = values(name, step, parameter.shape)
             if isinstance(parameter, DTensor):
-                box = local_part(parameter).box
+                box = local_shard(parameter).box
                 assert box is not None
                 local = gradient[
                     tuple(slice(o, o + n) for o, n in zip(*box, strict=True))

@@ -49,7 +49,7 @@ DeviceMesh.mesh = property(count)
 made = [DTensor.from_local(torch.zeros(2, 3), flat, [Shard(0)], run_check=False) for _ in range(20)]
 made += [DTensor.from_local(torch.zeros(2, 3), grid, [Shard(0), Replicate()], run_check=False) for _ in range(20)]
 asked = 0
-parts = [layout.local_part(tensor) for tensor in made]
+parts = [layout.local_shard(tensor) for tensor in made]
 found = {"asked": asked, "boxes": [parts[0].box, parts[20].box], "meshes": [p.layout.mesh.shape for p in parts[::20]]}
 found["kept"] = len(layout._mesh_facts)
 layout._forget_mesh(id(flat), None)  # as of a mesh that had this address before

@@ -15,8 +15,8 @@ from ckptcore import CheckpointManager, Shard, SharingPattern, StateComponent, o
 from ckptcore.format.layout import Mesh, MeshLayout, WholeLayout, volume
 from ckptcore.format.tensorfile import tensor_nbytes
 from ckptcore.replicas.shard_table import Description, ShardTable, describe, table_of
-from ckptcore.state.layout import LocalPart
-from ckptcore.state.tree import Captured, CapturedTensor, capture
+from ckptcore.state.layout import LocalShard
+from ckptcore.state.tree import StateSnapshot, TensorLeaf, capture
 from ckptcore.testing.ranks import run_ranks
 
 RANKS = 4096
@@ -29,11 +29,11 @@ def described(
     """What ranks say that hold these tensors: name -> (shape, layout or None for all of it)."""
     rows = []
     for name, (shape, layout) in tensors.items():
-        part = LocalPart(EMPTY, shape, ((0,) * len(shape), shape), layout)
-        rows.append(CapturedTensor(name, name, part, "F32", None, EMPTY))
+        part = LocalShard(EMPTY, shape, ((0,) * len(shape), shape), layout)
+        rows.append(TensorLeaf(name, name, part, "F32", None, EMPTY))
     tree = capture("m", dict.fromkeys(tensors, EMPTY) | {"step": step}).tree
     # Every name refers to its own tensor, though all of them are the same empty one here.
-    return describe(Captured("m", tree, rows))
+    return describe(StateSnapshot("m", tree, rows))
 
 
 def merged(
