@@ -18,7 +18,7 @@ from ..loading.reader import TensorRead, check_header, read_tensors
 from ..loading.view import CheckpointView
 from ..root import attempts_among, entries_in, is_ours, join, mark_name
 from ..storage.base import FileWriter, Storage
-from ..storage.scratch import MakeMemory
+from ..storage.chunks import MakeMemory
 from ..storage.workers import Workers
 
 __all__ = ["CopyProgress", "Counted", "FileCopies"]

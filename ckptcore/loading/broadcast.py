@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..format.digest import CHUNK_BYTES, combined_digest, content_hash
 from ..ranks.communicator import Communicator
 from ..storage.base import Storage
-from ..storage.scratch import MakeMemory
+from ..storage.chunks import MakeMemory
 from .reader import TensorRead, read_tensors
 
 __all__ = ["read_shared"]

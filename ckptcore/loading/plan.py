@@ -17,7 +17,7 @@ from typing import Any
 from ..format.digest import CHUNK_BYTES
 from ..format.index import TensorEntry
 from ..format.layout import Box, intersection
-from ..storage.scratch import MakeMemory
+from ..storage.chunks import MakeMemory
 from .reader import TensorRead
 
 __all__ = ["Words", "needed_chunks", "numpy_words", "read_of"]

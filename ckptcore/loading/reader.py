@@ -4,43 +4,28 @@ it is warm."""
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import xxhash
 
 from ..errors import CheckpointCorrupt, StorageError
-from ..format.digest import CHUNK_BYTES, chunk_digest, content_hash
+from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
 from ..format.index import FileEntry, TensorEntry
 from ..root import join
 from ..storage.base import FileReader, Storage
-from ..storage.scratch import MakeMemory, Scratch
+from ..storage.chunks import Chunk, DueFile, Scratch, Target, batches, split_up
+from ..storage.workers import Workers
 
-__all__ = ["Target", "TensorRead", "check_header", "open_member", "read_tensors"]
+__all__ = ["StoredFile", "TensorRead", "check_header", "open_member", "read_tensors"]
 
-STEP_BYTES = (
-    1 << 20
-)  # read and hashed at a time, so that the hash finds the bytes in the processor's cache
-BATCH_PARTS = 512
+# Read and hashed at a time, so that the hash finds the bytes in the processor's cache.
+STEP_BYTES = 1 << 20
 
-
-class Target(Protocol):
-    """Where the bytes of one tensor go, in C order. pinned: how to make memory that `put` is fast
-    from, if not any is."""
-
-    pinned: MakeMemory | None
-
-    def view(self, start: int, stop: int) -> memoryview | None:
-        """The memory itself; None when it is not contiguous host memory."""
-
-    def put(self, start: int, data: memoryview) -> None:
-        """Store what is wanted of `data`, the bytes from `start` on; used where `view` gives
-        None."""
+OnCorrupt = Callable[[CheckpointCorrupt], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,173 +42,142 @@ class TensorRead:
         return f"{self.component}/{self.entry.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    read: TensorRead
-    chunk: int
-
-
 def read_tensors(
     storage: Storage,
     folder: str,
     reads: Sequence[TensorRead],
     io_threads: int,
-    on_corrupt: Callable[[CheckpointCorrupt], None] | None = None,
+    on_corrupt: OnCorrupt | None = None,
 ) -> None:
     """Do all `reads`. The first damage raises CheckpointCorrupt (file, tensor, digests), unless
     `on_corrupt` takes each. Memory beyond the targets is bounded by `io_threads` x 8 MiB. With one
     of them all is done on the calling thread, and each file in its order. Raises StorageError."""
-    files: dict[str, list[TensorRead]] = {}
+    wanted: dict[str, list[TensorRead]] = {}
     for read in reads:
-        if read.entry.file is not None and read.entry.nbytes:
-            files.setdefault(read.entry.file, []).append(read)
-    if not files:
-        return
-    stop = threading.Event()
-    # Where each read is a request of its own, few of them count for more than a warm cache.
-    step_bytes = CHUNK_BYTES if storage.request_bytes else STEP_BYTES
+        if read.entry.file is not None and read.entry.digests:
+            wanted.setdefault(read.entry.file, []).append(read)
     most = max(CHUNK_BYTES, storage.request_bytes)
     scratch = Scratch(most)
-
-    def run(file: _File, parts: list[_Part]) -> None:
-        if stop.is_set():
-            return
-        reader = file.opened()
-        with _present(storage, folder, file.name, absent=_GONE):
-            where = storage.at(join(folder, file.name))
-            found = list(_read_batch(reader, file.name, where, parts, scratch, step_bytes))
-        for error in found:
-            if on_corrupt is None:
-                raise error
-            on_corrupt(error)
-        file.batch_done()
-
-    opened: list[_File] = []
+    files: list[StoredFile] = []
     jobs: list[Callable[[], None]] = []
-    for name, wanted in files.items():
-        batches = list(_batches(wanted, most))
-        opened.append(file := _File(storage, folder, name, len(batches)))
-        jobs += [partial(run, file, batch) for batch in batches]
+    for name, mine in wanted.items():
+        found = batches(_chunks(mine), most)
+        files.append(file := StoredFile(storage, folder, name, len(found)))
+        jobs += [partial(_read, file, batch, scratch, on_corrupt) for batch in found]
     try:
-        if io_threads == 1:
+        if io_threads == 1 or len(jobs) == 1:
             for job in jobs:
                 job()
-            return
-        pool = ThreadPoolExecutor(io_threads, "ckptcore-read")
-        try:
-            done, _ = wait([pool.submit(job) for job in jobs], return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-        finally:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+        else:
+            with Workers(io_threads, "ckptcore-read") as workers:
+                workers.run(jobs)
     finally:
-        for file in opened:
+        for file in files:
             file.close()
 
 
-class _File:
-    """A file to read: opened for its first batch, and closed after its last one. So no more are
-    open than threads read, however many there are."""
-
-    def __init__(self, storage: Storage, folder: str, name: str, batches: int) -> None:
-        self.storage, self.folder, self.name, self.left = storage, folder, name, batches
-        self.lock = threading.Lock()
-        self.reader: FileReader | None = None
-
-    def opened(self) -> FileReader:
-        with self.lock:
-            if self.reader is None:
-                with _present(self.storage, self.folder, self.name):
-                    self.reader = self.storage.open(join(self.folder, self.name))
-            return self.reader
-
-    def batch_done(self) -> None:
-        with self.lock:
-            self.left -= 1
-            last = self.left == 0
-        if last:
-            self.close()
-
-    def close(self) -> None:
-        reader, self.reader = self.reader, None
-        if reader is not None:
-            reader.close()
+def _chunks(reads: Sequence[TensorRead]) -> list[Chunk[TensorRead]]:
+    found = []
+    for read in sorted(reads, key=lambda read: read.entry.start):
+        start, nbytes = read.entry.start, read.entry.nbytes
+        for number in range(chunk_count(nbytes)) if read.chunks is None else read.chunks:
+            offset = number * CHUNK_BYTES
+            found.append(Chunk(start + offset, min(CHUNK_BYTES, nbytes - offset), offset, read))
+    return found
 
 
-def _batches(reads: list[TensorRead], most: int) -> Iterator[list[_Part]]:
-    """Chunks that lie next to each other in the file, up to `most` bytes together."""
-    batch: list[_Part] = []
-    size, end = 0, -1
-    for read in sorted(reads, key=lambda r: r.entry.start):
-        for number in range(len(read.entry.digests) // 8) if read.chunks is None else read.chunks:
-            start, length, _ = read.entry.chunk(number)
-            if batch and (start != end or size + length > most or len(batch) == BATCH_PARTS):
-                yield batch
-                batch, size = [], 0
-            batch.append(_Part(read, number))
-            size += length
-            end = start + length
-    if batch:
-        yield batch
-
-
-def _read_batch(
-    reader: FileReader, file: str, where: str, parts: list[_Part], scratch: Scratch, step_bytes: int
-) -> Iterator[CheckpointCorrupt]:
-    """Read, verify and deliver one batch; yields what is damaged."""
-    places = [part.read.entry.chunk(part.chunk) for part in parts]
-    first = places[0][0]
-    total = sum(length for _, length, _ in places)
+def _read(
+    file: StoredFile,
+    chunks: Sequence[Chunk[TensorRead]],
+    scratch: Scratch,
+    on_corrupt: OnCorrupt | None,
+) -> None:
+    """Read, verify and deliver one batch."""
     buffers: list[memoryview] = []
     direct: list[bool] = []
-    at = 0
-    for part, (_, length, _) in zip(parts, places, strict=True):
-        start = part.chunk * CHUNK_BYTES
-        target = part.read.target
-        view = None if target is None else target.view(start, start + length)
+    used = 0
+    for _, length, offset, read in chunks:
+        target = read.target
+        view = None if target is None else target.view(offset, offset + length)
         direct.append(view is not None)
-        buffers.append(
-            scratch.take(at, length, None if target is None else target.pinned)
-            if view is None
-            else view
+        if view is None:
+            view = scratch.take(used, length, None if target is None else target.pinned)
+        buffers.append(view)
+        used += length
+    # Bytes for an accelerator go through memory that stays warm; and each step takes its turn at
+    # the interpreter.
+    damaged = file.read(chunks, buffers, file.step_bytes if direct[0] else CHUNK_BYTES)
+    for error in damaged.values():
+        if on_corrupt is None:
+            raise error
+        on_corrupt(error)
+    for number, (_, _, offset, read) in enumerate(chunks):
+        if not direct[number] and read.target is not None and number not in damaged:
+            read.target.put(offset, buffers[number])
+    file.due.batch_done()
+
+
+class StoredFile:
+    """A tensor file of a checkpoint that is read, in so many batches."""
+
+    def __init__(self, storage: Storage, folder: str, name: str, batches: int) -> None:
+        self.storage, self.folder, self.name = storage, folder, name
+        self.where = storage.at(join(folder, name))
+        # Where each read is a request of its own, few of them count for more than a warm cache.
+        self.step_bytes = CHUNK_BYTES if storage.request_bytes else STEP_BYTES
+        self.due = DueFile(self._open, batches)
+
+    def _open(self) -> FileReader:
+        with _present(self.storage, self.folder, self.name):
+            return self.storage.open(join(self.folder, self.name))
+
+    def read(
+        self, chunks: Sequence[Chunk[TensorRead]], buffers: Sequence[memoryview], step_bytes: int
+    ) -> dict[int, CheckpointCorrupt]:
+        """Fill `buffers` with neighbouring chunks; what is damaged, by its number among them.
+
+        buffers: each for one of them or for several. step_bytes: of one chunk, how many are read
+        and hashed at a time. Raises CheckpointCorrupt where the file is missing or ends before,
+        StorageError.
+        """
+        reader, first = self.due.open(), chunks[0].start
+        end = chunks[-1].start + chunks[-1].length
+        if end > reader.size:
+            name = chunks[-1].of.name
+            what = f"ends at byte {reader.size}; tensor {name!r} needs bytes up to {end}"
+            raise self._corrupt(what, "size", name, end, reader.size)
+        with _present(self.storage, self.folder, self.name, absent=_GONE):
+            if len(chunks) == 1:
+                digests = [_read_hashing(reader, first, buffers[0], step_bytes)]
+            else:
+                reader.read_into(first, buffers)
+                digests = [chunk_digest(data) for data in split_up(chunks, buffers)]
+        damaged = {}
+        for number, (chunk, digest) in enumerate(zip(chunks, digests, strict=True)):
+            start, length, offset, read = chunk
+            at = offset // CHUNK_BYTES * DIGEST_BYTES
+            saved = read.entry.digests[at : at + DIGEST_BYTES]
+            if digest != saved:
+                what = (
+                    f"tensor {read.name!r} is damaged: bytes {start} to {start + length} have "
+                    f"digest {digest.hex()}, {saved.hex()} was saved"
+                )
+                damaged[number] = self._corrupt(
+                    what, "digest", read.name, saved.hex(), digest.hex()
+                )
+        return damaged
+
+    def _corrupt(
+        self, what: str, kind: str, tensor: str, expected: Any, actual: Any
+    ) -> CheckpointCorrupt:
+        what = f"{self.where}: {what}"
+        return CheckpointCorrupt(
+            what, file=self.name, kind=kind, tensor=tensor, expected=expected, actual=actual
         )
-        at += length
-    if first + total > reader.size:
-        raise CheckpointCorrupt(
-            f"{where} ends at byte {reader.size}; tensor {parts[-1].read.name!r} needs bytes up "
-            f"to {first + total}",
-            file=file,
-            kind="size",
-            tensor=parts[-1].read.name,
-            expected=first + total,
-            actual=reader.size,
-        )
-    if len(parts) == 1:
-        # Bytes for an accelerator go through memory that stays warm; and each step takes its turn
-        # at the interpreter.
-        digests = [
-            _read_hashing(reader, first, buffers[0], step_bytes if direct[0] else CHUNK_BYTES)
-        ]
-    else:
-        reader.read_into(first, buffers)
-        digests = [chunk_digest(buffer) for buffer in buffers]
-    for part, place, buffer, in_place, digest in zip(
-        parts, places, buffers, direct, digests, strict=True
-    ):
-        if digest != place[2]:
-            yield CheckpointCorrupt(
-                f"{where}: tensor {part.read.name!r} is damaged: bytes {place[0]} to "
-                f"{place[0] + place[1]} have digest "
-                f"{digest.hex()}, {place[2].hex()} was saved",
-                file=file,
-                kind="digest",
-                tensor=part.read.name,
-                expected=place[2].hex(),
-                actual=digest.hex(),
-            )
-        elif not in_place and part.read.target is not None:
-            part.read.target.put(part.chunk * CHUNK_BYTES, buffer)
+
+    def close(self) -> None:
+        if self.due.opened is not None:
+            self.due.opened.close()
 
 
 def _read_hashing(reader: FileReader, offset: int, buffer: memoryview, step_bytes: int) -> bytes:

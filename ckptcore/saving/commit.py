@@ -15,13 +15,13 @@ from ..format.manifest import SIZE_LIMIT, ComponentManifest, FileRecord
 from ..format.values import decode
 from ..root import join
 from ..state.component import StateComponent
-from ..state.layout import TensorBytes
+from ..state.layout import TensorSource
 from ..state.tree import TensorLeaf
 from ..storage.base import Storage
 from ..storage.workers import Workers
 from .join import JoinedSave
 from .plan import FilePlan, hugging_face_index
-from .writer import WrittenFile, write_files
+from .writer import InFolder, WrittenFile, write_files
 
 __all__ = ["Receipt", "Share", "check_tree", "files_and_components", "write_share"]
 
@@ -87,12 +87,13 @@ def write_share(
     """Write this rank's tensor files, its index, and the Hugging Face indexes of components split
     over files."""
     mine = [plan for share in shares for plan in share.files if plan.writer == rank]
-    wanted = {(plan.component, number) for plan in mine for number, _ in plan.places}
-    sources = {
-        s.key: {n: TensorBytes(t.tensor) for n, t in s.tensors.items() if (s.key, n) in wanted}
-        for s in shares
+    held = {
+        share.key: TensorSource({n: t.part.tensor for n, t in share.tensors.items()})
+        for share in shares
     }
-    written = write_files(storage, folder, mine, sources, workers, known, progress)
+    sources = {plan.name: held[plan.component] for plan in mine}
+    target = InFolder(storage, folder)
+    written = write_files(target, mine, sources, workers, known, progress)
     index, receipt, small = Index(rank), Receipt(rank), {}
     for file in written:
         index.files[file.plan.name] = FileEntry(
@@ -170,9 +171,9 @@ def _indexed(share: Share, written: Sequence[WrittenFile]) -> ComponentIndex:
     """What the index says of a share: rows, or pieces, of what this rank wrote, and aliases beside
     the values."""
     places = [
-        (file.plan.name, number, place, bytes(file.digests[number]))
+        (file.plan.name, number, place, digests)
         for file in written
-        for number, place in file.plan.places
+        for number, place, digests in file.tensors()
     ]
     if share.table is not None:
         pieces = [

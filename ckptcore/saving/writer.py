@@ -3,189 +3,150 @@ threads."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
+from ..format.tensorfile import StoredTensor
 from ..root import join
 from ..storage.base import FileWriter, Storage
-from ..storage.scratch import MakeMemory, Scratch
+from ..storage.chunks import Chunk, DueFile, Scratch, batches, split_up
 from ..storage.workers import Workers
 from .plan import FilePlan
 
-__all__ = ["Source", "WrittenFile", "write_files"]
+__all__ = ["ByteSource", "InFolder", "NewFiles", "WrittenFile", "write_files"]
 
-BATCH_PARTS = 512
-
-
-class Source(Protocol):
-    """The bytes of one tensor, in C order. pinned: how to make memory that `fill` is fast into, if
-    not any is."""
-
-    pinned: MakeMemory | None
-
-    def view(self, start: int, stop: int) -> memoryview | None:
-        """The memory itself; None when it is not contiguous host memory."""
-
-    def fill(self, start: int, buffer: memoryview) -> None:
-        """Copy bytes from `start` on into `buffer`; used where `view` gives None."""
+# The digests of tensors that were hashed before, by component and tensor number.
+Known = Mapping[tuple[str, int], bytes]
 
 
-@dataclass(slots=True)
-class WrittenFile:
-    """What became of one FilePlan: digest of its header, and by tensor number the digests of its
-    chunks."""
+class ByteSource(Protocol):
+    """Where the bytes of a file come from: tensors in memory, or a file elsewhere."""
 
-    plan: FilePlan
-    header_digest: bytes
-    digests: dict[int, bytearray] = field(default_factory=dict)
-    hashed: set[int] = field(default_factory=set)
+    def fetch(self, chunks: Sequence[Chunk[int]], scratch: Scratch) -> list[memoryview]:
+        """The bytes of chunks that are neighbours in the file, each buffer of one or of several of
+        them; valid until this thread fetches again."""
+
+
+class NewFiles(Protocol):
+    """Where files are made."""
+
+    @property
+    def storage(self) -> Storage: ...
+
+    def create(self, name: str, size: int) -> FileWriter: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    number: int
-    chunk: int
-    start: int
-    length: int
+class InFolder:
+    storage: Storage
+    folder: str
+
+    def create(self, name: str, size: int) -> FileWriter:
+        return self.storage.create(join(self.folder, name), size)
 
 
-class _File:
-    """A file to write: opened for its first batch, and made durable and closed by the thread that
-    finishes its last one. So no more are open than threads write, however many there are."""
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """What became of one FilePlan: digest of its header, and of all its chunks in file order."""
 
-    def __init__(self, create: Callable[[], FileWriter], batches: int) -> None:
-        self.create, self.left, self.lock = create, batches, threading.Lock()
-        self.writer: FileWriter | None = None
+    plan: FilePlan
+    header_digest: bytes
+    digests: bytearray
 
-    def opened(self) -> FileWriter:
-        with self.lock:
-            if self.writer is None:
-                self.writer = self.create()
-            return self.writer
-
-    def batch_done(self) -> None:
-        with self.lock:
-            self.left -= 1
-            last = self.left == 0
-        if last:
-            self.opened().close()
-
-    def abort(self) -> None:
-        if self.writer is not None:
-            self.writer.abort()
+    def tensors(self) -> Iterator[tuple[int, StoredTensor, bytes]]:
+        """Number, place, and digests of the chunks, of each tensor in the file."""
+        at = 0
+        for number, place in self.plan.places:
+            end = at + DIGEST_BYTES * chunk_count(place.nbytes)
+            yield number, place, bytes(self.digests[at:end])
+            at = end
 
 
 def write_files(
-    storage: Storage,
-    folder: str,
+    target: NewFiles,
     plans: Sequence[FilePlan],
-    sources: Mapping[str, Mapping[int, Source]],
+    sources: Mapping[str, ByteSource],
     workers: Workers,
-    known: Mapping[tuple[str, int], bytes] | None = None,
+    known: Known | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[WrittenFile]:
-    """Write `plans` into `folder`; `sources` has, by component, the tensors by number. Durable on
-    return.
+    """Write `plans`; `sources` has the bytes of each by its name. Durable on return.
 
-    known: chunk digests that were computed before, by component and tensor number. progress: told,
-    from the writing threads, how many bytes each batch had.
-
-    Memory beyond the sources is at most 8 MiB for each of `workers`. On any failure what was
-    written is removed again, and the first error is raised (StorageError, NoSpace).
+    known: digests that were computed before. progress: is given, by the writing threads, how many
+    bytes each batch had. Memory beyond the sources is at most 8 MiB for each of `workers`. On any
+    failure what is not complete is removed again, and the first error is raised (StorageError,
+    NoSpace).
     """
-    written = [_prepared(plan, known or {}) for plan in plans]
     files: list[_File] = []
     scratch = Scratch()
-
-    def run(file: _File, result: WrittenFile, batches: Sequence[list[_Part]], head: bytes) -> None:
-        for batch in batches:
-            progress(
-                _write_batch(
-                    file.opened(), result, batch, sources[result.plan.component], scratch, head
-                )
-            )
-            head = b""
-            file.batch_done()
-
     try:
-        jobs = []
-        for result in written:
-            batches = list(_batches(result.plan)) or [[]]
-            file = _File(
-                partial(storage.create, join(folder, result.plan.name), result.plan.size),
-                len(batches),
-            )
+        jobs: list[Callable[[], None]] = []
+        for plan in plans:
+            file = _File(target, plan, sources[plan.name], scratch, known or {}, progress)
             files.append(file)
             # Files are filled in order where the storage cannot take their parts out of order.
-            groups = [[batch] for batch in batches] if storage.positional_writes else [batches]
-            jobs += [
-                partial(run, file, result, group, b"" if number else result.plan.header)
-                for number, group in enumerate(groups)
-            ]
+            numbers = range(len(file.batches))
+            groups = [[n] for n in numbers] if target.storage.positional_writes else [numbers]
+            jobs += [partial(file.write, group) for group in groups]
         workers.run(jobs)
     except BaseException:
         for file in files:
-            file.abort()
+            if file.due.opened is not None:
+                file.due.opened.abort()
         raise
-    return written
+    return [file.written for file in files]
 
 
-def _prepared(plan: FilePlan, known: Mapping[tuple[str, int], bytes]) -> WrittenFile:
-    result = WrittenFile(plan, content_hash(plan.header))
-    for number, place in plan.places:
-        digests = known.get((plan.component, number))
-        result.digests[number] = bytearray(
-            digests or bytes(DIGEST_BYTES * chunk_count(place.nbytes))
-        )
-        if digests is not None:
-            result.hashed.add(number)
-    return result
+class _File:
+    """A file that is being written. Every batch is one job, in any order."""
+
+    def __init__(
+        self,
+        target: NewFiles,
+        plan: FilePlan,
+        source: ByteSource,
+        scratch: Scratch,
+        known: Known,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.source, self.scratch, self.progress = source, scratch, progress
+        self.batches = batches(_chunks(plan)) or [[]]
+        self.due = DueFile(partial(target.create, plan.name, plan.size), len(self.batches))
+        self.first = [0]  # of the chunks of each batch, among those of the file
+        for batch in self.batches:
+            self.first.append(self.first[-1] + len(batch))
+        self.known = {n: known.get((plan.component, n)) for n, _ in plan.places if known}
+        digests = bytearray(DIGEST_BYTES * self.first[-1])
+        self.written = WrittenFile(plan, content_hash(plan.header), digests)
+
+    def write(self, numbers: Sequence[int]) -> None:
+        """Hash and write batches."""
+        for number in numbers:
+            writer, chunks = self.due.open(), self.batches[number]
+            buffers = self.source.fetch(chunks, self.scratch) if chunks else []
+            digests = self._digests(chunks, buffers)
+            first = self.first[number] * DIGEST_BYTES
+            self.written.digests[first : first + len(digests)] = digests
+            if number == 0:
+                buffers = [memoryview(self.written.plan.header), *buffers]
+            writer.write_at(chunks[0].start if number else 0, buffers)
+            self.progress(sum(len(buffer) for buffer in buffers))
+            self.due.batch_done()
+
+    def _digests(self, chunks: Sequence[Chunk[int]], buffers: Sequence[memoryview]) -> bytes:
+        digests = []
+        for (_, _, offset, number), buffer in zip(chunks, split_up(chunks, buffers), strict=True):
+            known, at = self.known.get(number), offset // CHUNK_BYTES * DIGEST_BYTES
+            digests.append(known[at : at + DIGEST_BYTES] if known else chunk_digest(buffer))
+        return b"".join(digests)
 
 
-def _batches(plan: FilePlan) -> Iterator[list[_Part]]:
-    """Neighbouring chunks, up to CHUNK_BYTES together; in file order."""
-    batch: list[_Part] = []
-    size = 0
-    for number, place in plan.places:
-        for chunk in range(chunk_count(place.nbytes)):
-            at = chunk * CHUNK_BYTES
-            length = min(CHUNK_BYTES, place.nbytes - at)
-            if batch and (size + length > CHUNK_BYTES or len(batch) == BATCH_PARTS):
-                yield batch
-                batch, size = [], 0
-            batch.append(_Part(number, chunk, place.start + at, length))
-            size += length
-    if batch:
-        yield batch
-
-
-def _write_batch(
-    writer: FileWriter,
-    result: WrittenFile,
-    parts: list[_Part],
-    sources: Mapping[int, Source],
-    scratch: Scratch,
-    head: bytes,
-) -> int:
-    """Hash and write one batch; how many bytes that were."""
-    buffers = [memoryview(head)] if head else []
-    used = 0
-    for part in parts:
-        at = part.chunk * CHUNK_BYTES
-        source = sources[part.number]
-        buffer = source.view(at, at + part.length)
-        if buffer is None:
-            buffer = scratch.take(used, part.length, source.pinned)
-            used += part.length
-            source.fill(at, buffer)
-        if part.number not in result.hashed:
-            where = slice(part.chunk * DIGEST_BYTES, (part.chunk + 1) * DIGEST_BYTES)
-            result.digests[part.number][where] = chunk_digest(buffer)
-        buffers.append(buffer)
-    if buffers:
-        writer.write_at(0 if head else parts[0].start, buffers)
-    return sum(len(buffer) for buffer in buffers)
+def _chunks(plan: FilePlan) -> list[Chunk[int]]:
+    return [
+        Chunk(place.start + offset, min(CHUNK_BYTES, place.nbytes - offset), offset, number)
+        for number, place in plan.places
+        for offset in range(0, place.nbytes, CHUNK_BYTES)
+    ]

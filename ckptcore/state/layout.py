@@ -3,8 +3,10 @@ share memory."""
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -17,12 +19,14 @@ from ..arguments import shown
 from ..errors import InvalidState, StateMismatch
 from ..format.layout import Box, Mesh, MeshLayout, volume
 from ..format.tensorfile import DTYPES
+from ..storage.chunks import Chunk, Scratch
 from .streams import own_stream, pinned_memory
 
 __all__ = [
     "LocalShard",
     "Shard",
     "TensorBytes",
+    "TensorSource",
     "copy_into",
     "dtype_name",
     "is_dtensor",
@@ -358,6 +362,73 @@ class TensorBytes:
 
     def _host(self, buffer: memoryview) -> torch.Tensor:
         return torch.frombuffer(buffer, dtype=self._words.dtype)
+
+
+# Fewer bytes are copied sooner than they are handed over where they are.
+SMALL_BYTES = 16 << 10
+# Keeps the interpreter to itself: with thousands of tensors, a thread that gives it up each time
+# would wait for a busy program as often.
+_move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.CDLL(None))
+)
+
+
+class TensorSource:
+    """The bytes of files that tensors are stored in; `held` has them by number.
+
+    What lies side by side in memory as in the file is one buffer, and so are small tensors.
+    """
+
+    def __init__(self, held: Mapping[int, torch.Tensor]) -> None:
+        self._held = held
+
+    def fetch(self, chunks: Sequence[Chunk[int]], scratch: Scratch) -> list[memoryview]:
+        """The bytes of chunks of the tensors, each buffer of one or of several of them."""
+        buffers: list[memoryview] = []
+        used = copied = 0  # bytes of the scratch memory, and of them those of the last buffer
+        for address, length, offset, number in self._runs(chunks):
+            if address and length > SMALL_BYTES:
+                buffers.append(_memory_at(address, length))
+                copied = 0
+                continue
+            if not address:
+                source = TensorBytes(self._held[number])
+                buffers.append(scratch.bytes_of(source, offset, length, used))
+                copied = 0
+            else:
+                _move(_address_of(scratch.take(used, length)), address, length)
+                if copied:
+                    buffers.pop()
+                copied += length
+                buffers.append(scratch.take(used + length - copied, copied))
+            used += length
+        return buffers
+
+    def _runs(self, chunks: Sequence[Chunk[int]]) -> list[tuple[int, int, int, int]]:
+        """(address, bytes, first byte, number of the tensor) of chunks that follow each other in
+        memory; address 0 for one that is not contiguous host memory."""
+        runs = []
+        start = length = first = tensor = 0
+        for _, nbytes, offset, number in chunks:
+            held = self._held[number]
+            plain = held.is_cpu and held.is_contiguous() and not held.is_conj()
+            address = held.data_ptr() + offset if plain and not held.is_neg() else 0
+            if address and address == start + length:
+                length += nbytes
+                continue
+            if length:
+                runs.append((start, length, first, tensor))
+            start, length, first, tensor = address, nbytes, offset, number
+        runs.append((start, length, first, tensor))
+        return runs
+
+
+def _memory_at(address: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+def _address_of(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
 
 
 def _copy_range(tensor: torch.Tensor, start: int, host: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..storage.scratch import MakeMemory
+from ..storage.chunks import MakeMemory
 
 __all__ = ["own_stream", "pinned_memory", "synchronize", "side_stream"]
 

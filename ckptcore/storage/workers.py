@@ -78,6 +78,12 @@ class Workers:
             for thread in self._threads if timeout else ():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
     def __del__(self) -> None:
         self.close()
 
