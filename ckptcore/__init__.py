@@ -13,7 +13,13 @@ from . import errors as _errors
 from .errors import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from .choice import restore_candidates as restore_candidates
+    from .catalog.catalog import restore_candidates as restore_candidates
+    from .catalog.catalog import scan_root as scan_root
+    from .catalog.folder import CheckpointInfo as CheckpointInfo
+    from .catalog.retention import KeepBest as KeepBest
+    from .catalog.retention import KeepEvery as KeepEvery
+    from .catalog.retention import KeepLast as KeepLast
+    from .catalog.retention import RetentionPolicy as RetentionPolicy
     from .coordinator import CheckpointCoordinator as CheckpointCoordinator
     from .copy.checkpoint import copy_checkpoint as copy_checkpoint
     from .events import SaveEvent as SaveEvent
@@ -33,12 +39,6 @@ if TYPE_CHECKING:
     from .ranks.communicator import Communicator as Communicator
     from .ranks.communicator import SingleProcess as SingleProcess
     from .ranks.store import StoreCommunicator as StoreCommunicator
-    from .retention import KeepBest as KeepBest
-    from .retention import KeepEvery as KeepEvery
-    from .retention import KeepLast as KeepLast
-    from .retention import RetentionPolicy as RetentionPolicy
-    from .root import CheckpointInfo as CheckpointInfo
-    from .root import scan_root as scan_root
     from .saving.background import SaveHandle as SaveHandle
     from .state.adapters import ModelState as ModelState
     from .state.adapters import OptimizerState as OptimizerState
@@ -67,7 +67,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "choice": ["restore_candidates"],
+    "catalog.catalog": ["restore_candidates", "scan_root"],
+    "catalog.folder": ["CheckpointInfo"],
+    "catalog.retention": ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy"],
     "coordinator": ["CheckpointCoordinator"],
     "copy.checkpoint": ["copy_checkpoint"],
     "events": ["SaveEvent", "TensorBoardEvents"],
@@ -79,8 +81,6 @@ _HOMES = {
     "preemption": ["PreemptionGuard"],
     "ranks.communicator": ["Communicator", "SingleProcess"],
     "ranks.store": ["StoreCommunicator"],
-    "retention": ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy"],
-    "root": ["CheckpointInfo", "scan_root"],
     "saving.background": ["SaveHandle"],
     "state.adapters": ["ModelState", "OptimizerState", "RNGState", "Value"],
     "state.component": [

@@ -12,6 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
+from .catalog.branches import newest_run
+from .catalog.catalog import clean_up, delete_all, scan, sweep
+from .catalog.folder import (
+    LOOKS,
+    CheckpointInfo,
+    delete_checkpoint,
+    pin_checkpoint,
+    still_there,
+    unpin_checkpoint,
+)
+from .catalog.retention import RetentionPolicy, surplus
 from .errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -23,35 +34,12 @@ from .errors import (
 )
 from .loading.report import PARTLY_OVERWRITTEN, LoadReport
 from .loading.view import CheckpointView, Problem
+from .nodes.agreement import Agreed, StorageMode, leads, look, node_name, own_node
 from .ranks.communicator import Communicator
-from .ranks.nodes import Agreed, StorageMode, leads, look, node_name, own_node
-from .retention import KeepBest, RetentionPolicy, clean_up, delete_all, surplus
-from .root import (
-    LOOKS,
-    CheckpointInfo,
-    committed,
-    delete_checkpoint,
-    newest_run,
-    pin_checkpoint,
-    scan,
-    still_there,
-    sweep,
-    unpin_checkpoint,
-)
 from .storage.base import Storage
 from .storage.urls import join_url, split_url
 
-__all__ = [
-    "Root",
-    "best_of",
-    "candidates",
-    "choice",
-    "entry",
-    "find",
-    "load_chosen",
-    "newest_that_loads",
-    "restore_candidates",
-]
+__all__ = ["Root", "load_chosen", "newest_that_loads"]
 
 T = TypeVar("T")
 Wanted = Callable[[], int | str]
@@ -257,100 +245,6 @@ class Root:
 
 def _nothing(*_: Any) -> None:
     return None
-
-
-def restore_candidates(
-    infos: Sequence[CheckpointInfo], run_id: str | None = None
-) -> list[CheckpointInfo]:
-    """What `CheckpointManager.restore` would try, in its order: the newest first, also what is
-    damaged.
-
-    infos: what `scan_root` found, in its order. run_id: the run to go on with, by default the one
-    that committed last. `restore` takes the first that is committed and whose bytes verify, and
-    passes over those before it.
-    """
-    run = run_id or newest_run(infos)
-    return [
-        info
-        for info in reversed(infos)
-        if info.status != "partial"
-        and not info.abandoned
-        and (run is None or info.run_id in (None, run))
-    ]
-
-
-def candidates(infos: Sequence[CheckpointInfo], run_id: str | None) -> list[list[str]]:
-    """[name, status, reason, digest of the manifest] of `restore_candidates`."""
-    found = restore_candidates(infos, run_id)
-    return [[info.name, info.status, info.reason or info.status, _digest(info)] for info in found]
-
-
-def _digest(info: CheckpointInfo) -> str:
-    return info.manifest.digest if info.manifest else ""
-
-
-def choice(infos: Sequence[CheckpointInfo], info: CheckpointInfo | None) -> list[Any]:
-    """What all ranks have to know of the checkpoint to load: names of its copies, its step, its
-    manifest's digest."""
-    return [[], None, ""] if info is None else [copies(infos, info), info.step, _digest(info)]
-
-
-def best_of(
-    infos: Sequence[CheckpointInfo], run_id: str | None, rule: KeepBest
-) -> CheckpointInfo | None:
-    """The best committed checkpoint of a run, None when none has the metric."""
-    return next(iter(rule.ranked(committed(infos, run_id or newest_run(infos)))), None)
-
-
-def find(
-    url: str, infos: Sequence[CheckpointInfo], run_id: str | None, step: int | str
-) -> CheckpointInfo:
-    """The checkpoint of `step`, or the newest for "latest". Raises CheckpointNotFound.
-
-    What is there and damaged, or cannot be read, is not passed over: opening it says what is wrong.
-    A step that only another run of this root has is good enough when it is asked for.
-    """
-    passed_over = (
-        ("partial", "uncommitted", "elsewhere") if step == "latest" else ("partial", "elsewhere")
-    )
-    found = [i for i in infos if i.status not in passed_over]
-    stray = [i for i in infos if i.status == "elsewhere" and step in ("latest", i.step)]
-    run = run_id or newest_run(found)
-    infos = [i for i in found if run is None or i.run_id in (None, run)]
-    if step == "latest":
-        matching = [i for i in infos if not i.abandoned][-1:]
-    else:
-        matching = [i for i in infos if i.step == step] or [i for i in found if i.step == step]
-        matching = [i for i in matching if not i.abandoned] or matching
-    if not matching:
-        steps = [i.step for i in infos if i.step is not None]
-        what = "no checkpoint yet" if step == "latest" else f"no checkpoint of step {step}"
-        lacking = "".join(f"; {i.name}: {i.reason}" for i in stray)
-        raise CheckpointNotFound(
-            f"{url} has {what}; steps there: {', '.join(map(str, steps)) or 'none'}{lacking}",
-            path=url,
-            step=step if isinstance(step, int) else None,
-            available=steps,
-        )
-    return matching[-1]
-
-
-def entry(infos: Sequence[CheckpointInfo], name: str) -> CheckpointInfo | None:
-    """The entry of that name, of the first root that has one."""
-    found = [
-        i for i in infos if split_url(i.url)[1] == name and i.status not in ("partial", "elsewhere")
-    ]
-    return found[-1] if found else None
-
-
-def copies(infos: Sequence[CheckpointInfo], info: CheckpointInfo) -> list[str]:
-    """Names of a checkpoint and of other copies of the same commit, the one to prefer first."""
-    if info.manifest is None:
-        return [info.name]
-    same = [
-        i for i in infos if i.manifest is not None and i.manifest.digest == info.manifest.digest
-    ]
-    return [i.name for i in reversed(same)]
 
 
 def first_that_loads(names: Sequence[str], load: Callable[[str], LoadReport]) -> LoadReport:

@@ -20,14 +20,14 @@ from .arguments import (
     check_threads,
     shown,
 )
+from .catalog.folder import CheckpointInfo
 from .errors import CheckpointWarning, InvalidState, RanksDisagree
 from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
 from .loading.keys import Keys
+from .nodes.agreement import StorageMode
 from .ranks.communicator import Communicator
-from .ranks.nodes import StorageMode
 from .ranks.store import shared_communicator
-from .root import CheckpointInfo
 from .saving.flow import Saving
 from .saving.join import SaveRequest
 from .state.adapters import as_components

@@ -26,7 +26,11 @@ from .arguments import (
     checked_which,
     shown,
 )
-from .choice import best_of, candidates, choice, entry, find, load_chosen, newest_that_loads
+from .catalog.branches import committed, left_by_going_back, left_by_last, merged, within
+from .catalog.catalog import best_of, candidates, choice, entry, find, with_commit
+from .catalog.folder import NOT_OURS, CheckpointInfo, checkpoint_name
+from .catalog.retention import RetentionPolicy, best_rule, check_policy, unknown_metric
+from .choice import load_chosen, newest_that_loads
 from .coordinator import CheckpointCoordinator, check_parts, default_io_threads, meet
 from .errors import (
     AsyncSaveError,
@@ -40,21 +44,9 @@ from .format.manifest import CheckpointManifest
 from .loading.apply import LoadReport
 from .loading.keys import Keys, check_keys
 from .loading.view import Problem
+from .nodes.agreement import Agreed, StorageMode
 from .ranks.communicator import Communicator
-from .ranks.nodes import Agreed, StorageMode
 from .ranks.store import default_communicator
-from .retention import RetentionPolicy, best_rule, check_policy, unknown_metric
-from .root import (
-    NOT_OURS,
-    CheckpointInfo,
-    checkpoint_name,
-    committed,
-    left_by_going_back,
-    left_by_last,
-    merged,
-    with_commit,
-    within,
-)
 from .saves import Saves
 from .saving.background import SaveHandle
 from .saving.flow import Saving

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Literal, NamedTuple, TypeVar
 
+from .catalog.folder import CheckpointInfo
 from .coordinator import JOIN_SECONDS, warn_all
 from .errors import AsyncSaveError, CheckpointWarning, InvalidState, RankFailed
 from .events import OnEvent, SaveEvent
 from .ranks.communicator import Communicator
 from .replicas.shard_table import ShardTables
-from .root import CheckpointInfo
 from .saving.background import Background, SaveHandle, at_exit
 from .saving.flow import Saving
 from .saving.staging import HostPool, Staging

@@ -11,23 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .attempts import Attempt
+from .catalog.attempt import Attempt
+from .catalog.branches import committed, newest_run
+from .catalog.catalog import scan, sweep
+from .catalog.folder import CheckpointInfo, attempts_among, entries_in, read_manifest
+from .catalog.folder import delete_checkpoint as delete_folder
+from .catalog.folder import pin_checkpoint as pin_folder
+from .catalog.folder import remove_checkpoint_folder as remove_folder
+from .catalog.folder import unpin_checkpoint as unpin_folder
+from .catalog.retention import RetentionPolicy
 from .errors import CheckpointCorrupt, CheckpointNotFound, InvalidState
-from .retention import RetentionPolicy
-from .root import (
-    CheckpointInfo,
-    attempts_among,
-    committed,
-    entries_in,
-    newest_run,
-    read_manifest,
-    scan,
-    sweep,
-)
-from .root import delete_checkpoint as delete_folder
-from .root import pin_checkpoint as pin_folder
-from .root import remove_checkpoint_folder as remove_folder
-from .root import unpin_checkpoint as unpin_folder
 from .storage.base import Storage, open_storage
 from .storage.urls import split_url
 

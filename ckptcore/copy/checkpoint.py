@@ -13,12 +13,24 @@ import errno
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..arguments import check_callable, check_flag, check_path, check_threads, checked_options
-from ..attempts import Attempt
+from ..catalog.attempt import Attempt
+from ..catalog.folder import (
+    PIN_NAME,
+    CheckpointInfo,
+    attempts_among,
+    check_files,
+    entries_in,
+    join,
+    pin_checkpoint,
+    read_manifest,
+    still_there,
+    unmark_attempts,
+)
+from ..catalog.transaction import open_transaction
 from ..errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -31,23 +43,6 @@ from ..errors import (
 )
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..loading.view import CheckpointView, Problem
-from ..root import (
-    PIN_NAME,
-    WITHDRAWN_NAME,
-    CheckpointInfo,
-    attempts_among,
-    check_files,
-    entries_in,
-    join,
-    mark_attempt,
-    mark_name,
-    pin_checkpoint,
-    read_manifest,
-    remove_checkpoint_folder,
-    still_there,
-    unmark_attempts,
-)
-from ..saving.publish import check_alone, check_place, discard, publish
 from ..storage.base import Storage, open_storage
 from ..storage.urls import masked_url, split_url
 from ..storage.workers import Workers
@@ -160,7 +155,7 @@ def default_threads() -> int:
 
 @dataclass(slots=True)
 class _Copy:
-    """One copy under way. `work` is the folder that it is built in."""
+    """One copy under way."""
 
     view: CheckpointView
     target: Storage
@@ -169,7 +164,6 @@ class _Copy:
     workers: Workers
     progress: CopyProgress | None
     tell: Callable[[str], None]
-    work: str = ""
     counted: Counted = field(init=False)
     pins: bool = False
 
@@ -214,10 +208,9 @@ class _Copy:
             return False
         if thoroughly and there.verify(self.workers.count):
             return False
-        if not self.target.atomic_rename:  # the mark of a copy that died when all was done
-            marks = attempts_among(entries_in(self.target, self.name))
-            if marks and all(Attempt.parse(mark).is_abandoned(self.owner) for mark in marks):
-                unmark_attempts(self.target, self.name)
+        marks = attempts_among(entries_in(self.target, self.name))
+        if marks and all(Attempt.parse(mark).is_abandoned(self.owner) for mark in marks):
+            unmark_attempts(self.target, self.name)  # of a copy that died when all was done
         return True
 
     @staticmethod
@@ -234,71 +227,35 @@ class _Copy:
     def _build(
         self, attempt: str, manifest: CheckpointManifest, encoded: bytes, overwrite: bool
     ) -> None:
-        target, name = self.target, self.name
-        gives_way = check_place(
-            target, name, manifest.step, self.owner, overwrite, digest=manifest.digest
+        target = self.target
+        into = open_transaction(
+            target,
+            self.name,
+            attempt,
+            self.owner,
+            manifest.step,
+            overwrite=overwrite,
+            digest=manifest.digest,
+            resume=True,
+            warn=self.tell,
         )
-        self.work = f"{name}.partial-{attempt}" if target.atomic_rename else name
+        if into.withdraws() and (problems := self.view.verify(self.workers.count)):
+            # The old one goes before the new one is complete, so it had better become complete.
+            raise _error_of(problems[0], self.view.url)
+        into.begin()
         try:
-            begin = self._begin_beside if target.atomic_rename else self._begin_in_place
-            begin(attempt, gives_way)
-            FileCopies(self.view, target, self.work, self.workers, self.counted).make()
-            if (
-                self.pins and target.atomic_rename
-            ):  # now, so that no kill comes between the name and the pin
-                target.write(join(self.work, PIN_NAME), b"")
-            target.sync_folder(self.work)
-            publish(target, attempt, self.work, name, manifest, overwrite, self.tell, encoded)
+            self.pins = self.pins or self._pinned(target, into.folder)
+            FileCopies(self.view, into, self.workers, self.counted).make()
+            target.sync_folder(into.folder)
+            into.commit(manifest, encoded, pinned=self.pins)
         except BaseException as error:
             # What a storage that fails for a while, or Ctrl-C, leaves is taken up by the next copy;
             # all else is of no use.
             interrupted = not isinstance(error, Exception) or type(error) is StorageError
             if not interrupted:
-                discard(target, attempt, self.work, self.tell)
+                into.abort()
             raise
-
-    def _begin_beside(self, attempt: str, gives_way: bool) -> None:
-        """Take over what an interrupted copy left, by renaming it, or begin with nothing."""
-        target, beginning = self.target, f"{self.name}.partial-"
-        try:
-            entries = target.list()
-        except StorageError:
-            entries = []
-        for entry in entries:
-            left = entry.name.removeprefix(beginning)
-            if (
-                entry.is_folder
-                and left != entry.name
-                and Attempt.parse(left).is_abandoned(self.owner)
-            ):
-                with suppress(StorageError):  # another copy was quicker
-                    target.rename(entry.name, self.work)
-                    self.pins = self.pins or self._pinned(target, self.work)
-                    return
-        target.make_folder(self.work)
-
-    def _begin_in_place(self, attempt: str, gives_way: bool) -> None:
-        target, name = self.target, self.name
-        entries = entries_in(target, name)
-        names = {entry.name for entry in entries}
-        marks = attempts_among(entries)
-        resumes = bool(marks) and MANIFEST_NAME not in names and WITHDRAWN_NAME not in names
-        if gives_way and not resumes:
-            # The old one goes before the new one is complete, so it had better become complete.
-            problems = self.view.verify(self.workers.count) if MANIFEST_NAME in names else []
-            if problems:
-                raise _error_of(problems[0], self.view.url)
-            remove_checkpoint_folder(target, name)
-        mark_attempt(target, name, attempt)
-        if not resumes:
-            check_alone(target, attempt, name, {}, self.view.manifest.step)
-            return
-        for mark in marks:
-            target.remove(join(name, mark_name(mark)))
-        if attempts_among(entries_in(target, name)) != [attempt]:
-            where = target.at(name)
-            raise CheckpointExists(f"{where} is being copied by another job, too", path=where)
-        target.drop_uploads(name)  # of the copy that did not end
+        into.remove_replaced()
 
 
 def _same_place(view: CheckpointView, target: Storage, name: str) -> bool:

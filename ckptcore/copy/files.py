@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ..catalog.folder import attempts_among, entries_in, is_ours, join, mark_name
+from ..catalog.transaction import Transaction
 from ..errors import CheckpointCorrupt, NoSpace, StorageError
 from ..format.digest import CHUNK_BYTES, content_digest
 from ..format.index import FileEntry
 from ..format.manifest import SIZE_LIMIT
 from ..loading.reader import TensorRead, check_header, read_tensors
 from ..loading.view import CheckpointView
-from ..root import attempts_among, entries_in, is_ours, join, mark_name
 from ..storage.base import FileWriter, Storage
 from ..storage.chunks import MakeMemory
 from ..storage.workers import Workers
@@ -69,14 +70,20 @@ class _Into:
 
 @dataclass(slots=True)
 class FileCopies:
-    """The files that the manifest of `view` lists, for the folder `work` of the storage
-    `target`."""
+    """The files that the manifest of `view` lists, for an attempt that was begun."""
 
     view: CheckpointView
-    target: Storage
-    work: str
+    into: Transaction
     workers: Workers
     counted: Counted
+
+    @property
+    def target(self) -> Storage:
+        return self.into.storage
+
+    @property
+    def work(self) -> str:
+        return self.into.folder
 
     def make(self) -> None:
         """Copy all files, but for those that are there and verify. Each is complete on return, or
@@ -139,8 +146,7 @@ class FileCopies:
                     return
             self.target.remove(path)
         data = self.view.read_file(name)
-        self.target.write(self._beginning(name), data)
-        self._ending(name)
+        self.into.write(name, data)
         self.counted.add(len(data))
 
     def _tensor_file(
@@ -159,7 +165,7 @@ class FileCopies:
         if there:
             self.target.remove(path)
         header = check_header(view.storage, view.folder, name, known)
-        writer = self.target.create(self._beginning(name), known.size)
+        writer = self.into.create(name, known.size)
         try:
             writer.write_at(0, [memoryview(header)])
             self.counted.add(len(header))
@@ -174,18 +180,6 @@ class FileCopies:
             if isinstance(error, CheckpointCorrupt):
                 error.path = error.path or view.url
             raise
-        self._ending(name)
-
-    def _beginning(self, name: str) -> str:
-        """Where a file is written. It gets its name when it is durable: what an interrupted copy
-        left under that and verifies might otherwise be in memory only."""
-        if not self.target.atomic_rename:  # an object is there when it is complete
-            return join(self.work, name)
-        return join(self.work, f"unfinished.{content_digest(name.encode())}.safetensors")
-
-    def _ending(self, name: str) -> None:
-        if self.target.atomic_rename:
-            self.target.rename(self._beginning(name), join(self.work, name))
 
     def _verifies(self, name: str, known: FileEntry, reads: Sequence[TensorRead]) -> bool:
         """Whether a file that an interrupted copy left is what it should be."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import xxhash
 
+from ..catalog.folder import join
 from ..errors import CheckpointCorrupt, StorageError
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
 from ..format.index import FileEntry, TensorEntry
-from ..root import join
 from ..storage.base import FileReader, Storage
 from ..storage.chunks import Chunk, DueFile, Scratch, Target, batches, split_up
 from ..storage.workers import Workers

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from ..arguments import check_count, shown
+from ..catalog.folder import PIN_NAME, checkpoints_in, join, read_manifest
 from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError, UnknownName
 from ..format.digest import DIGEST_BYTES, chunk_count, content_digest
 from ..format.index import Index, Piece, TensorEntry, index_file_name
@@ -20,7 +21,6 @@ from ..format.layout import Box, LogicalTensor, decode_layouts, volume
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
-from ..root import PIN_NAME, checkpoints_in, join, read_manifest
 from ..storage.base import Storage, open_storage
 from ..storage.urls import split_url
 from .elsewhere import cuts_here, not_here

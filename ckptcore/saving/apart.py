@@ -2,7 +2,7 @@
 
 The lowest rank of a node makes the attempt there, publishes and cleans up. Everything is on the
 disks of all nodes before the first one publishes. A crash between two of them leaves a checkpoint
-on some nodes, which is none (ranks/nodes.py); a failure without a crash is taken back. What an
+on some nodes, which is none (nodes/agreement.py); a failure without a crash is taken back. What an
 overwrite puts aside stays until all nodes have published.
 """
 
@@ -12,18 +12,18 @@ import errno
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..catalog.branches import within
+from ..catalog.folder import CheckpointInfo
+from ..catalog.transaction import Transaction, check_place
 from ..errors import CheckpointExists, InvalidState, RankLost, StorageError
 from ..format.manifest import CheckpointManifest
+from ..nodes.agreement import leads, look, node_name, own_node
 from ..ranks.communicator import Communicator
-from ..ranks.nodes import leads, look, node_name, own_node
-from ..root import CheckpointInfo, attempts_among, join, mark_attempt, mark_name, within
-from ..storage.base import Storage
-from .publish import check_place, discard, put_in_place, remove_aside, take_back
 
 if TYPE_CHECKING:
     from .flow import Saving
 
-__all__ = ["agree_place", "check_seen", "commit_apart", "mark_apart"]
+__all__ = ["agree_place", "begin_on_node", "check_seen", "commit_apart"]
 
 
 def agree_place(saving: Saving) -> tuple[int, bool]:
@@ -58,40 +58,34 @@ def agree_place(saving: Saving) -> tuple[int, bool]:
     return max(agreed.sequence, saving.request.after_sequence) + 1, bool(agreed.chosen)
 
 
-def mark_apart(comm: Communicator, storage: Storage, folder: str, attempt: str) -> None:
-    """Make and mark the attempt of this node. Raises InvalidState where another node's mark is
-    there already."""
+def begin_on_node(comm: Communicator, transaction: Transaction) -> None:
+    """Begin the attempt of this node. Raises InvalidState where another node's mark is there
+    already."""
     try:
-        mark_attempt(storage, folder, attempt)
+        transaction.begin()
     except StorageError as error:
         if error.errno != errno.EEXIST:
             raise
+        where = f"{transaction.storage.url} on {node_name(comm.nodes, own_node(comm))}"
         raise InvalidState(
-            f"{storage.url} on {node_name(comm.nodes, own_node(comm))} is the storage of another "
-            "node too, and storage_mode is "
+            f"{where} is the storage of another node too, and storage_mode is "
             "'node': pass storage_mode='shared' for storage that all nodes share, or a root of "
             "its own on every node",
             ranks=comm.nodes[own_node(comm)],
         ) from None
 
 
-def check_seen(comm: Communicator, storage: Storage, folder: str, attempt: str) -> None:
+def check_seen(comm: Communicator, transaction: Transaction) -> None:
     """Raise InvalidState where nodes are said to share the storage, and rank 0's attempt is not
     seen on this one."""
     node = own_node(comm)
     if node == 0 or comm.rank != comm.nodes[node][0]:
         return
-    try:
-        entries = storage.list(folder)
-    except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise
-    else:
-        if storage.atomic_rename or attempt in attempts_among(entries):
-            return
+    if transaction.is_here():
+        return
+    where = f"{transaction.storage.url} on {node_name(comm.nodes, node)}"
     raise InvalidState(
-        f"{storage.url} on {node_name(comm.nodes, node)} is not the storage that rank 0 writes "
-        "to, and storage_mode is "
+        f"{where} is not the storage that rank 0 writes to, and storage_mode is "
         "'shared': pass storage_mode='node' where nodes do not share their disks, or a root that "
         "all nodes see",
         ranks=comm.nodes[node],
@@ -101,35 +95,30 @@ def check_seen(comm: Communicator, storage: Storage, folder: str, attempt: str) 
 def commit_apart(
     saving: Saving,
     comm: Communicator,
-    folder: str,
+    transaction: Transaction,
     write: Callable[[], dict[str, Any]],
     manifests: Callable[[Sequence[dict[str, Any]]], list[bytes]],
 ) -> bytes:
     """Write and publish the parts of all nodes; this node's manifest. What one rank raises, all
     raise."""
-    storage, attempt, tell = saving.storage, saving.joined.attempt, saving.told.append
     lowest = leads(comm, "node")
     encoded: list[bytes] = []
-    aside: str | None = None
     placed = False
 
-    def make_way() -> None:
+    def begin() -> None:
         if lowest:
-            saving.make_way(folder)
+            with saving.needing():
+                begin_on_node(comm, transaction)
 
     def publish() -> None:
-        nonlocal aside, placed
+        nonlocal placed
         if lowest:
-            if storage.atomic_rename:
-                storage.remove(join(folder, mark_name(attempt)))
-            manifest = CheckpointManifest.decode(encoded[0], storage.at(folder))
-            aside = put_in_place(
-                storage, attempt, folder, saving.name, manifest, saving.overwrites, tell, encoded[0]
-            )
+            manifest = CheckpointManifest.decode(encoded[0], saving.storage.at(transaction.folder))
+            transaction.commit(manifest, encoded[0])
             placed = True
 
     try:
-        comm.together("place", make_way, _nothing)
+        comm.together("place", begin, _nothing)
         encoded.append(comm.together("write", write, manifests)[own_node(comm)])
         comm.together("publish", publish, _nothing)
     except BaseException as error:
@@ -137,14 +126,13 @@ def commit_apart(
             # When a rank is lost, or this one is on its way out, the others were not waited for.
             early = isinstance(error, RankLost) or not isinstance(error, Exception)
             if not placed:
-                discard(storage, attempt, folder, tell, others_write=early)
+                transaction.abort(others_write=early)
             elif (
                 not early
             ):  # else nobody knows whether the others have published too: the next look tells
-                take_back(storage, attempt, folder, saving.name, aside, tell)
+                transaction.take_back()
         raise
-    if aside is not None:
-        remove_aside(storage, aside, tell)
+    transaction.remove_replaced()
     return encoded[0]
 
 

@@ -19,9 +19,9 @@ from contextlib import suppress
 from typing import Literal
 
 from ..arguments import checked_timeout
+from ..catalog.folder import CheckpointInfo
 from ..errors import AsyncSaveError, CheckpointWarning, InvalidState
 from ..ranks.communicator import Communicator
-from ..root import CheckpointInfo
 from ..storage.workers import yield_to_others
 from .flow import Saving
 

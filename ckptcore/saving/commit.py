@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..catalog.folder import join
 from ..errors import CheckpointCorrupt, CoordinationError, InvalidState, UnsupportedValue
 from ..format.digest import combined_digest, content_digest
 from ..format.index import ComponentIndex, FileEntry, Index, Piece, TensorEntry, index_file_name
 from ..format.layout import LogicalTensor, encode_layouts
 from ..format.manifest import SIZE_LIMIT, ComponentManifest, FileRecord
 from ..format.values import decode
-from ..root import join
 from ..state.component import StateComponent
 from ..state.layout import TensorSource
 from ..state.tree import TensorLeaf

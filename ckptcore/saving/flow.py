@@ -20,15 +20,18 @@ from typing import Any, Literal
 
 import torch
 
-from ..attempts import Attempt
-from ..errors import CheckpointExists, InvalidState, NoSpace, RankLost, StorageError
+from ..catalog.attempt import Attempt
+from ..catalog.branches import left_by_last
+from ..catalog.catalog import scan
+from ..catalog.folder import CheckpointInfo
+from ..catalog.transaction import Transaction, check_place, open_transaction
+from ..errors import InvalidState, NoSpace, RankLost
 from ..format.manifest import CheckpointManifest, Copy, check_readable, private_json
+from ..nodes.agreement import StorageMode, own_node
+from ..nodes.parts import on_node, part_of, pass_on
 from ..ranks.communicator import Communicator
-from ..ranks.nodes import StorageMode, own_node
-from ..ranks.per_node import on_node, part_of, pass_on
 from ..replicas.compare import Replicas, validate
 from ..replicas.shard_table import PlainValues, ShardTable, ShardTables, agree_layouts
-from ..root import CheckpointInfo, left_by_last, mark_attempt, remove_checkpoint_folder, scan
 from ..state.adapters import metadata_of
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
 from ..state.names import one_walk
@@ -36,12 +39,11 @@ from ..state.streams import synchronize
 from ..state.tree import StateSnapshot, capture, check_values_fit
 from ..storage.base import Storage
 from ..storage.workers import Workers
-from .apart import agree_place, check_seen, commit_apart, mark_apart
+from .apart import agree_place, check_seen, commit_apart
 from .commit import Receipt, Share, check_tree, files_and_components, write_share
 from .devices import warm_up
 from .join import JoinedSave, SaveRequest, join_save
 from .plan import TensorSpec, plan_component
-from .publish import check_alone, check_place, discard, publish
 from .staging import HostPool, StagedCopy, stage
 
 __all__ = ["Progress", "Saving"]
@@ -205,11 +207,7 @@ class Saving:
             known = {
                 place: digests for place, digests in known.items() if place[0] not in self.truths
             }
-        folder = (
-            f"{self.name}.partial-{self.joined.attempt}"
-            if self.storage.atomic_rename
-            else self.name
-        )
+        transaction = self._transaction()
         published = False
 
         def make_way(names: list[list[str]]) -> None:
@@ -218,17 +216,18 @@ class Saving:
             if self.mode == "shared":
                 # Here and not at the join: it reads what is in the root, for which training need
                 # not wait.
-                with self._needing():
+                with self.needing():
                     self.joined.sequence = self._next_sequence()
-                self.make_way(folder)
+                    transaction.abandoned = self.request.abandoned or ()
+                    transaction.begin()
 
         def write() -> dict[str, Any]:
             if self.mode == "shared":
-                check_seen(comm, self.storage, folder, self.joined.attempt)
-            with self._phase("write"), self._needing():
+                check_seen(comm, transaction)
+            with self._phase("write"), self.needing():
                 return write_share(
                     self.storage,
-                    folder,
+                    transaction.folder,
                     comm.rank,
                     self.shares,
                     self.workers,
@@ -239,17 +238,10 @@ class Saving:
         def commit(receipts: list[dict[str, Any]]) -> bytes:
             nonlocal published
             manifest = self._manifest([Receipt.of(r) for r in receipts])
-            with self._needing():
-                publish(
-                    self.storage,
-                    self.joined.attempt,
-                    folder,
-                    self.name,
-                    manifest,
-                    self.overwrites,
-                    self.told.append,
-                )
+            with self.needing():
+                transaction.commit(manifest)
             published = True
+            transaction.remove_replaced()
             return manifest.encode()
 
         def manifests(receipts: Sequence[dict[str, Any]]) -> list[bytes]:
@@ -269,7 +261,7 @@ class Saving:
             comm.together("plan", self._planned_files, make_way)
             try:
                 if self.mode == "node":
-                    encoded = commit_apart(self, comm, folder, write, manifests)
+                    encoded = commit_apart(self, comm, transaction, write, manifests)
                 else:
                     encoded = comm.together("write", write, commit)
             except BaseException as error:
@@ -277,13 +269,7 @@ class Saving:
                     # When a rank is lost, or this one is on its way out, the others were not waited
                     # for.
                     early = isinstance(error, RankLost) or not isinstance(error, Exception)
-                    discard(
-                        self.storage,
-                        self.joined.attempt,
-                        folder,
-                        self.told.append,
-                        others_write=early,
-                    )
+                    transaction.abort(others_write=early)
                 raise
         manifest = CheckpointManifest.decode(encoded, self.storage.at(self.name))
         return CheckpointInfo(
@@ -306,7 +292,15 @@ class Saving:
 
     def _attempt(self) -> str:
         if self.mode == "shared":  # else it is agreed on later, when the nodes are known
-            self._check_place()
+            request = self.request
+            check_place(
+                self.storage,
+                self.name,
+                request.step,
+                request.run_id,
+                self.overwrites,
+                abandoned=request.abandoned or (),
+            )
         return str(Attempt.new(self.request.run_id))
 
     def _next_sequence(self) -> int:
@@ -398,39 +392,18 @@ class Saving:
             if plan.writer == self.comm.rank
         ]
 
-    def make_way(self, folder: str) -> None:
-        """Have a folder for the files, and nothing in their way. On the rank that publishes."""
-        with self._needing():
-            self._make_way(folder)
-
-    def _make_way(self, folder: str) -> None:
-        storage, attempt = self.storage, self.joined.attempt
-        if not storage.atomic_rename and self._check_place():
-            # Files go to their final keys here, so the old manifest has to be withdrawn first.
-            remove_checkpoint_folder(storage, folder)
-        try:
-            if self.mode == "node":
-                mark_apart(self.comm, storage, folder, attempt)
-            elif storage.atomic_rename:
-                storage.make_folder(folder)
-            else:
-                mark_attempt(storage, folder, attempt)
-            if not storage.atomic_rename:
-                check_alone(storage, attempt, folder, {}, self.request.step)
-        except (StorageError, CheckpointExists):
-            discard(storage, attempt, folder, self.told.append)
-            raise
-
-    def _check_place(self) -> bool:
+    def _transaction(self) -> Transaction:
         request = self.request
-        run = self.joined.run_id if self.mode == "node" else request.run_id
-        return check_place(
+        return open_transaction(
             self.storage,
             self.name,
+            self.joined.attempt,
+            self.joined.run_id,
             request.step,
-            run,
-            self.overwrites,
+            overwrite=self.overwrites,
             abandoned=request.abandoned or (),
+            marked=self.mode == "node",
+            warn=self.told.append,
         )
 
     def _manifest(self, receipts: Sequence[Receipt]) -> CheckpointManifest:
@@ -468,7 +441,7 @@ class Saving:
             self.seconds[name] = round(time.perf_counter() - start, 6)
 
     @contextmanager
-    def _needing(self) -> Iterator[None]:
+    def needing(self) -> Iterator[None]:
         """A full disk is reported with what this rank's part of the checkpoint needs."""
         try:
             yield

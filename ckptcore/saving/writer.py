@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from ..catalog.folder import join
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
 from ..format.tensorfile import StoredTensor
-from ..root import join
 from ..storage.base import FileWriter, Storage
 from ..storage.chunks import Chunk, DueFile, Scratch, batches, split_up
 from ..storage.workers import Workers

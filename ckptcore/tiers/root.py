@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..arguments import shown
-from ..choice import Root, copies
+from ..catalog.branches import mark_abandoned
+from ..catalog.catalog import clean_up, copies, scan
+from ..catalog.folder import CheckpointInfo
+from ..catalog.retention import RetentionPolicy
+from ..choice import Root
 from ..errors import InvalidState, StorageError
 from ..events import SaveEvent
+from ..nodes.agreement import StorageMode
 from ..ranks.communicator import Communicator
-from ..ranks.nodes import StorageMode
-from ..retention import RetentionPolicy, clean_up
-from ..root import CheckpointInfo, mark_abandoned, scan
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
 from ..storage.urls import split_url

@@ -22,6 +22,10 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from ..arguments import check_count, check_path, checked_options
+from ..catalog.branches import committed, mark_abandoned
+from ..catalog.catalog import clean_up, scan
+from ..catalog.folder import CheckpointInfo, read_manifest
+from ..catalog.retention import RetentionPolicy, check_policy
 from ..coordinator import JOIN_SECONDS
 from ..copy.checkpoint import copy_between
 from ..errors import (
@@ -34,8 +38,6 @@ from ..errors import (
     UnsupportedVersion,
 )
 from ..events import SaveEvent
-from ..retention import RetentionPolicy, check_policy, clean_up
-from ..root import CheckpointInfo, committed, mark_abandoned, read_manifest, scan
 from ..saving.background import Background, SaveHandle
 from ..storage.base import Storage, open_storage
 from ..storage.urls import masked_url

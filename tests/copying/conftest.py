@@ -23,9 +23,9 @@ from ckptcore import (
     open_storage,
     scan_root,
 )
+from ckptcore.catalog.catalog import scan
 from ckptcore.copy.checkpoint import copy_between
 from ckptcore.format.manifest import MANIFEST_NAME
-from ckptcore.root import scan
 from ckptcore.storage.remote import FsspecStorage
 from ckptcore.testing.ranks import run_ranks
 

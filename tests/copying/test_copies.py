@@ -25,8 +25,9 @@ from ckptcore import (
     open_checkpoint,
     open_storage,
 )
+from ckptcore.catalog.catalog import scan
+from ckptcore.catalog.folder import pin_checkpoint
 from ckptcore.copy.checkpoint import copy_between
-from ckptcore.root import pin_checkpoint, scan
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.ranks import run_ranks
 from ckptcore.testing.rules import WRITE_OPERATIONS

@@ -22,8 +22,9 @@ from ckptcore import (
     Storage,
     open_storage,
 )
+from ckptcore.catalog.catalog import scan
+from ckptcore.catalog.folder import pin_checkpoint, unpin_checkpoint
 from ckptcore.copy.checkpoint import copy_between
-from ckptcore.root import pin_checkpoint, scan, unpin_checkpoint
 from ckptcore.testing import FaultStorage, Killed
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptcore import CheckpointView, copy_checkpoint, open_checkpoint, open_storage
-from ckptcore.root import scan
+from ckptcore.catalog.catalog import scan
 from ckptcore.storage.s3 import S3Storage
 from ckptcore.testing import FaultStorage, Killed
 

@@ -19,7 +19,7 @@ from ckptcore import (
     SharingPattern,
     StateComponent,
 )
-from ckptcore.root import scan
+from ckptcore.catalog.catalog import scan
 from ckptcore.storage.local import LocalStorage
 from ckptcore.testing.ranks import run_ranks
 

@@ -20,9 +20,9 @@ from ckptcore import (
     open_storage,
     scan_root,
 )
+from ckptcore.catalog.folder import WITHDRAWN_NAME
 from ckptcore.format.digest import content_digest
 from ckptcore.format.manifest import MANIFEST_NAME
-from ckptcore.root import WITHDRAWN_NAME
 from ckptcore.testing import FaultStorage
 
 

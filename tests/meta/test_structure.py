@@ -30,10 +30,7 @@ arguments
 events
 format
 storage
-attempts
-root
 catalog
-retention
 state
 ranks
 replicas
@@ -57,11 +54,9 @@ TORCH_FREE = [
     "events",
     "format",
     "storage",
-    "root",
     "catalog",
     "loading.reader",
     "loading.view",
-    "saving.publish",
     "copy",
     "choice",
     "upkeep",
@@ -322,3 +317,14 @@ def test_the_frame_is_there() -> None:
     assert ci.stat().st_mode & 0o100
     for name in ("README.md", "pyproject.toml", "constraints.txt", ".gitignore"):
         assert (REPO / name).exists(), name
+
+
+def test_only_the_transaction_asks_whether_folders_can_be_renamed() -> None:
+    """How a checkpoint comes to be under a root is written in one place; storages say what they
+    can."""
+    asking = {
+        name_of(path).removeprefix("ckptcore.")
+        for path in PRODUCT
+        if "atomic_rename" in path.read_text() and room(name_of(path)) not in ("storage", "testing")
+    }
+    assert asking == {"catalog.transaction"}

@@ -19,7 +19,7 @@ from ckptcore import (
     open_checkpoint,
 )
 from ckptcore.format.layout import BoxLayout, LogicalTensor, Mesh, MeshLayout, WholeLayout
-from ckptcore.ranks.per_node import on_node
+from ckptcore.nodes.parts import on_node
 from ckptcore.replicas.shard_table import ShardTable
 from ckptcore.testing.ranks import run_ranks
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ckptcore import CheckpointManager, KeepLast, open_storage
+from ckptcore.catalog.folder import delete_checkpoint, pin_checkpoint
+from ckptcore.catalog.retention import RetentionPolicy
 from ckptcore.format.manifest import MANIFEST_NAME
-from ckptcore.retention import RetentionPolicy
-from ckptcore.root import delete_checkpoint, pin_checkpoint
 from ckptcore.testing import FaultStorage
 
 STEPS = range(1, 11)

@@ -22,7 +22,7 @@ from ckptcore import (
     KeepLast,
     StorageError,
 )
-from ckptcore.root import scan
+from ckptcore.catalog.catalog import scan
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.faults import WRITE_OPERATIONS
 

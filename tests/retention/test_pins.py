@@ -12,8 +12,9 @@ from ckptcore import (
     KeepLast,
     scan_root,
 )
+from ckptcore.catalog.catalog import scan
+from ckptcore.catalog.folder import PIN_NAME, WITHDRAWN_NAME, delete_checkpoint
 from ckptcore.format.manifest import MANIFEST_NAME
-from ckptcore.root import PIN_NAME, WITHDRAWN_NAME, delete_checkpoint, scan
 from ckptcore.testing import FaultStorage
 
 DAMAGE = {

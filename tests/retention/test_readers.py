@@ -22,7 +22,8 @@ from ckptcore import (
     open_checkpoint,
     scan_root,
 )
-from ckptcore.root import Attempt, scan
+from ckptcore.catalog.attempt import Attempt
+from ckptcore.catalog.catalog import scan
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.faults import WRITE_OPERATIONS
 

@@ -20,7 +20,8 @@ from ckptcore import (
     open_storage,
     scan_root,
 )
-from ckptcore.root import LOOKS, WITHDRAWN_NAME, scan
+from ckptcore.catalog.catalog import scan
+from ckptcore.catalog.folder import LOOKS, WITHDRAWN_NAME
 from ckptcore.storage.local import LocalStorage
 from ckptcore.testing import run_ranks
 

@@ -22,7 +22,7 @@ from ckptcore import (
     Tier,
     open_storage,
 )
-from ckptcore.root import scan
+from ckptcore.catalog.catalog import scan
 from ckptcore.storage.remote import FsspecStorage
 from ckptcore.testing import FaultStorage
 

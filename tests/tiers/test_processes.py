@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptcore import CheckpointManager, CheckpointWarning, KeepLast, Tier, open_storage
-from ckptcore.root import scan
+from ckptcore.catalog.catalog import scan
 from ckptcore.testing import FaultStorage, Killed
 
 PROGRAM = """

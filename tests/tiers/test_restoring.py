@@ -27,7 +27,7 @@ from ckptcore import (
     Tier,
     open_storage,
 )
-from ckptcore.root import scan
+from ckptcore.catalog.catalog import scan
 from ckptcore.testing import FaultStorage, Killed
 
 

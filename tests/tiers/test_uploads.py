@@ -20,7 +20,7 @@ from ckptcore import (
     Tier,
     open_storage,
 )
-from ckptcore.root import scan
+from ckptcore.catalog.catalog import scan
 
 
 def test_each_commit_is_uploaded_and_each_root_keeps_its_own(ground: Any) -> None:

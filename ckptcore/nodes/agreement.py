@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..root import LOOKS, CheckpointInfo, mark_abandoned, newest_run, scan
+from ..catalog.branches import mark_abandoned, newest_run
+from ..catalog.catalog import scan
+from ..catalog.folder import LOOKS, CheckpointInfo
+from ..ranks.communicator import Communicator
+from ..ranks.groups import group_index
 from ..storage.base import Storage
-from .communicator import Communicator
-from .groups import group_index
 
 __all__ = ["Agreed", "StorageMode", "know_nodes", "leads", "look", "node_name", "own_node"]
 

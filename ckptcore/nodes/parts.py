@@ -14,12 +14,12 @@ from ..errors import CheckpointError
 from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, MeshLayout, WholeLayout, volume
 from ..format.manifest import Copy
 from ..format.tensorfile import tensor_nbytes
+from ..ranks.communicator import Communicator
 from ..replicas.shard_table import ShardTable
 from ..state.layout import LocalShard, TensorBytes, torch_dtype
 from ..state.streams import synchronize
 from ..state.tree import StateSnapshot, TensorLeaf
-from .communicator import Communicator
-from .nodes import leads
+from .agreement import leads
 
 __all__ = ["on_node", "part_of", "pass_on"]
 

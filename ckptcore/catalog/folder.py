@@ -1,5 +1,4 @@
-"""The checkpoints of one root: which exist, which is newest, how one is withdrawn, what leftovers
-may be swept.
+"""One folder of a root: what it is, what marks it, how its checkpoint is withdrawn and removed.
 
 A checkpoint exists if and only if its manifest is there and verifies; names, times and listing
 order decide nothing. Folder names only say where to look:
@@ -13,14 +12,11 @@ checkpoint-500 does not
 from __future__ import annotations
 
 import errno
-import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from .attempts import Attempt
-from .errors import (
+from ..errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointNotFound,
@@ -28,22 +24,32 @@ from .errors import (
     StorageError,
     UnsupportedVersion,
 )
-from .format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
-from .storage.base import Entry, Storage, open_storage
+from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
+from ..storage.base import Entry, Storage
 
 __all__ = [
     "CheckpointInfo",
+    "attempts_among",
+    "check_files",
     "checkpoint_name",
     "checkpoints_in",
-    "committed",
     "delete_checkpoint",
+    "entries_in",
+    "finish_deletion",
+    "inspect_folder",
+    "is_half_uploaded",
     "is_ours",
-    "newest_run",
+    "join",
+    "mark_attempt",
+    "mark_name",
+    "pin_checkpoint",
     "read_manifest",
-    "scan",
-    "scan_root",
+    "remove_attempt",
+    "remove_checkpoint_folder",
+    "remove_if_empty",
     "still_there",
-    "sweep",
+    "unmark_attempts",
+    "unpin_checkpoint",
 ]
 
 WITHDRAWN_NAME = "checkpoint_manifest.withdrawn.json"
@@ -60,7 +66,7 @@ LEFTOVER_OF_OTHERS = (
 # Where folders cannot be renamed, an attempt is built in its final place; this object says whose it
 # is until it is one.
 _MARKER = re.compile(r"attempt\.([A-Za-z0-9_.-]+)\.partial")
-_FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
+FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
 _OURS = re.compile(
     r".*\.safetensors|.*\.safetensors\.index\.json|index\.rank\d{5,}\.msgpack|upload\.[0-9a-f]+\.partial|"
     rf"{re.escape(MANIFEST_NAME)}|{re.escape(WITHDRAWN_NAME)}|{re.escape(PIN_NAME)}|{_MARKER.pattern}"
@@ -82,15 +88,12 @@ _FOREIGN = tuple(
 )
 
 
-Ranges = Sequence[Sequence[int]]  # [first, last] commit sequences
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckpointInfo:
     """One entry of a root; as text it is one line. `status` is "committed", "uncommitted" (no
     manifest), "damaged" (it does not verify, or a listed file is missing or of another size),
     "unsupported" (of a newer format), "unreadable" (the storage refuses), "partial" (an attempt,
-    overwrite or deletion not finished) or "elsewhere" (see ranks/nodes.py)."""
+    overwrite or deletion not finished) or "elsewhere" (see nodes/agreement.py)."""
 
     name: str
     url: str
@@ -102,7 +105,7 @@ class CheckpointInfo:
     # Somebody asked for it to stay, whatever its status; retention and `delete` leave it alone.
     pinned: bool = False
     # The run went back behind it and saved again: never the newest or the best. See
-    # `mark_abandoned`.
+    # catalog/branches.py.
     abandoned: bool = False
 
     def __str__(self) -> str:
@@ -191,7 +194,7 @@ def checkpoints_in(storage: Storage, folder: str, most: int = 5) -> list[str]:
         found = [
             match
             for e in entries_in(storage, folder)
-            if e.is_folder and (match := _FOLDER.fullmatch(e.name))
+            if e.is_folder and (match := FOLDER.fullmatch(e.name))
         ]
     except StorageError:
         return []
@@ -236,141 +239,9 @@ def check_files(
     return set(sizes)
 
 
-def scan(
-    storage: Storage, *, sure: bool = False, known: Iterable[CheckpointInfo] = ()
-) -> list[CheckpointInfo]:
-    """Every checkpoint-like entry, ordered by (step, commit sequence). A root that does not exist
-    has none.
-
-    Somebody else may save and delete meanwhile, and a listing may take its time: an entry that is
-    gone, or on its way out, when it is looked at proves that the listing is out of date, so the
-    root is listed again until nothing new is in it.
-    sure: list it a second time where none is committed, for callers that conclude something from
-    that.
-    known: committed checkpoints that are taken as they are where their names are still there,
-    without reading them again. Raises StorageError, also where the root changes faster than it can
-    be looked at.
-    """
-    found = {info.name: info for info in known if info.status == "committed"}
-    before: set[str] = set()
-    lost_before: set[str] = set()
-    for again in range(LOOKS):
-        listed = _checkpoint_folders(storage)
-        found = {name: info for name, info in found.items() if name in listed}
-        new = [name for name in listed if name not in found]
-        for name in sorted(new, key=_newest_first):  # these are the first that others replace
-            info = _look(storage, name, listed[name])
-            if info is not None:
-                found[name] = info
-        lost = listed.keys() - found.keys()
-        fading = [name for name in new if name in found and found[name].reason == DELETING]
-        if again == 0:
-            none = not any(info.status == "committed" for info in found.values())
-            settled = not (lost or fading or (sure and none))
-        else:
-            settled = not (lost or fading) or (listed.keys() <= before and lost <= lost_before)
-        if settled:
-            return _in_order(found)
-        before, lost_before = set(listed), lost
-    newest = max(
-        (info.order for info in found.values() if info.status == "committed"), default=None
-    )
-    if newest is None or any(_step_of(name) >= newest[0] for name in lost_before):
-        what = (
-            f"{storage.url} changes faster than it can be looked at: after {LOOKS} looks its "
-            "newest checkpoint is not known"
-        )
-        raise StorageError(what, path=storage.url, errno=errno.EAGAIN)
-    return _in_order(found)
-
-
-def _checkpoint_folders(storage: Storage) -> dict[str, Sequence[Entry] | None]:
-    try:
-        folders = storage.list_folders("checkpoint-")
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        return {}
-    return {name: listed for name, listed in folders.items() if _FOLDER.fullmatch(name)}
-
-
-def _step_of(name: str) -> int:
-    match = _FOLDER.fullmatch(name)
+def step_of(name: str) -> int:
+    match = FOLDER.fullmatch(name)
     return -1 if match is None else int(match.group(1))
-
-
-def _newest_first(name: str) -> tuple[int, str]:
-    return -_step_of(name), name
-
-
-def _in_order(found: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
-    whole = {name for name, info in found.items() if info.status == "committed"}
-    result = []
-    for info in found.values():
-        base = info.name.partition(".replaced-")[0]
-        if base != info.name and base in whole:
-            info = CheckpointInfo(
-                info.name,
-                info.url,
-                "partial",
-                info.step,
-                "left over from an overwrite",
-                info.manifest,
-            )
-        result.append(info)
-    return mark_abandoned(sorted(result, key=lambda info: (*info.order, info.name)))
-
-
-def with_commit(infos: Iterable[CheckpointInfo], saved: CheckpointInfo) -> list[CheckpointInfo]:
-    """The entries of `scan` when `saved` has come to them, or has taken the place of one."""
-    return _in_order({**{info.name: info for info in infos}, saved.name: saved})
-
-
-def mark_abandoned(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The same with `abandoned` set: what the run had gone back behind, by the last commit of
-    it."""
-    infos = list(infos)
-    last = {
-        run: left_by_last(infos, run) for run in {info.run_id for info in infos if info.manifest}
-    }
-    result = []
-    for info in infos:
-        left = info.manifest is not None and within(info.manifest.sequence, last[info.run_id])
-        result.append(info if info.abandoned == left else replace(info, abandoned=left))
-    return result
-
-
-def left_by_last(infos: Iterable[CheckpointInfo], run_id: str | None) -> Ranges:
-    """The commit sequences that a run had abandoned when it committed last."""
-    counted = [
-        i
-        for i in infos
-        if i.manifest and i.run_id == run_id and i.status in ("committed", "damaged")
-    ]
-    last = max(counted, key=lambda info: info.sequence or 0, default=None)
-    return last.manifest.abandoned if last and last.manifest else []
-
-
-def within(sequence: int, ranges: Ranges) -> bool:
-    return any(first <= sequence <= last for first, last in ranges)
-
-
-def left_by_going_back(origin: int, before: Ranges, last: int) -> list[list[int]]:
-    """What a run has abandoned that goes on from the commit `origin`, which itself had abandoned
-    `before`, when there are commits up to `last`. Others that are made later are of another job."""
-    ranges = [[first, min(end, origin)] for first, end in before if first <= origin]
-    return merged([*ranges, [origin + 1, last]] if last > origin else ranges)
-
-
-def merged(ranges: Ranges) -> list[list[int]]:
-    """The same sequences in as few ranges as can be, in order."""
-    result: list[list[int]] = []
-    for first, last in sorted(map(tuple, ranges)):
-        if result and first <= result[-1][1] + 1:
-            result[-1][1] = max(result[-1][1], last)
-        else:
-            result.append([first, last])
-    return result
 
 
 def still_there(storage: Storage, folder: str, manifest: CheckpointManifest | None) -> bool:
@@ -384,11 +255,11 @@ def still_there(storage: Storage, folder: str, manifest: CheckpointManifest | No
         return True  # what is wrong with it is another matter
 
 
-def _look(
+def inspect_folder(
     storage: Storage, name: str, listed: Sequence[Entry] | None = None
 ) -> CheckpointInfo | None:
     """What an entry of a root is; None when it is gone, or another one by now."""
-    match = _FOLDER.fullmatch(name)
+    match = FOLDER.fullmatch(name)
     assert match is not None
     step, kind, url = int(match.group(1)), match.group(2), storage.at(name)
     if kind == "partial":
@@ -480,40 +351,6 @@ def _unusable(
     return CheckpointInfo(name, url, status, step, str(error), manifest, pinned=pinned)
 
 
-def scan_root(
-    url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None
-) -> list[CheckpointInfo]:
-    """`scan` of the root at `url`. Raises CheckpointNotFound when there is no such folder,
-    StorageError."""
-    storage = open_storage(url, storage_options)
-    try:
-        storage.list()
-    except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointNotFound(f"{storage.url}: no such folder", path=storage.url) from None
-        raise
-    return scan(storage, sure=True)
-
-
-def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
-    """The run that committed last in this root, by commit sequence; also when what it committed is
-    damaged now."""
-    last = max(
-        (i for i in infos if i.manifest), key=lambda i: (i.sequence or 0, *i.order), default=None
-    )
-    return last.run_id if last else None
-
-
-def committed(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[CheckpointInfo]:
-    """The committed checkpoints of one run that it has not abandoned, oldest first; of all runs
-    with None."""
-    return [
-        i
-        for i in infos
-        if i.status == "committed" and not i.abandoned and run_id in (None, i.run_id)
-    ]
-
-
 def mark_name(attempt: str) -> str:
     return f"attempt.{attempt}.partial"
 
@@ -591,7 +428,7 @@ def delete_checkpoint(storage: Storage, folder: str) -> None:
     if any(entry.name == PIN_NAME for entry in entries_in(storage, folder)):
         raise InvalidState(f"{storage.at(folder)} is pinned; unpin it before it is deleted")
     _withdraw(storage, folder)
-    _finish_deletion(storage, folder)
+    finish_deletion(storage, folder)
 
 
 def _withdraw(storage: Storage, folder: str) -> None:
@@ -603,7 +440,7 @@ def _withdraw(storage: Storage, folder: str) -> None:
             raise
 
 
-def _finish_deletion(storage: Storage, folder: str) -> None:
+def finish_deletion(storage: Storage, folder: str) -> None:
     """The rest of a deletion. Touches no manifest that counts, whatever another job has put there
     meanwhile."""
     storage.remove(join(folder, PIN_NAME))
@@ -626,8 +463,7 @@ def _finish_deletion(storage: Storage, folder: str) -> None:
         storage.remove_all(
             [join(folder, name) for name in manifest.files.keys() - {WITHDRAWN_NAME}]
         )
-        if not storage.atomic_rename:
-            unmark_attempts(storage, folder)
+        unmark_attempts(storage, folder)
         try:  # before what says which files are to go is gone: nobody would finish the deletion
             storage.sync_folder(folder)
         except StorageError as error:
@@ -642,7 +478,7 @@ def remove_checkpoint_folder(storage: Storage, folder: str) -> None:
     and named like ours."""
     try:
         _withdraw(storage, folder)
-        _finish_deletion(storage, folder)
+        finish_deletion(storage, folder)
     except CheckpointCorrupt:
         pass
     remove_attempt(storage, folder)
@@ -677,55 +513,3 @@ def remove_if_empty(storage: Storage, folder: str) -> None:
     except StorageError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-
-
-def sweep(
-    storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: Callable[[str], None]
-) -> list[str]:
-    """Finish deletions and overwrites that were interrupted, and remove attempts that are provably
-    abandoned.
-
-    Returns the names removed. What cannot be removed is told, and no error.
-    """
-    swept = []
-    for info in infos:
-        match = _FOLDER.fullmatch(info.name)
-        if match is None or (
-            info.status != "partial" and match.group(2) != "replaced" and not info.marked
-        ):
-            continue
-        kind, attempt = match.group(2), match.group(3)
-        if (info.reason or "").startswith(LEFTOVER_OF_OTHERS):
-            continue
-        try:
-            if info.marked and kind is None:
-                unmark_attempts(storage, info.name)
-                continue
-            if info.status == "committed":
-                # An overwrite died between its two renames: what it put aside takes its place
-                # again.
-                if Attempt.parse(attempt).is_abandoned(run_id):
-                    storage.rename(info.name, info.name.partition(".replaced-")[0])
-                    storage.sync_folder("")
-                continue
-            if kind == "replaced":
-                remove_checkpoint_folder(storage, info.name)
-            else:
-                attempts = [attempt] if kind else attempts_among(entries_in(storage, info.name))
-                if not all(Attempt.parse(attempt).is_abandoned(run_id) for attempt in attempts):
-                    continue
-                # Looked at after the marks: what another job has committed since the scan is no
-                # leftover.
-                there = _look(storage, info.name)
-                if there is None or there.status != "partial":
-                    continue
-                try:
-                    (remove_attempt if attempts else _finish_deletion)(storage, info.name)
-                except (
-                    CheckpointCorrupt
-                ):  # of the withdrawn manifest: what is left goes by its name
-                    remove_attempt(storage, info.name)
-            swept.append(info.name)
-        except (StorageError, CheckpointCorrupt) as error:
-            tell(f"could not remove leftovers {info.url}: {error}")
-    return swept

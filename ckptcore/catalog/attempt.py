@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from .format.digest import content_digest
+from ..format.digest import content_digest
 
 __all__ = ["Attempt"]
 

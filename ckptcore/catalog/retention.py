@@ -1,4 +1,4 @@
-"""Which committed checkpoints of a run stay, and removing the others.
+"""Which committed checkpoints of a run stay.
 
 A policy sees manifests only, and can be wrong about nothing else: the newest, the one just
 committed and pinned ones always stay, whatever it says. Policies are combined with `|`: what any of
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from .arguments import check_choice, check_count, check_number, shown
-from .errors import CheckpointCorrupt, InvalidState, StorageError
-from .root import CheckpointInfo, committed, delete_checkpoint, scan, sweep, with_commit
-from .storage.base import Storage
+from ..arguments import check_choice, check_count, check_number, shown
+from ..errors import InvalidState
+from .branches import committed
+from .folder import CheckpointInfo
 
 __all__ = [
     "KeepBest",
@@ -26,8 +26,6 @@ __all__ = [
     "RetentionPolicy",
     "best_rule",
     "check_policy",
-    "clean_up",
-    "delete_all",
     "surplus",
     "unknown_metric",
 ]
@@ -140,37 +138,6 @@ class KeepEvery(RetentionPolicy):
         return names
 
 
-def clean_up(
-    storage: Storage,
-    policy: RetentionPolicy | None,
-    run_id: str,
-    saved: CheckpointInfo,
-    tell: Callable[[str], None],
-    deleted: Callable[[CheckpointInfo], None],
-    listed: Sequence[CheckpointInfo] | None = None,
-) -> None:
-    """Retention and sweeping, after the commit of `saved`. What fails is told, and no error: the
-    checkpoint is safe.
-
-    listed: what `scan` has found before that commit, so that nothing is read again. None: it looks
-    now.
-    """
-    try:
-        infos = scan(storage) if listed is None else with_commit(listed, saved)
-        going = surplus(infos, policy, run_id, saved.name)
-        fresh: set[str] = set() if listed is not None else {info.name for info in going}
-        while again := {info.name for info in going} - fresh:
-            # Others may have saved, deleted, replaced or pinned meanwhile: what is to go is read
-            # again, the rest listed.
-            fresh |= again
-            infos = scan(storage, known=[info for info in infos if info.name not in again])
-            going = surplus(infos, policy, run_id, saved.name)
-        delete_all(storage, going, tell, deleted)
-        sweep(storage, infos, run_id, tell)
-    except Exception as error:  # a policy of the user's own may raise anything
-        tell(f"{storage.url}: cleaning up after step {saved.step} failed: {error!r}")
-
-
 def surplus(
     infos: Sequence[CheckpointInfo], policy: RetentionPolicy | None, run_id: str, saved: str
 ) -> list[CheckpointInfo]:
@@ -192,25 +159,6 @@ def surplus(
         | (policy.keep(left) if left else set())
     )
     return [info for info in [*mine, *left] if info.name not in keep and not info.pinned]
-
-
-def delete_all(
-    storage: Storage,
-    infos: Sequence[CheckpointInfo],
-    tell: Callable[[str], None],
-    deleted: Callable[[CheckpointInfo], None],
-) -> None:
-    """Delete checkpoints; what fails is told, and no error."""
-    for info in infos:
-        try:
-            delete_checkpoint(storage, info.name)
-            deleted(info)
-        except (
-            StorageError,
-            CheckpointCorrupt,
-            InvalidState,
-        ) as error:  # pinned meanwhile, or refused
-            tell(f"{info.url} could not be deleted: {error}")
 
 
 def best_rule(
