@@ -14,7 +14,7 @@ from json import loads
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, get_completion_class
 
 from ckptcore import __version__
 
@@ -283,6 +283,205 @@ def cp_command(
     return cp(source, target, options, own or None, threads, overwrite, pins)
 
 
+@command(
+    "show", "ckpt show runs/a model/layers.0.weight --stats", "ckpt show runs/a rng/torch --rank 3"
+)
+@click.argument("path", type=Place())
+@click.argument("name")
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="That which rank N restores.")
+@click.option("--group", metavar="G", help="Of a PER_GROUP component: a group's number or key.")
+@click.option("--node", type=click.IntRange(0), metavar="N", help="Of a PER_NODE component.")
+@click.option("--stats", is_flag=True, help="Read all of it: range, mean, NaN, a histogram.")
+@click.option(
+    "--first",
+    "count",
+    type=click.IntRange(0, 10_000),
+    default=8,
+    help="How many of its numbers are shown (default 8).",
+)
+@shared
+def show_command(
+    path: str,
+    name: str,
+    rank: int | None,
+    group: str | None,
+    node: int | None,
+    stats: bool,
+    count: int,
+    options: Options,
+) -> Report:
+    """Show the tensor or the value NAME of the checkpoint PATH, whole: NAME is COMPONENT,
+    COMPONENT/TENSOR or COMPONENT/path/of/a/value.
+
+    Where each rank, group or node has its own, the first, unless --rank, --group or --node choose.
+    Of a tensor: dtype, shape, how it is cut over ranks, who wrote which part, and its first
+    numbers. Memory is bounded, whatever its size.
+    """
+    from .show import show
+
+    return show(path, name, options, Which(rank, group, node), stats, count)
+
+
+@command(
+    "diff", "ckpt diff runs/a", "ckpt diff runs/a/checkpoint-100 runs/b/checkpoint-100 --stats"
+)
+@click.argument("a", type=Place())
+@click.argument("b", required=False, type=Place())
+@click.option("--stats", is_flag=True, help="Read what changed, and say by how much.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 where they differ.")
+@shared
+def diff_command(a: str, b: str | None, stats: bool, exit_code: bool, options: Options) -> Report:
+    """What changed from the checkpoint A to the checkpoint B: components, tensors and values. When
+    A is a root and B is not given, from its last but one checkpoint to the last.
+
+    By digests: no tensor is read unless --stats is given.
+    """
+    from .diff import diff
+
+    return diff(a, b, options, stats, exit_code)
+
+
+@command("pin", "ckpt pin runs/a/checkpoint-500", "ckpt pin s3://bucket/run/checkpoint-500")
+@click.argument("paths", nargs=-1, required=True, type=Place())
+@shared
+def pin_command(paths: tuple[str, ...], options: Options) -> Report:
+    """Keep the checkpoints PATHS, whatever retention says, until they are unpinned."""
+    from .upkeep import pin
+
+    return pin(paths, options, True)
+
+
+@command("unpin", "ckpt unpin runs/a/checkpoint-500", "ckpt unpin runs/a/checkpoint-{100,200}")
+@click.argument("paths", nargs=-1, required=True, type=Place())
+@shared
+def unpin_command(paths: tuple[str, ...], options: Options) -> Report:
+    """Let retention have the checkpoints PATHS again."""
+    from .upkeep import pin
+
+    return pin(paths, options, False)
+
+
+@command("rm", "ckpt rm runs/a/checkpoint-500", "ckpt rm runs/a/checkpoint-{100,200} --yes")
+@click.argument("paths", nargs=-1, required=True, type=Place())
+@click.option("--damaged", is_flag=True, help="Also what is damaged, or was never committed.")
+@click.option("--yes", is_flag=True, help="Do it; without, only say what would go.")
+@shared
+def rm_command(paths: tuple[str, ...], damaged: bool, yes: bool, options: Options) -> Report:
+    """Delete the checkpoints PATHS: their manifests first, then their own files. What others have
+    put in the folder stays. A pinned one is refused."""
+    from .upkeep import rm
+
+    return rm(paths, options, damaged, yes)
+
+
+@command(
+    "prune",
+    "ckpt prune runs/a --keep last=3 --keep best=eval_loss:min:2",
+    "ckpt prune runs/a --partials --yes",
+)
+@click.argument("root", type=Place())
+@click.option(
+    "--keep",
+    metavar="RULE",
+    multiple=True,
+    help="last=N, best=METRIC[:min|max][:N], every=STEPS or every=6h (repeatable).",
+)
+@click.option("--partials", is_flag=True, help="What interrupted saves and copies have left.")
+@click.option("--run", metavar="RUN", help="Of this run, not of the one that saved last.")
+@click.option("--yes", is_flag=True, help="Do it; without, only say what would go.")
+@shared
+def prune_command(
+    root: str, keep: tuple[str, ...], partials: bool, run: str | None, yes: bool, options: Options
+) -> Report:
+    """Delete the checkpoints of ROOT that no RULE keeps. The newest and pinned ones always stay.
+
+    Partials go where nobody can be writing them any more; those of another machine stay.
+    """
+    from .upkeep import prune
+
+    return prune(root, options, keep, partials, run, yes)
+
+
+@command(
+    "plan", "ckpt plan runs/a --world-size 16", "ckpt plan runs/a --world-size 1 --layout whole"
+)
+@click.argument("path", type=Place())
+@click.option("--world-size", type=click.IntRange(1), required=True, help="Ranks to restore on.")
+@click.option(
+    "--layout",
+    type=click.Choice(["same", "whole"]),
+    default="same",
+    help="Sharded tensors are cut as they are in the checkpoint (default), or wanted whole.",
+)
+@shared
+def plan_command(path: str, world_size: int, layout: str, options: Options) -> Report:
+    """What a restore of PATH on another number of ranks would read, at most, and which components
+    it would refuse."""
+    from .plan import plan
+
+    return plan(path, options, world_size, layout)
+
+
+@command("doctor", "ckpt doctor runs/a", "ckpt doctor runs/a --tier s3://bucket/run-a --verify")
+@click.argument("path", metavar="ROOT", type=Place())
+@click.option("--verify", is_flag=True, help="Read every byte of what restore would take.")
+@click.option(
+    "--tier", "tiers", multiple=True, metavar="ROOT", help="Another root with the same checkpoints."
+)
+@shared
+def doctor_command(path: str, verify: bool, tiers: tuple[str, ...], options: Options) -> Report:
+    """What is wrong in ROOT, what restore would do now, and the command that mends it. Changes
+    nothing. Exits with 0 when nothing needs doing."""
+    from .doctor import doctor
+
+    return doctor(path, options, verify, tiers)
+
+
+@command("watch", "ckpt watch runs/a", "ckpt watch s3://bucket/run --interval 30 --json")
+@click.argument("root", type=Place())
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.01),
+    default=2.0,
+    help="Seconds between looks (default 2).",
+)
+@click.option("--timeout", type=click.FloatRange(0), help="Seconds after which it ends.")
+@click.option("--events", type=click.IntRange(1), help="How many events to wait for.")
+@shared
+@click.pass_context
+def watch_command(
+    context: click.Context,
+    root: str,
+    interval: float,
+    timeout: float | None,
+    events: int | None,
+    options: Options,
+) -> Report:
+    """Follow a run: a line for each checkpoint that is committed in ROOT, with the seconds of each
+    phase of the save, and for each that is begun, deleted or damaged. Until Ctrl-C."""
+    from .watch import watch
+
+    as_json = bool(context.find_root().obj)
+    return watch(root, options, interval, timeout, events, as_json, SCHEMA)
+
+
+COMPLETION = """\b
+Examples:
+  eval "$(ckpt completion bash)"
+  ckpt completion fish > ~/.config/fish/completions/ckpt.fish
+"""
+
+
+@cli.command("completion", epilog=COMPLETION)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> int:
+    """Print what makes SHELL complete commands, options and paths."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, "ckpt", "_CKPT_COMPLETE").source())
+    return 0
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code. Raises KeyboardInterrupt, and OSError for
     standard output."""
@@ -302,9 +501,9 @@ def run(arguments: list[str]) -> int:
         outcome = report_of(error)
     if not isinstance(outcome, Report):
         return int(outcome or 0)  # --help and --version
-    if as_json:
+    if as_json and outcome.document:
         show_json({"schema": SCHEMA} | outcome.document)
-    else:
+    elif not as_json:
         show(outcome.blocks)
     sys.stdout.flush()
     if outcome.complaint and not as_json:

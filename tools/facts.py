@@ -31,7 +31,7 @@ stored (a tensor, a value) as "value".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -245,23 +245,29 @@ def value(item: Any) -> Any:
     return tagged
 
 
-def leaves(item: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def leaves(item: Any) -> Iterator[tuple[str, str]]:
     """(path, text) of every leaf of a nested Python value; a sequence of scalars is one leaf."""
-    children: Iterable[tuple[Any, Any]]
+    return ((path, text(leaf)) for path, leaf in leaf_items(item))
+
+
+def leaf_items(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of a nested Python value; a sequence of scalars is one, and so is what is
+    empty."""
+    children: list[tuple[Any, Any]] = []
     if isinstance(item, dict):
-        children = item.items()
+        children = list(item.items())
     elif isinstance(item, (list, tuple)) and not all(map(_is_scalar, item)):
-        children = enumerate(item)
-    else:
-        yield path, _text(item)
-        return
-    empty = True
+        children = list(enumerate(item))
+    if not children:
+        yield path, item
     for key, child in children:
-        empty = False
-        name = (key if type(key) is str else _repr(key)).replace("~", "~0").replace("/", "~1")
-        yield from leaves(child, f"{path}/{name}" if path else name)
-    if empty:
-        yield path, _repr(item)
+        name = escaped(key)
+        yield from leaf_items(child, f"{path}/{name}" if path else name)
+
+
+def escaped(key: Any) -> str:
+    """A key of a dict, or a place in a list, as a part of a path."""
+    return (key if type(key) is str else _repr(key)).replace("~", "~0").replace("/", "~1")
 
 
 LONG_INT = 13_000  # bits; Python writes no longer ones in decimal
@@ -286,7 +292,7 @@ def _is_scalar(item: Any) -> bool:
     return item is None or isinstance(item, (bool, int, float, complex, str, bytes))
 
 
-def _text(item: Any, limit: int = 100) -> str:
+def text(item: Any, limit: int = 100) -> str:
     if is_tensor(item):
         return f"tensor {item.dtype} {list(item.shape)}"
     if is_opaque(item):
@@ -295,7 +301,7 @@ def _text(item: Any, limit: int = 100) -> str:
                 f"{item.codec}, stored as tensor {item.payload.full_name} {item.payload.dtype} "
                 f"{list(item.payload.shape)}"
             )
-        return _shorten(f"{item.codec}: {_text(item.payload, limit)}", limit)
+        return _shorten(f"{item.codec}: {text(item.payload, limit)}", limit)
     if type(item).__module__ == "numpy":
         return (
             f"{_type_name(item)} {item.dtype} {list(item.shape)} "

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from .failures import GOOD, Failure, not_found
+from .failures import BAD, GOOD, USAGE, Failure, not_found
 from .render import Report
 from .subject import MANIFEST, Options, Subject
 
@@ -173,6 +173,35 @@ def subject_of(info: CheckpointInfo, options: Options, root: str) -> Subject:
         subject.not_committed(info)
     subject.learn(info)
     return subject
+
+
+def opened(found: Subject | Root, options: Options) -> Subject:
+    """A checkpoint that can be read, of a root the one that `restore` would take. Raises Failure,
+    and why it cannot be read."""
+    if isinstance(found, Root):
+        info, passed = newest(found.entries)
+        if info is None:
+            why = "".join(f"; {each.name} is {each.status}: {each.reason}" for each in passed)
+            what = f"no committed checkpoint of the run that saved last in {found.url}{why}"
+            raise Failure("bad", BAD, what, path=found.url)
+        found = subject_of(info, options, found.typed)
+    if found.error is not None:
+        raise found.error
+    if found.view is None:
+        raise Failure("bad", BAD, f"{found.url} is {found.status}: {found.reason}", path=found.url)
+    return found
+
+
+def one_checkpoint(url: str, options: Options) -> Subject:
+    """What lies at `url`, where that must be one checkpoint, whatever its state. Raises Failure for
+    a root."""
+    found = resolve(url, options)
+    if isinstance(found, Root):
+        names = ", ".join(info.name for info in found.entries[-5:])
+        raise Failure(
+            "usage", USAGE, f"{found.url} is a root with {names}: say which one", path=found.url
+        )
+    return found
 
 
 # ---------------------------------------------------------------- choosing among the entries of a

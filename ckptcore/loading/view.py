@@ -359,7 +359,7 @@ class CheckpointView:
         """
         self._check_copy(component, copy)
         stored = self.component(component, copy)
-        infos = _infos(component, stored)
+        infos = _infos(component + self.manifest.copies(component)[copy].label, stored)
         return decode(stored.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
 
     def _check_copy(self, component: Any, copy: Any) -> None:
