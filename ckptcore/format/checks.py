@@ -1,5 +1,19 @@
 """Checks that every parser of the format makes: nothing is taken for what it is not, and no memory
-or stack is spent on what bytes only claim about themselves."""
+or stack is spent on what bytes only claim about themselves.
+
+Records on disk, described once: the annotations of a dataclass say what a file may hold.
+
+int                  a whole number from 0 to 2**62, itself excluded; a bool is none
+float                a number, or one of the texts "nan", "inf" and "-inf", which JSON lacks
+str, bool, bytes     exactly that; Any: whatever the file has
+Literal["a", "b"]    one of these texts
+Annotated[T, check]  a T that `check` gives back, or refuses with a ValueError
+T | None, list[T], dict[str, T]
+a NamedTuple         a list of its fields, in order
+a dataclass          an object. Its field `extra` keeps what is not known, so that fields of a
+                     newer minor version survive; NOT_STORED fields are not in the file, and
+                     OPTIONAL ones only where they differ from their default.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +23,11 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from math import prod
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -19,6 +36,8 @@ from ..errors import CheckpointCorrupt, CheckpointError
 __all__ = [
     "DIMENSIONS",
     "MAX_DEPTH",
+    "NOT_STORED",
+    "OPTIONAL",
     "check_declared",
     "check_depth",
     "containers_copied",
@@ -28,8 +47,10 @@ __all__ = [
     "parsing",
     "short",
     "sizes",
+    "typed",
     "unique",
     "whole",
+    "written",
 ]
 
 DIMENSIONS = 64  # as many as numpy has; each costs a level of recursion where boxes are cut
@@ -219,3 +240,94 @@ def containers_copied(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf
     if type(value) is deque:
         return deque((containers_copied(item, leaf) for item in value), value.maxlen)
     return leaf(value)
+
+
+NOT_STORED = {"not_stored": True}
+OPTIONAL = {"optional": True}
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """`value`, as a file has it, made into what the annotation `kind` says. Objects are emptied, so
+    that a long list is not there twice. Raises ValueError, TypeError or OverflowError, which says
+    the field that is wrong."""
+    if kind is int:
+        return whole(value)
+    if kind in (str, bool, bytes):
+        return exact(value, kind)
+    origin, args = _parts(kind)
+    if origin is list:
+        return [typed(args[0], item) for item in exact(value, list)]
+    if origin is dict:
+        return {
+            typed(args[0], key): _named(key, args[1], item)
+            for key, item in exact(value, dict).items()
+        }
+    if origin is UnionType:
+        return None if value is None else typed(args[0], value)
+    if origin is Annotated:
+        return args[1](typed(args[0], value))
+    if origin is Literal:
+        return _one_of(value, args)
+    if origin is tuple:
+        if len(exact(value, list)) != len(args):
+            raise ValueError(f"{short(value)} has not {len(args)} items")
+        return kind(*map(typed, args, value))
+    if origin is None:
+        return value if kind is Any else _number(value)
+    found = exact(value, dict)
+    if lacking := [n for n, _, optional in args if n not in found and not optional]:
+        raise ValueError(f"{', '.join(lacking)} must be there")
+    known = {n: _named(n, part, found.pop(n)) for n, part, _ in args if n in found}
+    return kind(**known, extra=found)
+
+
+@cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What kind of annotation this is, and what it is made of. Of a dataclass (name, annotation,
+    whether it may lack) of each field."""
+    if args := get_args(kind):
+        return get_origin(kind), args
+    if is_dataclass(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        return kind, tuple((f.name, hints[f.name], bool(f.metadata)) for f in _stored(kind))
+    if hasattr(kind, "_fields"):
+        return tuple, tuple(get_type_hints(kind, include_extras=True).values())
+    return None, ()  # Any, float
+
+
+def written(record: Any) -> dict[str, Any]:
+    """The object that a file has for a record; records in it are left as they are. Raises TypeError
+    for what is none, as JSON does."""
+    if not hasattr(record, "extra"):
+        raise TypeError(f"a {type(record).__name__} is not JSON")
+    found = {f.name: getattr(record, f.name) for f in _stored(type(record))}
+    for f in fields(record):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if f.metadata == OPTIONAL and found[f.name] == default:
+            del found[f.name]
+    return {**record.extra, **found}
+
+
+def _stored(cls: Any) -> list[Field[Any]]:
+    return [f for f in fields(cls) if f.name != "extra" and f.metadata != NOT_STORED]
+
+
+def _named(name: str, kind: Any, value: Any) -> Any:
+    try:
+        return typed(kind, value)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"{name[:100]}: {error}") from None
+
+
+def _one_of(value: Any, words: tuple[str, ...]) -> Any:
+    if value not in words:
+        raise ValueError(f"{short(value)} is not one of {', '.join(words)}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{short(value)} is not a number")
+    return float(exact(value, float, int, str))

@@ -25,10 +25,9 @@ from typing import Annotated, Any, NamedTuple
 
 import msgpack
 
-from .checks import exact, parsing, sizes, unique, whole
+from .checks import exact, parsing, sizes, typed, unique, whole
 from .digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest
 from .manifest import FileName
-from .schema import reader
 from .tensorfile import DTYPES, HEADER_LIMIT, tensor_nbytes
 
 __all__ = ["ComponentIndex", "FileEntry", "Index", "Piece", "TensorEntry", "index_file_name"]
@@ -197,7 +196,7 @@ class Index:
                 raise ValueError(
                     f"format {raw['format']!r} version {raw['version']!r} is not known"
                 )
-            index = cls(whole(raw["writer"]), _FILES(raw["files"]))
+            index = cls(whole(raw["writer"]), typed(_Files, raw["files"]))
             for key, component in raw["components"].items():
                 index.components[exact(key, str)] = _component(key, component, index.files)
             index.starts()
@@ -214,12 +213,11 @@ def _file(entry: FileEntry) -> FileEntry:
     return entry
 
 
-_FILES = reader(dict[FileName, Annotated[FileEntry, _file]])
-_BYTES = reader(bytes | None)
+_Files = dict[FileName, Annotated[FileEntry, _file]]
 
 
 def _component(key: str, found: dict[str, Any], files: dict[str, FileEntry]) -> ComponentIndex:
-    tree, versions = _BYTES(found["tree"]), _BYTES(found.get("versions"))
+    tree, versions = typed(bytes | None, found["tree"]), typed(bytes | None, found.get("versions"))
     if "pieces" in found:
         pieces = [_piece(row, files) for row in found["pieces"]]
         return ComponentIndex(tree, [], found["layouts"], pieces, versions)

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
 from ..errors import CheckpointCorrupt, InvalidState, UnsafePath, UnsupportedVersion
-from .checks import parsing, short, unique
+from .checks import NOT_STORED, OPTIONAL, parsing, short, typed, unique, written
 from .digest import content_digest
-from .schema import NOT_STORED, OPTIONAL, reader, written
 
 __all__ = [
     "MANIFEST_NAME",
@@ -303,7 +302,7 @@ class CheckpointManifest:
                     supported=VERSION,
                 )
             mode = document.pop("storage_mode", "shared")
-            manifest: CheckpointManifest = _READ(document)
+            manifest: CheckpointManifest = typed(cls, document)
             if mode != manifest.storage_mode:
                 raise ValueError(
                     f"storage mode {short(mode)} with node {manifest.node} makes no sense"
@@ -375,6 +374,3 @@ def _check_json(document: Any) -> None:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-_READ = reader(CheckpointManifest)

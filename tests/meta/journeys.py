@@ -1,9 +1,10 @@
-"""Prints what a reader must follow from a call to the disk, and what the ranks say to each other on
-the way.
+"""Prints what a reader must follow from a call to the disk, what the ranks say to each other on
+the way, and how many manifests a save reads.
 
 Run as a program by test_journeys.py. modules: of ckptcore that are entered. moves: from one file to
-another, as a debugger steps in one thread. closures: functions made in functions, among those that
-are entered.
+another and back, as a debugger steps, in each thread for itself; entering a thread is one more.
+closures: functions made in functions, lambdas too, among those that are entered: each place of the
+source once, however often it is called.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 import ckptcore
 from ckptcore import CheckpointManager, KeepLast
+from ckptcore.format.manifest import MANIFEST_NAME
 from ckptcore.ranks.communicator import BoardCommunicator, Communicator, MemoryBoard
+from ckptcore.storage.base import Storage
 from ckptcore.testing.ranks import run_ranks
 
 ROOT = os.path.dirname(ckptcore.__file__) + "/"
@@ -32,24 +35,30 @@ FIRST_WRITE = ("storage/local.py", "_Writer._write")
 def journey(work: Callable[[], Any], stop: tuple[str, str] | None = None) -> dict[str, int]:
     """What `work` enters of ckptcore, in this thread and those it starts, until `stop` (file,
     function) is entered."""
-    files: list[str] = []
-    closures: set[tuple[str, str]] = set()
-    ended = False
+    modules: set[str] = set()
+    closures: set[CodeType] = set()
+    where: dict[int, str] = {}  # thread -> the file that it is in
+    moves = -1  # entering the first file is none
+    ended = stop is None
 
     def step(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal ended
-        if ended or event not in ("call", "return") or (file := file_of(frame)) is None:
+        nonlocal moves, ended
+        if event not in ("call", "return") or (file := file_of(frame)) is None:
+            return
+        if ended and stop is not None:
             return
         if event == "return":
             back = frame.f_back
             while back is not None and file_of(back) is None:
                 back = back.f_back
             file = file if back is None else file_of(back) or file
-        elif "<locals>" in (name := frame.f_code.co_qualname):
-            closures.add((file, name))
-        if not files or files[-1] != file:
-            files.append(file)
-        ended = event == "call" and (file, frame.f_code.co_qualname) == stop
+        elif "<locals>" in frame.f_code.co_qualname:
+            closures.add(frame.f_code)
+        thread = threading.get_ident()
+        moves += where.get(thread) != file
+        where[thread] = file
+        modules.add(file)
+        ended = ended or (event == "call" and (file, frame.f_code.co_qualname) == stop)
 
     threading.setprofile(step)
     sys.setprofile(step)
@@ -58,7 +67,8 @@ def journey(work: Callable[[], Any], stop: tuple[str, str] | None = None) -> dic
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return {"modules": len({*files}), "moves": len(files) - 1, "closures": len(closures)}
+    assert ended, f"{stop} was never entered"
+    return {"modules": len(modules), "moves": moves, "closures": len(closures)}
 
 
 def file_of(frame: FrameType) -> str | None:
@@ -114,6 +124,29 @@ def talk() -> dict[str, int]:
     }
 
 
+def manifests_read() -> dict[str, int]:
+    """By the 2nd, 10th and 30th save of a manager, with retention and without."""
+    found: dict[str, int] = {}
+    reads = 0
+    read = Storage.read
+
+    def counted(self: Storage, path: str, *args: Any) -> bytes:
+        nonlocal reads
+        reads += path.endswith(MANIFEST_NAME)
+        return read(self, path, *args)
+
+    Storage.read = counted  # type: ignore[method-assign]
+    for keep, name in ((KeepLast(5), "keeping 5"), (None, "keeping all")):
+        with CheckpointManager(tempfile.mkdtemp(), keep=keep) as manager:
+            for step in range(1, 31):
+                reads = 0
+                manager.save(step, {"x": torch.zeros(4)})
+                if step in (2, 10, 30):
+                    found[f"save {step}, {name}"] = reads
+    Storage.read = read  # type: ignore[method-assign]
+    return found
+
+
 def main() -> None:
     state = {"model": torch.nn.Linear(4, 4)}
     manager = CheckpointManager(tempfile.mkdtemp(), keep=KeepLast(2))
@@ -122,6 +155,7 @@ def main() -> None:
         "save to the first byte": journey(lambda: manager.save(2, state), FIRST_WRITE),
         "restore": journey(lambda: manager.restore(state)),
         "talk": talk(),
+        "manifests read": manifests_read(),
     }
     print(json.dumps(found))
 

@@ -25,7 +25,7 @@ LONG_FUNCTIONS = {
     "CheckpointManager.__init__": 81,
     "CheckpointManager._load": 61,
     "CheckpointManager.restore": 68,
-    "Saving.finish": 97,
+    "Saving.finish": 105,
     "_Decoder.ext_value": 62,
     "_copy": 62,
     "capture": 103,
