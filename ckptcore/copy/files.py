@@ -1,25 +1,28 @@
-"""The files of a checkpoint, copied into a folder elsewhere: verified reads whose destination is a
-file."""
+"""The files of a checkpoint, copied into a folder elsewhere: written as by a save, from bytes that
+are read and verified."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..catalog.folder import attempts_among, entries_in, is_ours, join, mark_name
 from ..catalog.transaction import Transaction
 from ..errors import CheckpointCorrupt, NoSpace, StorageError
-from ..format.digest import CHUNK_BYTES, content_digest
-from ..format.index import FileEntry
+from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, content_digest
+from ..format.index import FileEntry, Index
 from ..format.manifest import SIZE_LIMIT
-from ..loading.reader import TensorRead, check_header, read_tensors
+from ..format.tensorfile import StoredTensor
+from ..loading.reader import StoredFile, TensorRead, check_header, read_tensors
 from ..loading.view import CheckpointView
-from ..storage.base import FileWriter, Storage
-from ..storage.chunks import MakeMemory
+from ..saving.plan import FilePlan
+from ..saving.writer import write_files
+from ..storage.base import Storage
+from ..storage.chunks import Chunk, Scratch
 from ..storage.workers import Workers
 
 __all__ = ["CopyProgress", "Counted", "FileCopies"]
@@ -27,10 +30,6 @@ __all__ = ["CopyProgress", "Counted", "FileCopies"]
 # Called with the bytes that were copied and kept so far, and those of all files. What it raises
 # ends the copy.
 CopyProgress = Callable[[int, int, int], Any]
-
-PIECE_BYTES = (
-    16 * CHUNK_BYTES
-)  # of a large file, what one thread copies before it takes up the next piece
 
 
 @dataclass(slots=True)
@@ -51,21 +50,20 @@ class Counted:
                 self.tell(self.copied, self.kept, self.total)
 
 
-@dataclass(slots=True)
-class _Into:
-    """Where the verified bytes of one tensor go: a file that is being written."""
+class _Stored:
+    """The bytes of a file of the checkpoint that is copied, verified when they are fetched."""
 
-    writer: FileWriter
-    start: int
-    counted: Counted
-    pinned: MakeMemory | None = None
+    def __init__(self, view: CheckpointView, name: str, reads: Sequence[TensorRead]) -> None:
+        chunks = sum(len(read.entry.digests) // DIGEST_BYTES for read in reads)
+        self.reads, self.file = reads, StoredFile(view.storage, view.folder, name, chunks)
 
-    def view(self, start: int, stop: int) -> memoryview | None:
-        return None
-
-    def put(self, start: int, data: memoryview) -> None:
-        self.writer.write_at(self.start + start, [data])
-        self.counted.add(len(data))
+    def fetch(self, chunks: Sequence[Chunk[int]], scratch: Scratch) -> list[memoryview]:
+        buffers = [scratch.take(0, sum(chunk.length for chunk in chunks))]
+        stored = [Chunk(start, n, at, self.reads[number]) for start, n, at, number in chunks]
+        for damage in self.file.read(stored, buffers, scratch.size).values():
+            raise damage
+        self.file.due.done(len(chunks))
+        return buffers
 
 
 @dataclass(slots=True)
@@ -95,22 +93,15 @@ class FileCopies:
         found = self._left_complete()
         self._check_space(sum(record.size for name, record in files.items() if name not in found))
         described: set[str] = set()
-        for writer in sorted({w for c in view.manifest.components.values() for w in c.writers}):
-            index = view.index(writer)
-            described.update(index.files)
-            reads: dict[str, list[TensorRead]] = {name: [] for name in index.files}
-            for read in view.reads_of(index):
-                if read.entry.file is not None and read.entry.nbytes:
-                    reads[read.entry.file].append(read)
-            small = []
-            for name, known in index.files.items():
-                job = partial(self._tensor_file, name, known, reads[name], name in found)
-                if self.target.positional_writes and known.size > PIECE_BYTES:
-                    job()
-                else:
-                    small.append(job)
-            self.workers.run(small)
-            view.forget(writer)
+        try:
+            for writer in sorted({w for c in view.manifest.components.values() for w in c.writers}):
+                index = view.index(writer)
+                described.update(index.files)
+                self._tensor_files(index, found)
+                view.forget(writer)
+        except CheckpointCorrupt as error:
+            error.path = error.path or view.url
+            raise
         rest = sorted(files.keys() - described)
         self.workers.run([partial(self._whole_file, name, name in found) for name in rest])
 
@@ -149,74 +140,67 @@ class FileCopies:
         self.into.write(name, data)
         self.counted.add(len(data))
 
-    def _tensor_file(
-        self, name: str, known: FileEntry, reads: Sequence[TensorRead], there: bool
+    def _tensor_files(self, index: Index, found: Collection[str]) -> None:
+        """Those of one writer."""
+        reads: dict[str, list[TensorRead]] = {name: [] for name in index.files}
+        for read in sorted(self.view.reads_of(index), key=lambda read: read.entry.start):
+            if read.entry.file is not None and read.entry.nbytes:
+                reads[read.entry.file].append(read)
+        for name in found & reads.keys():
+            if self._verifies(name, index.files[name], reads[name]):
+                self.counted.add(0, index.files[name].size)
+                del reads[name]
+            else:
+                self.target.remove(join(self.work, name))
+        plans: dict[str, FilePlan] = {}
+        self.workers.run(
+            [partial(self._plan, plans, name, index, mine) for name, mine in reads.items()]
+        )
+        sources = {name: _Stored(self.view, name, mine) for name, mine in reads.items()}
+        known = {
+            (name, number): read.entry.digests
+            for name, mine in reads.items()
+            for number, read in enumerate(mine)
+        }
+        batch_bytes = max(CHUNK_BYTES, self.view.storage.request_bytes)
+        try:
+            write_files(
+                self.into,
+                [*plans.values()],
+                sources,
+                self.workers,
+                known,
+                self.counted.add,
+                batch_bytes,
+            )
+        finally:
+            for source in sources.values():
+                source.file.close()
+
+    def _plan(
+        self, plans: dict[str, FilePlan], name: str, index: Index, reads: Sequence[TensorRead]
     ) -> None:
-        view, path = self.view, join(self.work, name)
-        covered = known.header_size + sum(read.entry.nbytes for read in reads)
-        if covered != known.size:
+        """Add to `plans` how a file is written again, of which `reads` are all tensors."""
+        view, stored = self.view, index.files[name]
+        covered = stored.header_size + sum(read.entry.nbytes for read in reads)
+        if covered != stored.size:
             what = f"{view.storage.at(join(view.folder, name))} has bytes that no digest covers"
             raise CheckpointCorrupt(
-                what, path=view.url, file=name, kind="format", expected=known.size, actual=covered
+                what, path=view.url, file=name, kind="format", expected=stored.size, actual=covered
             )
-        if there and self._verifies(name, known, reads):
-            self.counted.add(0, known.size)
-            return
-        if there:
-            self.target.remove(path)
-        header = check_header(view.storage, view.folder, name, known)
-        writer = self.into.create(name, known.size)
-        try:
-            writer.write_at(0, [memoryview(header)])
-            self.counted.add(len(header))
-            into = [
-                replace(read, target=_Into(writer, read.entry.start, self.counted))
-                for read in reads
-            ]
-            self._read(view.storage, view.folder, into)
-            writer.close()
-        except BaseException as error:
-            writer.abort()
-            if isinstance(error, CheckpointCorrupt):
-                error.path = error.path or view.url
-            raise
+        header = check_header(view.storage, view.folder, name, stored)
+        places = []
+        for number, read in enumerate(reads):
+            e = read.entry
+            place = StoredTensor(e.name, e.dtype, e.local_shape, e.start, e.nbytes)
+            places.append((number, place))
+        plans[name] = FilePlan(name, name, index.writer, bytes(header), tuple(places))
 
     def _verifies(self, name: str, known: FileEntry, reads: Sequence[TensorRead]) -> bool:
         """Whether a file that an interrupted copy left is what it should be."""
         try:
             check_header(self.target, self.work, name, known)
-            self._read(self.target, self.work, reads)
+            read_tensors(self.target, self.work, reads, self.workers.count)
         except (CheckpointCorrupt, StorageError):
             return False
         return True
-
-    def _read(self, storage: Storage, folder: str, reads: Sequence[TensorRead]) -> None:
-        """All of one file: in pieces side by side where it is large and the target takes them so,
-        else in order."""
-        if (
-            not self.target.positional_writes
-            or sum(read.entry.nbytes for read in reads) <= PIECE_BYTES
-        ):
-            read_tensors(storage, folder, reads, 1)
-        else:
-            self.workers.run(
-                [partial(read_tensors, storage, folder, piece, 1) for piece in _pieces(reads)]
-            )
-
-
-def _pieces(reads: Sequence[TensorRead]) -> Iterator[list[TensorRead]]:
-    """The chunks of one file in its order, about PIECE_BYTES together."""
-    piece: list[TensorRead] = []
-    size = 0
-    for read in sorted(reads, key=lambda read: read.entry.start):
-        chunks: list[int] = []
-        for number in range(-(-read.entry.nbytes // CHUNK_BYTES)):
-            length = read.entry.chunk(number)[1]
-            if size and size + length > PIECE_BYTES:
-                yield [*piece, replace(read, chunks=chunks)] if chunks else piece
-                piece, chunks, size = [], [], 0
-            chunks.append(number)
-            size += length
-        piece.append(replace(read, chunks=chunks))
-    if piece:
-        yield piece

@@ -61,9 +61,9 @@ def read_tensors(
     files: list[StoredFile] = []
     jobs: list[Callable[[], None]] = []
     for name, mine in wanted.items():
-        found = batches(_chunks(mine), most)
-        files.append(file := StoredFile(storage, folder, name, len(found)))
-        jobs += [partial(_read, file, batch, scratch, on_corrupt) for batch in found]
+        chunks = _chunks(mine)
+        files.append(file := StoredFile(storage, folder, name, len(chunks)))
+        jobs += [partial(_read, file, b, scratch, on_corrupt) for b in batches(chunks, most)]
     try:
         if io_threads == 1 or len(jobs) == 1:
             for job in jobs:
@@ -114,18 +114,18 @@ def _read(
     for number, (_, _, offset, read) in enumerate(chunks):
         if not direct[number] and read.target is not None and number not in damaged:
             read.target.put(offset, buffers[number])
-    file.due.batch_done()
+    file.due.done(len(chunks))
 
 
 class StoredFile:
-    """A tensor file of a checkpoint that is read, in so many batches."""
+    """A tensor file of a checkpoint that so many chunks are read of."""
 
-    def __init__(self, storage: Storage, folder: str, name: str, batches: int) -> None:
+    def __init__(self, storage: Storage, folder: str, name: str, chunks: int) -> None:
         self.storage, self.folder, self.name = storage, folder, name
         self.where = storage.at(join(folder, name))
         # Where each read is a request of its own, few of them count for more than a warm cache.
         self.step_bytes = CHUNK_BYTES if storage.request_bytes else STEP_BYTES
-        self.due = DueFile(self._open, batches)
+        self.due = DueFile(self._open, chunks)
 
     def _open(self) -> FileReader:
         with _present(self.storage, self.folder, self.name):

@@ -72,16 +72,17 @@ def write_files(
     workers: Workers,
     known: Known | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    batch_bytes: int = CHUNK_BYTES,
 ) -> list[WrittenFile]:
     """Write `plans`; `sources` has the bytes of each by its name. Durable on return.
 
     known: digests that were computed before. progress: is given, by the writing threads, how many
-    bytes each batch had. Memory beyond the sources is at most 8 MiB for each of `workers`. On any
-    failure what is not complete is removed again, and the first error is raised (StorageError,
-    NoSpace).
+    bytes each batch had. batch_bytes: fetched at a time, at most; memory beyond the sources is
+    twice that for each of `workers`. On any failure what is not complete is removed again, and the
+    first error is raised (StorageError, NoSpace).
     """
     files: list[_File] = []
-    scratch = Scratch()
+    scratch = Scratch(batch_bytes)
     try:
         jobs: list[Callable[[], None]] = []
         for plan in plans:
@@ -113,8 +114,9 @@ class _File:
         progress: Callable[[int], None],
     ) -> None:
         self.source, self.scratch, self.progress = source, scratch, progress
-        self.batches = batches(_chunks(plan)) or [[]]
-        self.due = DueFile(partial(target.create, plan.name, plan.size), len(self.batches))
+        chunks = _chunks(plan)
+        self.batches = batches(chunks, scratch.size) or [[]]
+        self.due = DueFile(partial(target.create, plan.name, plan.size), len(chunks))
         self.first = [0]  # of the chunks of each batch, among those of the file
         for batch in self.batches:
             self.first.append(self.first[-1] + len(batch))
@@ -134,7 +136,7 @@ class _File:
                 buffers = [memoryview(self.written.plan.header), *buffers]
             writer.write_at(chunks[0].start if number else 0, buffers)
             self.progress(sum(len(buffer) for buffer in buffers))
-            self.due.batch_done()
+            self.due.done(len(chunks))
 
     def _digests(self, chunks: Sequence[Chunk[int]], buffers: Sequence[memoryview]) -> bytes:
         digests = []

@@ -139,12 +139,12 @@ F = TypeVar("F", bound=Closable)
 
 
 class DueFile(Generic[F]):
-    """A file to read or write, in so many batches: opened for the first one, and closed by the
-    thread that finishes the last one. So no more are open than threads work, however many there
-    are."""
+    """A file that so many chunks are read from or written to: opened for the first one, and closed
+    by the thread that is done with the last one. So no more are open than threads work, however
+    many there are."""
 
-    def __init__(self, open_it: Callable[[], F], batches: int) -> None:
-        self._open, self._left, self._lock = open_it, batches, threading.Lock()
+    def __init__(self, open_it: Callable[[], F], chunks: int) -> None:
+        self._open, self._left, self._lock = open_it, chunks, threading.Lock()
         self.opened: F | None = None
 
     def open(self) -> F:
@@ -153,10 +153,10 @@ class DueFile(Generic[F]):
                 self.opened = self._open()
             return self.opened
 
-    def batch_done(self) -> None:
+    def done(self, chunks: int) -> None:
         with self._lock:
-            self._left -= 1
-            if self._left:
+            self._left -= chunks
+            if self._left > 0:
                 return
         self.open().close()
         self.opened = None

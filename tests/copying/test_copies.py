@@ -200,7 +200,6 @@ def test_large_files_in_pieces(
     make_root: Any, quick_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, threads: int
 ) -> None:
     """A tensor of five chunks, the last of them short: in pieces side by side, or in order."""
-    monkeypatch.setattr("ckptcore.copy.files.PIECE_BYTES", 8 * MIB)
     large(quick_folder / "large", 18 * MIB // 4 + 1)
     target = make_root(kind)
     source = open_storage(quick_folder / "large")
