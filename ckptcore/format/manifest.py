@@ -277,7 +277,7 @@ class CheckpointManifest:
         if tail is None:
             raise bad(f"not a complete manifest ({len(data)} bytes without a digest at the end)")
         expected = tail.group(1).decode()
-        body = data[: -len(tail.group(0))]
+        body = memoryview(data)[: -len(tail.group(0))]
         actual = content_digest(body)
         if actual != expected:
             raise bad(
@@ -287,9 +287,8 @@ class CheckpointManifest:
                 actual=actual,
             )
         with parsing(f"{where}: not a valid manifest", MANIFEST_NAME, path or None):
-            document = json.loads(
-                body + b"\n}", object_pairs_hook=unique, parse_constant=_no_constant
-            )
+            text = str(body, "utf-8") + "\n}"
+            document = json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant)
             if document.pop("format") != FORMAT:
                 raise ValueError(f"format is not {FORMAT!r}")
             version = document["format_version"]
