@@ -1,7 +1,7 @@
 """Everything that this package raises or warns with.
 
 CheckpointError(Exception)
-├── CheckpointNotFound        (FileNotFoundError)  no checkpoint at this place or step
+├── CheckpointNotFound        (FileNotFoundError)  no checkpoint at this location or step
 │   └── NoUsableCheckpoint                         there are checkpoints, and none can be restored
 ├── CheckpointExists          (FileExistsError)    something is in the way
 ├── CheckpointCorrupt         (ValueError)         bytes are not those that were saved
@@ -95,7 +95,7 @@ def _rebuild(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """No checkpoint at this place or step."""
+    """No checkpoint at this location or step."""
 
     facts: ClassVar[tuple[str, ...]] = ("path", "step", "available")
     path: str | None
@@ -213,7 +213,7 @@ class ReplicationMismatch(CheckpointError, ValueError):
 
 
 class CoordinationError(CheckpointError, RuntimeError):
-    """The ranks did not act together."""
+    """The ranks did not act as one."""
 
     facts: ClassVar[tuple[str, ...]] = ("ranks", "step")
     ranks: list[int] | None
@@ -255,7 +255,7 @@ class StorageError(CheckpointError, OSError):
 
 
 class NoSpace(StorageError):
-    """The storage is full. `needed` and `free` are bytes; None where the storage does not tell."""
+    """The storage is full. `needed` and `free` are bytes; None where the storage does not say."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         facts.setdefault("errno", errno.ENOSPC)

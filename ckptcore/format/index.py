@@ -6,7 +6,7 @@ digest]}, "components": {key: {"tree": bytes or nil, "tensors": [row, ...]}}}. A
 name, dtype, shape, file, name in file, start, chunk digests, alias]: `number` is what the tree
 calls the tensor; its bytes are C order in `file` from byte `start` on, with 8 bytes of digest per 4
 MiB. `alias` (else nil) is the number of the tensor that holds the bytes; then file, start and
-digests are nil. A component that several ranks wrote together has its tree, and its aliases, in the
+digests are nil. A component that several ranks wrote has its tree, and its aliases, in the
 index of the lowest of them.
 
 A sharded component has {"tree", "layouts", "pieces"} instead: the table of layout.py beside the
@@ -144,18 +144,18 @@ class Index:
                     held[piece.file].append(
                         (piece.start, CHUNK_BYTES * (len(piece.digests) // DIGEST_BYTES - 1) + 1)
                     )
-        for name, places in held.items():
-            places.sort()
-            if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(places)):
-                raise ValueError(f"two tensors are at the same place of {name}")
-        return {name: [start for start, _ in places] for name, places in held.items()}
+        for name, ranges in held.items():
+            ranges.sort()
+            if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(ranges)):
+                raise ValueError(f"two tensors lie on the same bytes of {name}")
+        return {name: [start for start, _ in ranges] for name, ranges in held.items()}
 
     def encode(self) -> bytes:
         components: dict[str, dict[str, Any]] = {}
         for key, component in self.components.items():
             rows = []
             for e in component.tensors:
-                place = (
+                location = (
                     [None, None, None, None]
                     if e.file is None
                     else [
@@ -165,7 +165,7 @@ class Index:
                         e.digests,
                     ]
                 )
-                rows.append([e.number, e.name, e.dtype, e.shape, *place, e.alias_of])
+                rows.append([e.number, e.name, e.dtype, e.shape, *location, e.alias_of])
             if component.pieces is None:
                 components[key] = {"tree": component.tree, "tensors": rows}
             else:

@@ -53,9 +53,9 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of `boxes`, none of them empty, that have an item in common; None when all are apart.
-    Along the dimension with the most cuts, only boxes that start before another ends can meet
-    it."""
+    """Two of `boxes`, none of them empty, that have an item in common; None when no two overlap.
+    Along the dimension with the most cuts, only boxes that start before another ends can
+    overlap it."""
     dims = range(len(boxes[0][0])) if boxes else range(0)
     along = max(dims, key=lambda d: len({box[0][d] for box in boxes}), default=None)
     if along is None:
@@ -164,7 +164,7 @@ class MeshLayout:
         ]
 
     def box_at(self, shape: tuple[int, ...], coordinates: Sequence[int]) -> Box:
-        """The box at a place of the mesh; it may be empty."""
+        """The box at these coordinates of the mesh; it may be empty."""
         offset, size = [], []
         for dim, n in enumerate(shape):
             start = 0
@@ -186,11 +186,11 @@ class MeshLayout:
 
     def holder(self, coordinates: Sequence[int], replica: int) -> int:
         """The rank that holds replica number `replica` of the box at `coordinates`."""
-        place = list(coordinates)
-        for mesh_dim in reversed(range(len(place))):
+        found = list(coordinates)
+        for mesh_dim in reversed(range(len(found))):
             if self.placements[mesh_dim] == "R":
-                replica, place[mesh_dim] = divmod(replica, self.mesh.shape[mesh_dim])
-        return self.mesh.rank_at(place)
+                replica, found[mesh_dim] = divmod(replica, self.mesh.shape[mesh_dim])
+        return self.mesh.rank_at(found)
 
     def box_of(self, shape: tuple[int, ...], rank: int) -> Box | None:
         at = self.mesh.coordinates(rank)
@@ -200,11 +200,11 @@ class MeshLayout:
         return box if volume(box[1]) else None
 
     def cuts(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, Box]]:
-        for place, held in self.places(shape, box):
-            yield self.holder(place, self.replica), held
+        for coordinates, held in self.cells(shape, box):
+            yield self.holder(coordinates, self.replica), held
 
-    def places(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[list[int], Box]]:
-        """(mesh coordinates, their box) where boxes meet `box`; coordinates along "R" dimensions
+    def cells(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[list[int], Box]]:
+        """(mesh coordinates, their box) where boxes overlap `box`; coordinates along "R" dimensions
         are 0."""
         if not volume(box[1]):
             return
@@ -212,18 +212,18 @@ class MeshLayout:
             list(self._cuts_of(dim, n, box[0][dim], box[0][dim] + box[1][dim]))
             for dim, n in enumerate(shape)
         ]
-        for choice in product(*per_dim):
+        for cuts in product(*per_dim):
             at: dict[int, int] = {}
-            for coordinates, _, _ in choice:
+            for coordinates, _, _ in cuts:
                 at |= coordinates
-            held = tuple(start for _, start, _ in choice), tuple(length for _, _, length in choice)
+            held = tuple(start for _, start, _ in cuts), tuple(length for _, _, length in cuts)
             yield [at.get(mesh_dim, 0) for mesh_dim in range(len(self.placements))], held
 
     def _cuts_of(
         self, dim: int, n: int, low: int, high: int
     ) -> Iterator[tuple[dict[int, int], int, int]]:
-        """(mesh coordinates, start, length) of the parts of one tensor dimension that meet items
-        low to high."""
+        """(mesh coordinates, start, length) of the cuts of one tensor dimension that have items
+        from low to high."""
 
         def cut(
             order: list[int], start: int, length: int, at: dict[int, int]
@@ -249,7 +249,7 @@ Layout = WholeLayout | BoxLayout | MeshLayout
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """One tensor of a sharded component: its number is its place in the table. alias_of: number of
+    """One tensor of a sharded component: its number is its index in the table. alias_of: number of
     the tensor whose bytes it shares; then it has no layout of its own."""
 
     name: str

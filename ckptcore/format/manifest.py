@@ -23,12 +23,12 @@ __all__ = [
     "MANIFEST_NAME",
     "CheckpointManifest",
     "ComponentManifest",
-    "Copy",
     "FileRecord",
+    "ReplicaGroup",
     "check_file_name",
     "check_readable",
-    "copies",
     "private_json",
+    "replica_groups",
 ]
 
 MANIFEST_NAME = "checkpoint_manifest.json"
@@ -93,35 +93,37 @@ class FileRecord(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """One stored copy of a component: the ranks whose state it is, and how its files are told
-    apart."""
+class ReplicaGroup:
+    """The ranks that share one stored copy of a component, and the label in the names of its
+    files."""
 
     label: str
     members: Sequence[int]
 
 
-def copies(
+def replica_groups(
     pattern: str,
     world_size: int,
     nodes: list[list[int]],
     group: str | None = None,
     partition: list[list[int]] | None = None,
     group_keys: list[str] | None = None,
-) -> list[Copy]:
-    """The copies of a component with this sharing pattern, in order of their lowest rank, which has
-    the values."""
+) -> list[ReplicaGroup]:
+    """The replica groups of a component with this sharing pattern, in order of their lowest rank,
+    which has the values."""
     if pattern == "PER_RANK":
-        return [Copy(f".rank{rank:05d}", (rank,)) for rank in range(world_size)]
+        return [ReplicaGroup(f".rank{rank:05d}", (rank,)) for rank in range(world_size)]
     if pattern == "PER_NODE":
-        return [Copy(f".node{number:05d}", tuple(ranks)) for number, ranks in enumerate(nodes)]
+        return [
+            ReplicaGroup(f".node{number:05d}", tuple(ranks)) for number, ranks in enumerate(nodes)
+        ]
     if pattern == "PER_GROUP":
         names = group_keys or [f"{number:05d}" for number in range(len(partition or []))]
         return [
-            Copy(f".{group}-{name}", tuple(ranks))
+            ReplicaGroup(f".{group}-{name}", tuple(ranks))
             for name, ranks in zip(names, partition or [], strict=True)
         ]
-    return [Copy("", range(world_size))]
+    return [ReplicaGroup("", range(world_size))]
 
 
 @dataclass(slots=True)
@@ -230,24 +232,30 @@ class CheckpointManifest:
 
     @property
     def here(self) -> Sequence[int]:
-        """The ranks whose part this is, the lowest first: all of them, or those of the node."""
+        return self.stored_ranks  # until the last user has moved
+
+    @property
+    def stored_ranks(self) -> Sequence[int]:
+        """The ranks whose state is in this checkpoint, in order: all, or those of the node."""
         return range(self.world_size) if self.node is None else self.nodes[self.node]
 
-    def holds(self, copy: Copy) -> bool:
-        """Whether a copy, or the node's part in it, is in this checkpoint."""
-        return self.node is None or any(rank in self.here for rank in copy.members)
+    def holds(self, copy: ReplicaGroup) -> bool:
+        """Whether a stored copy, or the node's part in it, is in this checkpoint."""
+        return self.node is None or any(rank in self.stored_ranks for rank in copy.members)
 
-    def copies(self, key: str) -> list[Copy]:
+    def copies(self, key: str) -> list[ReplicaGroup]:
         """The stored copies of a component. KeyError when there is no such component;
         CheckpointCorrupt when there are fewer writers than copies."""
         c = self.components[key]
-        if c.pattern == "PER_RANK" and len(set(c.writers)) < len(self.here):
+        if c.pattern == "PER_RANK" and len(set(c.writers)) < len(self.stored_ranks):
             what = (
-                f"component {key!r} is said to be that of {len(self.here)} ranks, and "
+                f"component {key!r} is said to be that of {len(self.stored_ranks)} ranks, and "
                 f"{len(c.writers)} wrote it"
             )
             raise CheckpointCorrupt(f"{MANIFEST_NAME}: {what}", file=MANIFEST_NAME, kind="format")
-        return copies(c.pattern, self.world_size, self.nodes, c.group, c.partition, c.group_keys)
+        return replica_groups(
+            c.pattern, self.world_size, self.nodes, c.group, c.partition, c.group_keys
+        )
 
     def encode(self) -> bytes:
         """The manifest file. Sets `digest`. Raises InvalidState for metadata that JSON cannot
@@ -373,3 +381,7 @@ def _check_json(document: Any) -> None:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+Copy = ReplicaGroup
+copies = replica_groups  # both until the last user has moved

@@ -162,7 +162,7 @@ def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTens
         for t in found:
             if not all(type(n) is int and n >= 0 for n in (*t.shape, t.start, t.nbytes)):
                 raise bad(
-                    f"tensor {t.name!r} has a shape or place that is not made of whole numbers"
+                    f"tensor {t.name!r} has a shape or offset that is not made of whole numbers"
                 )
             if t.start != at or t.nbytes != tensor_nbytes(t.dtype, t.shape):
                 raise bad(

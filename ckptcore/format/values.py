@@ -508,32 +508,29 @@ class _Decoder:
             ref = TensorRef(index, is_numpy)
             return ref if self.leaf is None else self.leaf(ref)
         if code == REGISTERED:
-            before = self.refs
-            name, payload = self.value_of(data)
-            codec = BY_NAME.get(name)
-            if (
-                codec is not None
-                and self.opaque
-                and self.refs > before
-                and codec.cls not in (OrderedDict, Counter)
-            ):
-                return Opaque(name, payload)
-            if codec is not None:
-                try:
-                    return codec.decode(payload)
-                except (
-                    Exception
-                ) as error:  # a codec is anybody's code; what it raises is reported as damage
-                    if self.lenient and self.refs > before:
-                        return Opaque(name, payload)  # it wants tensors, not what stands for them
-                    raise ValueError(f"codec {name!r}: {type(error).__name__}: {error}") from error
+            return self.registered(data)
+        raise ValueError(f"unknown kind of value {code}")
+
+    def registered(self, data: bytes) -> Any:
+        before = self.refs
+        name, payload = self.value_of(data)
+        codec = BY_NAME.get(name)
+        if codec is None:
             if self.lenient:
                 return Opaque(name, payload)
             raise ValueError(
                 f"no codec named {name!r} is registered; call ckptcore.register_codec before "
                 "loading"
             )
-        raise ValueError(f"unknown kind of value {code}")
+        has_tensors = self.refs > before
+        if self.opaque and has_tensors and codec.cls not in (OrderedDict, Counter):
+            return Opaque(name, payload)
+        try:
+            return codec.decode(payload)
+        except Exception as error:  # anybody's code; what it raises is reported as damage
+            if self.lenient and has_tensors:
+                return Opaque(name, payload)  # it wants tensors, not what stands for them
+            raise ValueError(f"codec {name!r}: {type(error).__name__}: {error}") from error
 
     def time(self, payload: list[Any]) -> Any:
         kind, *rest = payload

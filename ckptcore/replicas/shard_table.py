@@ -579,7 +579,7 @@ def holders_of(
             if layout == box:
                 holders.update(ranks)
         else:
-            for at, held in layout.places(shape, box):
+            for at, held in layout.cells(shape, box):
                 if held == box:
                     # Not every rank of the mesh need have the key.
                     holders.update(

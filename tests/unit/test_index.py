@@ -98,7 +98,7 @@ def test_no_two_tensors_lie_on_the_same_bytes(start: int, sound: bool) -> None:
         assert Index.decode(index.encode()) == index
     else:
         with pytest.raises(
-            CheckpointCorrupt, match=r"two tensors are at the same place of m\.safetensors"
+            CheckpointCorrupt, match=r"two tensors lie on the same bytes of m\.safetensors"
         ):
             Index.decode(index.encode())
 
