@@ -26,14 +26,23 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class SaveEvent:
-    """One event of one save, one deletion or one upload, as this rank sees it (the latter two are
-    seen by rank 0 alone).
+    """One event of a save, a deletion or an upload, as this rank sees it (the last two are seen by
+    rank 0 alone).
 
-    seconds: since the save was called for, or the upload began. nbytes: staged, or committed on all
-    ranks, deleted or uploaded. timings: seconds by phase on this rank. error: what a failed save or
-    upload failed with. time: seconds since the epoch. root: the tier that something was uploaded
-    to, or deleted from; None for the manager's own root. retries: requests to the storage that this
-    rank has tried again since the save was called for.
+    kind: "queued", "staged", "committed", "failed", "skipped", "deleted", "uploaded" or
+        "upload_failed".
+    step: int, of the checkpoint.
+    rank: int, of this process (default 0).
+    name: text, the checkpoint's folder in the root; None where it has none yet.
+    seconds: since the save was called for, or the upload began (default 0).
+    nbytes: bytes staged, or committed on all ranks, deleted or uploaded (default 0).
+    timings: dict of seconds by phase on this rank.
+    error: what a failed save or upload failed with (default None).
+    time: seconds since the epoch, when it happened.
+    root: the tier that something was uploaded to, or deleted from (default None: the manager's own
+        root).
+    retries: int, requests to the storage that this rank has tried again since the save was called
+        for (default 0).
     """
 
     kind: Kind

@@ -88,12 +88,13 @@ def kept_by(
     policies: Mapping[str, RetentionPolicy],
     run_id: str | None = None,
 ) -> dict[str, list[str]]:
-    """Why each committed checkpoint of a run stays, by its name: the names of the `policies` that
-    keep it, "newest" and "pinned". An empty list: retention by these policies would delete it.
+    """Why each committed checkpoint of a run is kept, by its name: the names of the policies that
+    keep it, "newest" and "pinned". An empty list: retention by these policies would delete it. A
+    branch that the run has left has the same policies, for itself.
 
-    infos: what `scan_root` has found. policies: by a name of one's own. run_id: the run (default
-    None: the one that committed last). A branch that the run has left has the same policies, for
-    itself.
+    infos: sequence of CheckpointInfo, what `scan_root` returns.
+    policies: dict of names -> RetentionPolicy.
+    run_id: text, the run (default None: the one that committed last).
     """
     run = run_id or newest_run(infos)
     mine = committed(infos, run) if run else []
@@ -113,8 +114,11 @@ def kept_by(
 class Leftover:
     """What a save, a copy or a deletion did not finish.
 
-    name, reason: as of the entry of the root. nbytes: what lies in it. writer: who was at it, in
-    words. abandoned: nobody can still be at it, so that `sweep_root` removes it.
+    name: text, the entry of the root.
+    reason: text, why it is no checkpoint.
+    nbytes: int, bytes that lie in it.
+    writer: text, who made it, in words.
+    abandoned: bool, its writer is provably gone, so that `sweep_root` removes it.
     """
 
     name: str
@@ -125,9 +129,12 @@ class Leftover:
 
 
 def find_leftovers(url: Url, storage_options: Options = None) -> list[Leftover]:
-    """What interrupted saves, copies and deletions have left in the root at `url`.
+    """What interrupted saves, copies and deletions have left in a root.
 
-    storage_options: of the storage of `url` (default None). Raises StorageError.
+    url: local path or fsspec URL of the root.
+    storage_options: dict for its filesystem (default None).
+
+    Raises StorageError.
     """
     storage = open_storage(url, storage_options)
     found = []
@@ -161,11 +168,13 @@ def _writer(attempt: Attempt) -> str:
 
 
 def sweep_root(url: Url, storage_options: Options = None) -> tuple[list[str], list[str]]:
-    """Remove what `find_leftovers` calls abandoned from the root at `url`, and finish what an
-    overwrite or a deletion has left. Returns the names that were removed, and what could not be
-    done, in words.
+    """Remove what `find_leftovers` calls abandoned, and finish what an overwrite or a deletion has
+    left. Returns the names that were removed, and what could not be done, in words.
 
-    storage_options: of the storage of `url` (default None). Raises StorageError.
+    url: local path or fsspec URL of the root.
+    storage_options: dict for its filesystem (default None).
+
+    Raises StorageError.
     """
     storage = open_storage(url, storage_options)
     failed: list[str] = []

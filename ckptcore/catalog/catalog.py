@@ -135,8 +135,14 @@ def with_commit(infos: Iterable[CheckpointInfo], saved: CheckpointInfo) -> list[
 def scan_root(
     url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None
 ) -> list[CheckpointInfo]:
-    """`scan` of the root at `url`. Raises CheckpointNotFound when there is no such folder,
-    StorageError."""
+    """What lies in a root, in order of (step, commit sequence): checkpoints, and what became of
+    others.
+
+    url: local path or fsspec URL of the root.
+    storage_options: dict for its filesystem (default None).
+
+    Raises CheckpointNotFound when there is no such folder, StorageError.
+    """
     storage = open_storage(url, storage_options)
     try:
         storage.list()
@@ -151,11 +157,10 @@ def restore_candidates(
     infos: Sequence[CheckpointInfo], run_id: str | None = None
 ) -> list[CheckpointInfo]:
     """What `CheckpointManager.restore` would try, in its order: the newest first, also what is
-    damaged.
+    damaged. It takes the first that is committed and whose bytes verify.
 
-    infos: what `scan_root` found, in its order. run_id: the run to go on with, by default the one
-    that committed last. `restore` takes the first that is committed and whose bytes verify, and
-    passes over those before it.
+    infos: sequence of CheckpointInfo, what `scan_root` returns.
+    run_id: text, the run to go on with (default None: the one that committed last).
     """
     run = run_id or newest_run(infos)
     return [

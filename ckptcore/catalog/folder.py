@@ -393,8 +393,13 @@ def unmark_attempts(storage: Storage, folder: str) -> None:
 
 
 def pin_checkpoint(storage: Storage, folder: str) -> None:
-    """Mark a checkpoint as one that stays. Raises CheckpointNotFound when it was deleted meanwhile,
-    StorageError."""
+    """Keep a checkpoint, whatever a retention policy says, until `unpin_checkpoint`.
+
+    url: local path or fsspec URL of the checkpoint's folder.
+    storage_options: dict for its filesystem (default None).
+
+    Raises CheckpointNotFound, CheckpointCorrupt, StorageError.
+    """
     made = True
     try:
         storage.write(join(folder, PIN_NAME), b"")
@@ -413,17 +418,27 @@ def pin_checkpoint(storage: Storage, folder: str) -> None:
 
 
 def unpin_checkpoint(storage: Storage, folder: str) -> None:
+    """Let retention and `delete_checkpoint` have a checkpoint again.
+
+    url: local path or fsspec URL of the checkpoint's folder.
+    storage_options: dict for its filesystem (default None).
+
+    Raises CheckpointNotFound, CheckpointCorrupt, StorageError.
+    """
     storage.remove(join(folder, PIN_NAME))
     storage.sync_folder(folder)
 
 
 def delete_checkpoint(storage: Storage, folder: str) -> None:
-    """Withdraw the manifest, then remove the files that it names, then the folder if nothing
-    foreign is in it.
+    """Remove a checkpoint: its manifest first, then the files that it names; what others have put
+    there is left alone.
 
-    Killed anywhere, it leaves the checkpoint whole or a folder that `sweep` finishes. Raises
-    InvalidState when it is pinned by now, StorageError, CheckpointCorrupt when the manifest cannot
-    say which files are the checkpoint's.
+    url: local path or fsspec URL of the checkpoint's folder.
+    storage_options: dict for its filesystem (default None).
+    damaged: bool, also one without a manifest; then what has a name that only ckptcore gives goes
+        (default False).
+
+    Raises InvalidState for a pinned one, CheckpointNotFound, CheckpointCorrupt, StorageError.
     """
     if any(entry.name == PIN_NAME for entry in entries_in(storage, folder)):
         raise InvalidState(f"{storage.at(folder)} is pinned; unpin it before it is deleted")

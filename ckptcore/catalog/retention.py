@@ -36,7 +36,11 @@ class RetentionPolicy(ABC):
 
     @abstractmethod
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
-        """Names to keep, of the run's committed checkpoints ordered by (step, commit sequence)."""
+        """Names of the checkpoints to keep.
+
+        checkpoints: sequence of CheckpointInfo, the run's committed ones in order of (step, commit
+            sequence).
+        """
 
     def __or__(self, other: RetentionPolicy) -> RetentionPolicy:
         if not isinstance(other, RetentionPolicy):
@@ -55,7 +59,12 @@ class _Either(RetentionPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(RetentionPolicy):
-    """The newest `count` checkpoints, by step. Raises InvalidState for a count below one."""
+    """The newest checkpoints, by step.
+
+    count: int >= 1, how many.
+
+    Raises InvalidState for another count.
+    """
 
     count: int
 
@@ -68,11 +77,16 @@ class KeepLast(RetentionPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepBest(RetentionPolicy):
-    """The `count` checkpoints with the lowest ("min") or highest ("max") value of `metric` in their
-    manifests.
+    """The checkpoints with the best values of a metric in their manifests.
 
     One without the metric, or where it is not a number, is never among them. Of equal values the
-    earlier is better. Raises InvalidState for another mode or a count below one.
+    earlier is better.
+
+    metric: text, its name in `metrics`.
+    mode: "min" (default) or "max", which values are better.
+    count: int >= 1, how many (default 1).
+
+    Raises InvalidState for another mode or count.
     """
 
     metric: str
@@ -101,12 +115,14 @@ class KeepBest(RetentionPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepEvery(RetentionPolicy):
-    """One checkpoint for every so many steps, or seconds, of the run.
+    """One checkpoint for every so many steps, or seconds, of the run. Exactly one of both is given.
 
-    steps: the first checkpoint at or after each multiple of it (the first one being `steps`
-    itself). seconds: by the time of the commit, the first checkpoint, then each one that is at
-    least so much later than the one kept before it. Raises InvalidState unless exactly one of the
-    two is given, and positive.
+    steps: int >= 1, keeps the first checkpoint at or after each multiple of it, itself the first
+        (default None).
+    seconds: float > 0, keeps the first checkpoint, then each one committed at least so much later
+        than the one kept before (default None).
+
+    Raises InvalidState unless exactly one is given, and positive.
     """
 
     steps: int | None = None

@@ -64,16 +64,21 @@ def copy_checkpoint(
     pins: bool = False,
     progress: CopyProgress | None = None,
 ) -> CheckpointInfo:
-    """Copy the checkpoint in the folder `source` to the folder `target`, which becomes the same
-    checkpoint elsewhere.
+    """Copy a checkpoint to another folder, which becomes the same checkpoint in another location.
 
-    Both are local paths or fsspec URLs; target_options: those of the target's storage, by default
-    storage_options. When the target holds this very commit already, nothing is done; with
-    `overwrite` it is checked, and replaced where it is damaged, and so is any other checkpoint
-    there. pins: copy the pin too. An interrupted copy is no checkpoint; the next one takes up what
-    it had finished. Memory: `threads` (by default one for each core, at most 8) times 8 MiB, and
-    what the client of the target's storage keeps. progress: called with bytes copied, bytes kept,
-    and all bytes.
+    An interrupted copy is no checkpoint; the next one goes on with what it had finished. When the
+    target holds this very commit already, nothing is done. Memory: `threads` times 8 MiB, and what
+    the client of the target's storage keeps.
+
+    source: local path or fsspec URL of the checkpoint's folder.
+    target: local path or fsspec URL of the new folder.
+    storage_options: dict for the filesystem of the source (default None).
+    target_options: dict for that of the target (default None: storage_options).
+    threads: int, that read and write (default None: one a core, at most 8).
+    overwrite: bool, check a copy that is there, and replace it, or another checkpoint, where it is
+        not this one (default False).
+    pins: bool, copy the pin too (default False).
+    progress: function of bytes copied, bytes kept and all bytes (default None).
 
     Raises InvalidState (an argument), CheckpointCorrupt (the source is damaged: nothing is
     published), CheckpointNotFound, CheckpointExists, UnsupportedVersion, NoSpace, StorageError.

@@ -50,8 +50,12 @@ def _defaultdict(made: Any, payload: Any) -> defaultdict[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value that its codec has not decoded: none of that name is registered in this process (when
-    reading leniently, as `ckpt` does), or it has tensors in it that are yet to be read."""
+    """A value that its codec has not decoded: the codec is not registered in this process (when
+    reading leniently, as `ckpt` does), or the value has tensors in it that are yet to be read.
+
+    codec: text, the name of the codec.
+    payload: the plain values that the codec would get.
+    """
 
     codec: str
     payload: Any
@@ -76,14 +80,16 @@ def register_codec(
     *,
     name: str | None = None,
 ) -> None:
-    """Teach checkpoints to hold values of exactly the type `cls`.
+    """Teach checkpoints to hold values of exactly one type. The process that loads must make the
+    same call.
 
-    `encode` turns a value into plain ones (tensors inside are fine), `decode` turns them back. An
-    Enum needs
-    neither: its members are stored by name. `name` is what the file says, by default module and
-    qualified name; keep it when you move the class. The same call must have been made in the
-    process that loads. Raises ValueError when the name is taken by another class, TypeError when
-    functions are missing.
+    cls: the type; an Enum needs no functions, its members are stored by name.
+    encode: function of a value that returns plain values, tensors among them (default None).
+    decode: function of those plain values that returns the value (default None).
+    name: text, what the file calls the type; keep it when the class moves (default None: module and
+        qualified name).
+
+    Raises ValueError when the name is taken by another class, TypeError when functions are missing.
     """
     if issubclass(cls, Flag):  # any combination of members
         encode = encode or (lambda flag: [member.name for member in flag])  # type: ignore[attr-defined]

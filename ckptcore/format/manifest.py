@@ -128,14 +128,24 @@ def replica_groups(
 
 @dataclass(slots=True)
 class ComponentManifest:
-    """One component: who shares it and who wrote it. `tensors` is a count, `size_bytes` that of
-    tensor data.
+    """One component: who shares it and who wrote it.
 
-    writers: the ranks whose index has something of it. group: name of the process group
-    (PER_GROUP); partition: its groups, each a list of ranks; group_keys: the user's names for them,
-    in the same order. checksum: over the component's plain values and the digests of its files, in
-    order. replicated_across: the groups of ranks whose state was the same, by what the user said
-    (REPLICATED: one of all ranks; PER_GROUP: the partition); it is not in the file.
+    key: text, its name; it is the name that the manifest has it under.
+    pattern: text, its sharing pattern, "GLOBAL" (default) and so on.
+    writers: list of ranks whose index has something of it.
+    group: text, name of the process group (PER_GROUP); None for others.
+    partition: list of the group's groups, each a list of ranks (PER_GROUP); None for others.
+    group_keys: list of the user's names for them, in the same order; None where there are none.
+    size_bytes: int, bytes of tensor data in all stored copies.
+    checksum: text, digest over the plain values and the digests of the files, in order.
+    files: list of names of its tensor files.
+    required: bool, a load must have it (default True).
+    tensors: int, how many.
+    metadata: dict of what the user has given.
+    extra: dict of fields that this version does not know.
+
+    `replicated_across` is not in the file: the groups of ranks whose state was the same by what the
+    user declared (REPLICATED: one of all ranks; PER_GROUP: the partition).
     """
 
     key: str = field(default="", metadata=NOT_STORED)
@@ -158,12 +168,34 @@ class ComponentManifest:
 
 @dataclass(slots=True)
 class CheckpointManifest:
-    """Everything about one checkpoint but its tensors and values. `extra` keeps fields of newer
-    minor versions.
+    """Everything about one checkpoint but its tensors and values. Raises ValueError for fields that
+    do not fit each other.
 
-    node: where nodes share no storage, the number of the one whose part this is; None for a
-    checkpoint that is whole.
-    abandoned: [first, last] commit sequences of the run that it had gone back behind by then.
+    checkpoint_id: text, the same in every copy of the checkpoint.
+    step: int, 0 to 2**62.
+    run_id: text, the run that it belongs to.
+    attempt_id: text, of the attempt that wrote it.
+    sequence: int, of the commits of the root, growing by one.
+    created: text, UTC time of the commit in ISO 8601.
+    world_size: int, number of ranks (default 1).
+    nodes: list of nodes, each a list of ranks.
+    groups: dict of process group name -> its groups, each a list of ranks.
+    components: dict of key -> ComponentManifest.
+    files: dict of name -> (size in bytes, digest, rank that wrote it).
+    metrics: dict of name -> number.
+    metrics_step: int, the step that they were measured at; None where there are none.
+    training_args_hash: text that the user has given; None where it was not.
+    versions: dict of program -> version.
+    environment: dict of what is known of machine and job.
+    timings: dict of phase -> seconds.
+    metadata: dict of what the user has given.
+    format_version: text, "major.minor".
+    node: int, where nodes share no storage the one whose part this is; None for a checkpoint that
+        is whole.
+    abandoned: list of [first, last] commit sequences of the run that it had gone back behind by
+        then.
+    extra: dict of fields that this version does not know.
+    digest: text, that of the encoded manifest; "" before it is encoded.
     """
 
     checkpoint_id: str

@@ -106,7 +106,10 @@ class Problem:
 def open_checkpoint(
     url: str | os.PathLike[str], storage_options: dict[str, Any] | None = None
 ) -> CheckpointView:
-    """The checkpoint in the folder `url`.
+    """The checkpoint in the folder `url`, to read without torch.
+
+    url: local path or fsspec URL of the checkpoint's folder.
+    storage_options: dict for its filesystem (default None).
 
     Raises CheckpointNotFound, CheckpointCorrupt (the manifest is damaged), UnsupportedVersion,
     StorageError.

@@ -76,16 +76,29 @@ OnResize = Literal["error", "keep"] | Callable[[int, int, int], int]
 class StateComponent:
     """One named part of the state.
 
-    sharing_pattern: who shares it; by default GLOBAL, and in a dict what the dict's other values
-    get. process_group_name: for PER_GROUP, the group across which the state is the same. group_key:
-    this rank's name for its group, by which it is found again when the groups are numbered
-    otherwise. validation_level: how closely replicas are compared at a save; validate_replication:
-    whether at all, by default for REPLICATED, PER_GROUP and SHARDED. atol, rtol: what FULL
-    validation lets pass. on_resize: what happens to state that belongs to a rank, node or group
-    when their number changed: "error", "keep" (live state stays, with a warning), or a function
-    (new rank, new size, old size) -> old rank. required: a load may not lack it. metadata: for the
-    manifest, anything that JSON holds. Raises InvalidState for a key that cannot name files, a
-    group that is missing or not used, and any other value of another type.
+    key: text, its name in the checkpoint and in the names of its files.
+    stateful: object with `state_dict()` and `load_state_dict()`, a module, an optimizer, or plain
+        values and tensors.
+    sharing_pattern: SharingPattern, who shares it (default GLOBAL; in a dict, what the dict's other
+        values get).
+    process_group_name: text, for PER_GROUP the group across which the state is the same (default
+        None).
+    required: bool, a load must find it in the checkpoint (default True).
+    validate_replication: bool, compare replicas at a save (default None: for REPLICATED, PER_GROUP
+        and SHARDED).
+    validation_level: ValidationLevel, how closely replicas are compared (default QUICK).
+    on_resize: what happens to state of a rank, node or group when their number changed: "error"
+        (default), "keep" (live state stays, with a warning), or a function (new rank, new size, old
+        size) -> old rank.
+    group_key: text, this rank's name for its group, which finds it again when groups are numbered
+        otherwise (default None).
+    atol: float >= 0, absolute difference that FULL validation lets pass (default 0).
+    rtol: float >= 0, relative difference that FULL validation lets pass (default 0).
+    metadata: dict of anything that JSON holds, for the manifest (default empty).
+    inferred: bool, set by the engine for what was given without a StateComponent (default False).
+
+    Raises InvalidState for a key that cannot name files, a group that is missing or not used, and a
+    value of another type.
     """
 
     key: str

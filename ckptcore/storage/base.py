@@ -211,13 +211,15 @@ def translated(storage: Storage, path: str, doing: str) -> Iterator[None]:
 def open_storage(
     url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None
 ) -> Storage:
-    """The storage whose root is `url`: a local path (with or without `file://`), any fsspec URL, or
-    a Storage itself.
+    """The storage whose root is `url`. Nothing is created, and nothing but a client's login
+    contacted yet.
 
-    Nothing is created, and nothing but a client's login contacted yet. Raises InvalidState for what
-    is no path or URL (an empty one too: a variable that is not set), StorageError for a scheme that
-    no installed filesystem knows, and for a URL that has gone through pathlib, which leaves one
-    slash of its two.
+    url: local path (with or without `file://`), any fsspec URL, or a Storage itself.
+    storage_options: dict for the filesystem (default None).
+
+    Raises InvalidState for what is no path or URL (an empty one too: a variable that is not set),
+    StorageError for a scheme that no installed filesystem knows, and for a URL that has gone
+    through pathlib, which leaves one slash of its two.
     """
     options = checked_options("storage_options", storage_options) or {}
     if isinstance(url, Storage):

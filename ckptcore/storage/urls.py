@@ -62,7 +62,11 @@ def mistaken_url(text: str) -> str | None:
 
 
 def join_url(url: str, path: str) -> str:
-    """The URL, or local path, of what lies at `path` below `url`."""
+    """The URL, or local path, of what lies below another.
+
+    url: local path or URL.
+    path: text, relative to it, with `/` between names.
+    """
     if not path:
         return url
     before, part, after = _parted(url)
@@ -74,7 +78,10 @@ def join_url(url: str, path: str) -> str:
 
 def split_url(url: str) -> tuple[str, str]:
     """What lies around a folder, and its name there; a local path becomes absolute. The name is
-    empty at the top."""
+    empty at the top.
+
+    url: local path or URL.
+    """
     if local_path(url) == url:
         parent, _, name = os.path.abspath(os.path.expanduser(url)).rpartition("/")
         return parent or "/", name
@@ -87,7 +94,10 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def masked_url(url: str) -> str:
-    """A URL as messages may show it: without the password in it."""
+    """A URL as messages may show it: without the password in it.
+
+    url: text.
+    """
     return _PASSWORD.sub(r"://\1:***@", url)
 
 

@@ -54,10 +54,12 @@ _FINAL = (CheckpointCorrupt, CheckpointExists, CheckpointNotFound, UnsupportedVe
 class Tier:
     """A durable root beside the one that a manager saves to.
 
-    root: a local path, an fsspec URL, or a Storage. every: every so many-th commit is uploaded,
-    counted by the commit sequence in the manifests, so that a restart does not change the rhythm.
-    keep: which checkpoints stay there (default: all); what it would not keep is not uploaded
-    either, where uploads are slower than saves.
+    root: local path, fsspec URL or Storage.
+    every: int >= 1, each so many-th commit is uploaded, by the commit sequence in the manifests
+        (default 1).
+    keep: RetentionPolicy there (default None: all); what it would not keep any more is not
+        uploaded.
+    storage_options: dict for its filesystem, and into no message (default None).
     """
 
     root: str | os.PathLike[str] | Storage
