@@ -22,7 +22,8 @@ from .arguments import check_number, shown
 from .errors import CoordinationError, InvalidState, RankLost
 from .manager import CheckpointManager
 from .ranks.board import Board, BoardLost
-from .ranks.communicator import BoardCommunicator, Communicator
+from .ranks.communicator import Communicator
+from .ranks.rounds import BoardCommunicator
 from .ranks.store import shared_communicator
 
 __all__ = ["PreemptionGuard"]

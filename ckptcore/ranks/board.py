@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 
 __all__ = ["Board", "BoardLost", "MemoryBoard", "PartOfBoard"]
+
+
+class BoardLost(ConnectionError):
+    """The blackboard does not answer any more."""
 
 
 class Board(ABC):
@@ -16,11 +21,23 @@ class Board(ABC):
     """
 
     @abstractmethod
-    def put(self, key: str, value: bytes) -> None: ...
+    def put(self, key: str, value: bytes) -> None:
+        """Write a value; every rank sees it when this returns."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """The value, or None when there is none (yet)."""
+
+    @abstractmethod
+    def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
+        """The values of `keys` as soon as all have one; None after `seconds`."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove what there is of `keys`. Nobody waits for it."""
 
     def post(self, key: str, value: bytes) -> None:
-        """`put`, that nobody waits for and that raises nothing: a rank that is on its way out says
-        so."""
+        """`put`, that nobody waits for and that raises nothing."""
         with suppress(BoardLost):
             self.put(key, value)
 
@@ -30,27 +47,11 @@ class Board(ABC):
             if self.get(key) is None:
                 self.put(key, value)
 
-    @abstractmethod
-    def get(self, key: str) -> bytes | None:
-        """The value, or None when there is none (yet)."""
-
-    @abstractmethod
-    def delete(self, key: str) -> None: ...
-
-    @abstractmethod
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        """The value as soon as there is one; None after `seconds`."""
-
-    @abstractmethod
-    def second(self) -> Board:
-        """The same board on another connection, for another thread."""
+    def give_up(self, keys: Sequence[str]) -> None:  # noqa: B027
+        """Nobody waits for `keys` any more, which no other rank reads; they may get a value."""
 
     def close(self) -> None:  # noqa: B027
-        """Give up this connection."""
-
-
-class BoardLost(ConnectionError):
-    """The blackboard does not answer any more."""
+        """Give up all connections."""
 
 
 class MemoryBoard(Board):
@@ -69,17 +70,16 @@ class MemoryBoard(Board):
         with self.changed:
             return self.values.get(key)
 
-    def delete(self, key: str) -> None:
+    def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
         with self.changed:
-            self.values.pop(key, None)
+            self.changed.wait_for(lambda: all(key in self.values for key in keys), seconds)
+            found = [value for key in keys if (value := self.values.get(key)) is not None]
+            return found if len(found) == len(keys) else None
 
-    def wait(self, key: str, seconds: float) -> bytes | None:
+    def delete(self, keys: Sequence[str]) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: key in self.values, seconds)
-            return self.values.get(key)
-
-    def second(self) -> Board:
-        return self
+            for key in keys:
+                self.values.pop(key, None)
 
 
 class PartOfBoard(Board):
@@ -91,23 +91,20 @@ class PartOfBoard(Board):
     def put(self, key: str, value: bytes) -> None:
         self.board.put(f"{self.prefix}/{key}", value)
 
+    def get(self, key: str) -> bytes | None:
+        return self.board.get(f"{self.prefix}/{key}")
+
+    def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
+        return self.board.wait([f"{self.prefix}/{key}" for key in keys], seconds)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self.board.delete([f"{self.prefix}/{key}" for key in keys])
+
     def post(self, key: str, value: bytes) -> None:
         self.board.post(f"{self.prefix}/{key}", value)
 
     def offer(self, key: str, value: bytes) -> None:
         self.board.offer(f"{self.prefix}/{key}", value)
 
-    def get(self, key: str) -> bytes | None:
-        return self.board.get(f"{self.prefix}/{key}")
-
-    def delete(self, key: str) -> None:
-        self.board.delete(f"{self.prefix}/{key}")
-
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        return self.board.wait(f"{self.prefix}/{key}", seconds)
-
-    def second(self) -> Board:
-        return PartOfBoard(self.board.second(), self.prefix)
-
-    def close(self) -> None:
-        self.board.close()
+    def give_up(self, keys: Sequence[str]) -> None:
+        self.board.give_up([f"{self.prefix}/{key}" for key in keys])

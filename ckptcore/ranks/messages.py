@@ -5,14 +5,16 @@ A message is built in the same class on the rank that gets it, so both sides rea
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import msgpack
 
+from .. import errors
+from ..errors import CheckpointError, RankFailed
 from ..format.values import TensorRef, decode, encode
 
-__all__ = ["message", "packed", "unpacked"]
+__all__ = ["Failure", "message", "packed", "unpacked"]
 
 M = TypeVar("M", bound=type)
 
@@ -54,3 +56,51 @@ def unpacked(data: bytes) -> Any:
         name, *values = decode(rest[number], lambda ref: made[ref.index])
         made[number] = _classes[name](*values)
     return decode(first, lambda ref: made[ref.index])
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error on its way to other ranks. kind: its class in the tree of errors; "" for others.
+    facts: its attributes that can travel. causes: what failed, by rank."""
+
+    kind: str
+    message: str
+    facts: dict[str, Any]
+    causes: dict[int, str]
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        kind = type(error).__name__
+        if not isinstance(error, CheckpointError) or getattr(errors, kind, None) is not type(error):
+            return cls("", f"{kind}: {_text(error)}", {}, {})
+        facts = {}
+        for name in error.facts:
+            try:
+                packed(value := getattr(error, name))
+            except CheckpointError:
+                continue
+            facts[name] = value
+        return cls(kind, _text(error), facts, error.causes or {})
+
+    def cause(self) -> str:
+        return f"{self.kind}: {self.message}" if self.kind else self.message
+
+    def of_rank(self, rank: int) -> Failure:
+        """The same, where it is not known to all by its words which rank has failed."""
+        return replace(self, message=f"rank {rank}: {self.message}", causes={rank: self.cause()})
+
+    def error(self) -> CheckpointError:
+        kind = getattr(errors, self.kind) if self.kind else RankFailed
+        error: CheckpointError = kind(self.message, **self.facts)
+        error.causes = self.causes or None
+        return error
+
+
+def _text(error: BaseException) -> str:
+    """What an error says, in words that can be posted: one that cannot say it must not keep the
+    others waiting."""
+    try:
+        return str(error).encode("utf-8", "backslashreplace").decode()
+    except Exception as again:
+        return f"(its text cannot be had: {type(again).__name__})"

@@ -7,18 +7,19 @@ import os
 import queue
 import socket
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ..errors import CoordinationError
 from .board import Board, BoardLost
-from .communicator import BoardCommunicator, Communicator, SingleProcess
+from .communicator import Communicator, SingleProcess
+from .rounds import BoardCommunicator
 
 __all__ = ["StoreCommunicator", "default_communicator", "shared_communicator"]
 
@@ -28,28 +29,54 @@ _created = itertools.count()
 
 # How long a call waits for a connection that is being made anew. Longer waits are for `patience`.
 RECONNECT_SECONDS = 2.0
+# A store logs a warning when a wait times out. This one never does: who no longer wants the answer
+# leaves the connection to its thread.
+ENDLESS = timedelta(days=7)
 
 
-class _Call:
+class _Call(Generic[T]):
     """One call and its answer, which nobody else can get."""
 
-    __slots__ = ("answer", "dropped", "work")
-
-    def __init__(self, work: Callable[[Any], Any]) -> None:
+    def __init__(self, work: Callable[[Any], T]) -> None:
         self.work, self.dropped = work, False
-        self.answer: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        self._answer: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def do(self, store: Any) -> None:
+        self._answer.put((self.work(store), None))
+
+    def fail(self, error: Exception) -> None:
+        self._answer.put((None, error))
+
+    def result(self, seconds: float) -> T:
+        """Raises queue.Empty after `seconds`, and BoardLost."""
+        value, error = self._answer.get(timeout=seconds)
+        if error is not None:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise BoardLost(text) from error
+        return cast(T, value)
 
 
 class _Connection:
     """A connection to the store, and the one thread that uses it: nobody else gets hold of it.
 
-    connect: makes it, in that thread. tried: whether it has answered before.
+    connect: makes it, in that thread. first: whether there was none before.
     """
 
-    def __init__(self, connect: Callable[[], Any], *, tried: bool) -> None:
-        self.connect, self.tried, self.lost = connect, tried, False
-        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="ckptcore-store", daemon=True).start()
+    def __init__(self, connect: Callable[[], Any], *, first: bool = True) -> None:
+        self.connect, self.answers, self.lost = connect, first, False
+        self.calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
+        try:
+            threading.Thread(target=self._serve, name="ckptcore-store", daemon=True).start()
+        except RuntimeError as error:  # no thread can be started at the end of a program
+            raise BoardLost(str(error)) from None
+
+    def ask(self, work: Callable[[Any], T]) -> _Call[T]:
+        call = _Call(work)
+        self.calls.put(call)
+        return call
+
+    def close(self) -> None:
+        self.calls.put(None)
 
     def _serve(self) -> None:
         store: Any = None
@@ -60,42 +87,45 @@ class _Connection:
                 if self.lost:
                     raise ConnectionError("the connection is lost")
                 store = self.connect() if store is None else store
-                call.answer.put((call.work(store), None))
-                self.tried = True
+                call.do(store)
+                self.answers = True
             except Exception as error:  # DistStoreError, DistNetworkError and their kin
                 self.lost = True
-                call.answer.put((None, error))
+                call.fail(error)
 
-    def close(self) -> None:
-        self.calls.put(None)
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """Keys that a thread waits for, and the connection that is busy with it."""
+
+    keys: list[str]
+    connection: _Connection
+    call: _Call[list[bytes]]
 
 
 class StoreBoard(Board):
-    """Keys under `prefix` in a store; `store` is a connection of our own, so waiting blocks nobody
-    else.
+    """Keys under `prefix` in a store.
 
-    patience: seconds that a call may take. A store that has not answered for that long is connected
-    to anew, so that it is found again when it answers again.
+    store: a connection of our own, which is only cloned. One clone serves the short calls of all
+    threads, in their order, and each thread that waits has one to itself meanwhile.
+    patience: seconds that a short call may take. A store that has not answered for that long is
+    connected to anew, so that it is found again when it answers again.
     """
 
-    def __init__(self, store: Any, prefix: str, world_size: int, patience: float) -> None:
+    def __init__(self, store: Any, prefix: str, patience: float) -> None:
         self.store, self.prefix, self.patience = store, prefix, patience
         self._lock = threading.RLock()
-        self._connection: _Connection | None = None
-        # All ranks together ask at most some 20,000 times a second, which a store answers easily.
-        self.poll = max(0.02, world_size / 20_000)
+        self._talking: _Connection | None = None
+        self._idle: list[_Connection] = []  # that threads have waited on
+        self._waits: dict[int, _Wait] = {}  # by thread: those that it has come back from
 
     def _connected(self) -> _Connection:
         with self._lock:
-            found = self._connection
+            found = self._talking
             if found is None or found.lost:
-                connect = self.store.clone if found is not None else lambda: self.store
                 if found is not None:
                     found.close()
-                try:
-                    found = self._connection = _Connection(connect, tried=found is None)
-                except RuntimeError as error:  # no thread can be started at the end of a program
-                    raise BoardLost(str(error)) from None
+                found = self._talking = _Connection(self.store.clone, first=found is None)
             return found
 
     def _do(self, work: Callable[[Any], T]) -> T:
@@ -103,30 +133,27 @@ class StoreBoard(Board):
         no longer than `patience`. The connection is not used again then, and its thread, a daemon,
         may be stuck."""
         connection = self._connected()
-        seconds = self.patience if connection.tried else min(self.patience, RECONNECT_SECONDS)
-        call = _Call(work)
-        connection.calls.put(call)
+        seconds = self.patience if connection.answers else min(self.patience, RECONNECT_SECONDS)
+        call = connection.ask(work)
         try:
-            value, error = call.answer.get(timeout=seconds)
+            return call.result(seconds)
         except queue.Empty:
             call.dropped = True
-            connection.lost = connection.tried  # else it is still being made
+            connection.lost = connection.answers  # else it is still being made
             raise BoardLost(f"no answer for {seconds:g} s") from None
-        if error is not None:
-            raise BoardLost(
-                str(error).splitlines()[0] if str(error) else type(error).__name__
-            ) from error
-        return value  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        with self._lock:
-            found, self._connection = self._connection, None
-        if found is not None:
-            found.close()
+    def _send(self, work: Callable[[Any], Any]) -> None:
+        with suppress(BoardLost):
+            self._connected().ask(work)
 
     def put(self, key: str, value: bytes) -> None:
         full = f"{self.prefix}/{key}"
-        self._do(lambda store: store.set(full, value))
+        # A store does not say that it has set a value; the answer to the next question does.
+        self._do(lambda store: (store.set(full, value), store.check([full])))
+
+    def get(self, key: str) -> bytes | None:
+        full = f"{self.prefix}/{key}"
+        return self._do(lambda store: bytes(store.get(full)) if store.check([full]) else None)
 
     def post(self, key: str, value: bytes) -> None:
         full = f"{self.prefix}/{key}"
@@ -136,32 +163,52 @@ class StoreBoard(Board):
         full = f"{self.prefix}/{key}"
         self._send(lambda store: store.compare_set(full, "", value))
 
-    def _send(self, work: Callable[[Any], Any]) -> None:
-        with suppress(BoardLost):
-            self._connected().calls.put(_Call(work))
+    def delete(self, keys: Sequence[str]) -> None:
+        full = [f"{self.prefix}/{key}" for key in keys]
+        self._send(lambda store: [store.delete_key(key) for key in full])
 
-    def get(self, key: str) -> bytes | None:
-        full = f"{self.prefix}/{key}"
-        return self._do(lambda store: bytes(store.get(full)) if store.check([full]) else None)
+    def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
+        if seconds <= 0:
+            found = [self.get(key) for key in keys]
+            return [value for value in found if value is not None] if None not in found else None
+        thread, full = threading.get_ident(), [f"{self.prefix}/{key}" for key in keys]
+        wait = self._waits.pop(thread, None)
+        if wait is not None and wait.keys != full:
+            wait.connection.close()  # for ever: it may still be busy
+            wait = None
+        if wait is None:
+            with self._lock:
+                free = self._idle.pop() if self._idle else _Connection(self.store.clone)
+            wait = _Wait(full, free, free.ask(lambda store: _values(store, full)))
+        try:
+            values = wait.call.result(seconds)
+        except queue.Empty:
+            self._waits[thread] = wait
+            return None
+        except BaseException:
+            wait.connection.close()
+            raise
+        self._idle.append(wait.connection)
+        return values
 
-    def delete(self, key: str) -> None:
-        full = f"{self.prefix}/{key}"
-        self._do(lambda store: store.delete_key(full))
+    def give_up(self, keys: Sequence[str]) -> None:
+        # A thread that is waiting still, when the interpreter ends, can crash it.
+        for key in keys:
+            self.offer(key, b"")
 
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        # Asked for again and again rather than waited for: a store's own wait logs a warning
-        # whenever it times out.
-        deadline = time.monotonic() + seconds
-        pause = 0.0005
-        while (value := self.get(key)) is None and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, self.poll)
-        return value
+    def close(self) -> None:
+        with self._lock:
+            waits = [self._waits.popitem()[1] for _ in range(len(self._waits))]
+            found = [self._talking, *self._idle, *(wait.connection for wait in waits)]
+            self._talking, self._idle = None, []
+        for connection in found:
+            if connection is not None:
+                connection.close()
 
-    def second(self) -> Board:
-        board = StoreBoard(self.store.clone(), self.prefix, 1, self.patience)
-        board.poll = self.poll
-        return board
+
+def _values(store: Any, keys: list[str]) -> list[bytes]:
+    store.wait(keys, ENDLESS)
+    return [bytes(value) for value in store.multi_get(keys)]
 
 
 class StoreCommunicator(BoardCommunicator):
@@ -204,7 +251,7 @@ class StoreCommunicator(BoardCommunicator):
             or os.environ.get("GROUP_RANK")
             or socket.gethostname()
         )
-        board = StoreBoard(own, prefix, world_size, liveness_timeout)
+        board = StoreBoard(own, prefix, liveness_timeout)
         super().__init__(
             board,
             rank,

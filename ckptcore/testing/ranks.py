@@ -8,7 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..ranks.communicator import GONE, BoardCommunicator, Communicator, MemoryBoard
+from ..ranks.board import MemoryBoard
+from ..ranks.communicator import Communicator
+from ..ranks.liveness import GONE
+from ..ranks.rounds import BoardCommunicator
 from .killed import Killed
 
 __all__ = ["Killed", "run_ranks"]
@@ -39,13 +42,17 @@ class _Board(MemoryBoard):
             self._woken += 1
             self.changed.notify_all()
 
-    def wait(self, key: str, seconds: float) -> bytes | None:
+    def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
         with self.changed:
             seen = getattr(self._seen, "count", 0)
-            self.changed.wait_for(lambda: key in self.values or self._woken > seen, seconds)
-            if key not in self.values:
-                self._seen.count = self._woken
-            return self.values.get(key)
+            values = self.values
+            self.changed.wait_for(
+                lambda: all(key in values for key in keys) or self._woken > seen, seconds
+            )
+            if all(key in values for key in keys):
+                return [values[key] for key in keys]
+            self._seen.count = self._woken
+            return None
 
 
 def run_ranks(
@@ -87,7 +94,7 @@ def run_ranks(
             if isinstance(error, Killed):
                 comm.fall_silent()
                 if notice:
-                    comm._heart.join()
+                    comm.heart.join(deadline)
                     board.gone(rank)
         finally:
             comm.close()

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -157,16 +158,16 @@ def never_closed(job: Job) -> dict[str, Any]:
     ckpt = CheckpointManager(faults, join_timeout=5, liveness_timeout=5)
     handle = ckpt.save_async(1, components(job, Trap(job.rank), 1.0))
     if job.rank != 0:
-        # Asks late whether there is a verdict, as a rank on a busy machine does.
+        # Asks late for the verdict, as a rank on a busy machine does.
         board = ckpt._saves._branch.board.board  # type: ignore[union-attr]
-        get = board.get
+        wait = board.wait
 
-        def late(key: str) -> bytes | None:
-            if key.endswith("/out") and int(key.rsplit("/", 2)[-2]) >= 3:
+        def late(keys: Sequence[str], seconds: float) -> list[bytes] | None:
+            if keys[0].endswith("/out") and int(keys[0].rsplit("/", 2)[-2]) >= 3:
                 time.sleep(0.5)
-            return get(key)
+            return wait(keys, seconds)
 
-        board.get = late
+        board.wait = late
     background._drain()
     return {"error": str(handle.error) if handle.error else None}
 

@@ -25,7 +25,7 @@ from ckptcore import (
     open_storage,
     scan_root,
 )
-from ckptcore.ranks.communicator import BoardLost
+from ckptcore.ranks.board import BoardLost
 from ckptcore.testing.faults import FaultStorage
 from ckptcore.testing.ranks import run_ranks
 

@@ -99,14 +99,11 @@ class Lost(Board):
     def get(self, key):
         return self._reach().get(key)
 
-    def delete(self, key):
-        self._reach().delete(key)
+    def delete(self, keys):
+        self._reach().delete(keys)
 
-    def wait(self, key, seconds):
-        return self._reach().wait(key, seconds)
-
-    def second(self):
-        return self.board.second()
+    def wait(self, keys, seconds):
+        return self._reach().wait(keys, seconds)
 
 
 def ckpt_error():

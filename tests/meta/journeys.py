@@ -24,7 +24,9 @@ import torch
 import ckptcore
 from ckptcore import CheckpointManager, KeepLast
 from ckptcore.format.manifest import MANIFEST_NAME
-from ckptcore.ranks.communicator import BoardCommunicator, Communicator, MemoryBoard
+from ckptcore.ranks.board import MemoryBoard
+from ckptcore.ranks.communicator import Communicator
+from ckptcore.ranks.rounds import BoardCommunicator
 from ckptcore.storage.base import Storage
 from ckptcore.testing.ranks import run_ranks
 

@@ -19,9 +19,9 @@ LIMITS = {
     "restore": {"modules": 40, "moves": 878, "closures": 25},
     "talk": {
         "rounds of a save": 7,
-        "messages of a save": 30,
+        "messages of a save": 20,
         "rounds of a restore": 6,
-        "messages of a restore": 24,
+        "messages of a restore": 17,
     },
     "manifests read": {
         "save 2, keeping 5": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,14 +92,11 @@ class Scheduled(Board):
         self.before()
         return self.board.get(key)
 
-    def delete(self, key: str) -> None:
-        self.board.delete(key)
+    def delete(self, keys: Sequence[str]) -> None:
+        self.board.delete(keys)
 
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        return self.board.wait(key, seconds)
-
-    def second(self) -> Board:
-        return self.board.second()
+    def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
+        return self.board.wait(keys, seconds)
 
     def close(self) -> None:
         self.board.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,8 @@ import pytest
 
 from ckptcore import CoordinationError, InvalidState, PreemptionGuard, RankLost
 from ckptcore.ranks.board import Board, BoardLost, MemoryBoard
-from ckptcore.ranks.communicator import BoardCommunicator, Communicator, Round
+from ckptcore.ranks.communicator import Communicator, Round
+from ckptcore.ranks.rounds import BoardCommunicator
 from ckptcore.testing.ranks import run_ranks
 
 Scheduled = Callable[..., Any]
@@ -141,13 +142,10 @@ class Dying(Board):
         self._word()
         return self.board.get(key)
 
-    def delete(self, key: str) -> None: ...
+    def delete(self, keys: Sequence[str]) -> None: ...
 
-    def wait(self, key: str, seconds: float) -> bytes | None:
-        return self.board.wait(key, seconds)
-
-    def second(self) -> Board:
-        return self.board.second()
+    def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
+        return self.board.wait(keys, seconds)
 
 
 @pytest.mark.parametrize("words", range(9))
