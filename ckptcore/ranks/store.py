@@ -168,7 +168,7 @@ class StoreBoard(Board):
         self._send(lambda store: [store.delete_key(key) for key in full])
 
     def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
-        if seconds <= 0:
+        if seconds <= 0 or not keys:
             found = [self.get(key) for key in keys]
             return [value for value in found if value is not None] if None not in found else None
         thread, full = threading.get_ident(), [f"{self.prefix}/{key}" for key in keys]
