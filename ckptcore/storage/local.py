@@ -249,15 +249,13 @@ class _Writer(FileWriter):
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         with translated(self.storage, self.path, "writing"):
-            # A header comes from elsewhere in memory than the tensors after it.
-            skip = 0 if len(buffers) == 1 or offset else 1
-            start = offset + sum(len(b) for b in buffers[:skip])
-            data = _neighbours(start, buffers[skip:]) if self.tries_direct else None
-            if data is None:
+            # What lies side by side in memory comes as one buffer, but for a header before it.
+            start = offset + sum(len(b) for b in buffers[:-1])
+            if not (buffers and self.tries_direct and _lies_alike(start, buffers[-1])):
                 self._write(offset, buffers)
                 return
-            if skip:
-                self._write(offset, buffers[:skip])
+            self._write(offset, buffers[:-1])
+            data = buffers[-1]
             first, end = self._write_direct(start, data)
             self._write(start, [data[: first - start]])
             self._write(end, [data[end - start :]])
@@ -355,24 +353,11 @@ def _sync_folder(path: str | Path) -> None:
         os.close(fd)
 
 
-def _neighbours(offset: int, buffers: Sequence[memoryview]) -> memoryview | None:
-    """Buffers for byte `offset` on of a file that follow each other in memory, as one; None where
-    they do not, or where their pages are not those of the file, or are not worth it."""
-    total = sum(len(b) for b in buffers)
-    if total < DIRECT_BYTES:
-        return None
-    try:
-        places = [ctypes.addressof(ctypes.c_char.from_buffer(b)) for b in buffers if len(b)]
-    except TypeError:  # read-only memory tells no address
-        return None
-    sizes = [len(b) for b in buffers if len(b)]
-    if places[0] % PAGE != offset % PAGE:
-        return None
-    if any(
-        place + size != after for place, size, after in zip(places, sizes, places[1:], strict=False)
-    ):
-        return None
-    return memoryview((ctypes.c_ubyte * total).from_address(places[0])).cast("B")
+def _lies_alike(offset: int, data: memoryview) -> bool:
+    """Whether the pages of the memory are those of the file from byte `offset` on, and worth it."""
+    if len(data) < DIRECT_BYTES or data.readonly:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE == offset % PAGE
 
 
 def _transfer(

@@ -2,22 +2,21 @@
 server, lost connections.
 
 Everything that goes over a network fails now and then. What is worth another try is decided here,
-for every client that fsspec filesystems are built on; and when to give up. tenacity tries again and
-waits: exponentially longer, a random part of it, so that many ranks do not come back at once. The
-clients' own retries are turned off where that is possible: two layers multiply, and nobody could
-say how long a request takes at most.
+for every client that fsspec filesystems are built on; and when to give up. Pauses are exponentially
+longer, a random part of that, so that many ranks do not come back at once. The clients' own retries
+are turned off where that is possible: two layers multiply, and nobody could say how long a request
+takes at most.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import random
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
-
-from tenacity import AsyncRetrying, RetryCallState, Retrying, wait_random_exponential
 
 __all__ = ["RETRY_SECONDS", "Retries", "http_code", "is_transient"]
 
@@ -162,55 +161,59 @@ class Retries:
     def run(self, call: Callable[[], T]) -> T:
         """The result of `call`, tried again while its errors are transient. Raises the last
         error."""
-        return Retrying(**self._rules())(call)
+        tries = _Tries(self)
+        while True:
+            with tries:
+                return call()
+            time.sleep(tries.pause)
 
     async def run_async(self, call: Callable[[], Awaitable[T]]) -> T:
         """`run` for coroutines."""
+        tries = _Tries(self)
+        while True:
+            with tries:
+                return await call()
+            await asyncio.sleep(tries.pause)
 
-        async def attempt() -> T:  # which tenacity knows for a coroutine, whatever `call` is
-            return await call()
+    def answered(self) -> None:
+        with self._lock:
+            self._failing_since = None
 
-        return await AsyncRetrying(sleep=asyncio.sleep, **self._rules())(attempt)
-
-    def _rules(self) -> dict[str, Any]:
-        """For one operation: tenacity's objects keep a state per thread, and a loop has many
-        operations in one."""
-        return {
-            "retry": self._is_worth_it,
-            "wait": wait_random_exponential(
-                multiplier=FIRST_PAUSE, max=LONGEST_PAUSE, min=FIRST_PAUSE / 10
-            ),
-            "stop": self._is_enough,
-            "before_sleep": self._counted,
-            "reraise": True,
-        }
-
-    def _is_worth_it(self, state: RetryCallState) -> bool:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, Exception) and is_transient(error):
-            return True
-        refused = isinstance(error, FileNotFoundError | FileExistsError | PermissionError)
-        if error is None or refused or http_code(error)[0]:
-            with self._lock:
-                self._failing_since = None  # it answers
-        return False
-
-    def _is_enough(self, state: RetryCallState) -> bool:
-        now, number = time.monotonic(), state.attempt_number
-        first: float = state.retry_object.statistics.setdefault("first_failure", now)
+    def failed(self, now: float) -> float:
+        """Since when nothing has succeeded."""
         with self._lock:
             if self._failing_since is None or now - self._last_failure > QUIET_SECONDS:
                 self._failing_since = now
             self._last_failure = now
-            enough = now - min(first, self._failing_since) + state.upcoming_sleep > self.seconds
-        error = state.outcome.exception() if state.outcome else None
-        if enough and error is not None:
-            error.add_note(
-                "given up after "
-                f"{f'{number} tries in {now - first:.1f} s' if number > 1 else '1 try'}"
-            )
-        return enough
+            return self._failing_since
 
-    def _counted(self, _: RetryCallState) -> None:
-        with self._lock:
-            self.count += 1
+
+class _Tries:
+    """Those of one operation, each a with block: the error of one that is worth another is taken,
+    and `pause` says in how many seconds."""
+
+    def __init__(self, retries: Retries) -> None:
+        self.retries, self.number, self.pause = retries, 0, 0.0
+        self.first_failure: float | None = None
+
+    def __enter__(self) -> None:
+        self.number += 1
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> bool:
+        if not isinstance(error, Exception) or not is_transient(error):
+            refused = isinstance(error, FileNotFoundError | FileExistsError | PermissionError)
+            if error is None or refused or http_code(error)[0]:
+                self.retries.answered()
+            return False
+        now = time.monotonic()
+        self.first_failure = self.first_failure or now
+        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.number - 1, 20))
+        self.pause = random.uniform(FIRST_PAUSE / 10, longest)
+        since = min(self.first_failure, self.retries.failed(now))
+        if now - since + self.pause > self.retries.seconds:
+            tries = f"{self.number} tries in {now - self.first_failure:.1f} s"
+            error.add_note(f"given up after {tries if self.number > 1 else '1 try'}")
+            return False
+        with self.retries._lock:
+            self.retries.count += 1
+        return True

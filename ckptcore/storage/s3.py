@@ -81,16 +81,13 @@ class S3Storage(FsspecStorage):
         self._reading = None
         return self._senders[0], root
 
-    def place(self, path: str) -> dict[str, str]:
+    def location(self, path: str) -> dict[str, str]:
         bucket, _, prefix = self.root.partition("/")
         return {"Bucket": bucket, "Key": f"{prefix}/{path}" if prefix else path}
 
     def _prefix(self, path: str) -> dict[str, str]:
-        place = self.place(path)
-        return {
-            "Bucket": place["Bucket"],
-            "Prefix": f"{place['Key'].rstrip('/')}/".removeprefix("/"),
-        }
+        bucket, key = self.location(path).values()
+        return {"Bucket": bucket, "Prefix": f"{key.rstrip('/')}/".removeprefix("/")}
 
     async def ask(self, method: str, sender: Any = None, **parameters: Any) -> Any:
         """One request, once."""
@@ -134,7 +131,7 @@ class S3Storage(FsspecStorage):
     def head(self, path: str) -> dict[str, Any] | None:
         """What is known of an object; None when there is none."""
         try:
-            found: dict[str, Any] = self._request("head_object", **self.place(path))
+            found: dict[str, Any] = self._request("head_object", **self.location(path))
         except FileNotFoundError:
             return None
         return found
@@ -155,7 +152,7 @@ class S3Storage(FsspecStorage):
         """One request: without asking for the size before."""
 
         async def fetch() -> bytes:
-            found = await self.ask("get_object", **self.place(path))
+            found = await self.ask("get_object", **self.location(path))
             size = found["ContentLength"]
             async with found["Body"] as body:
                 if size > limit:
@@ -226,28 +223,28 @@ class S3Storage(FsspecStorage):
 
     def rename(self, source: str, target: str) -> None:
         with translating(self, target, f"renaming {source}"):
-            self._request("copy_object", CopySource=self.place(source), **self.place(target))
-            self._request("delete_object", **self.place(source))
+            self._request("copy_object", CopySource=self.location(source), **self.location(target))
+            self._request("delete_object", **self.location(source))
 
     def remove(self, path: str) -> None:
         with translating(self, path, "removing the object"):
-            self._request("delete_object", **self.place(path))
+            self._request("delete_object", **self.location(path))
 
     def remove_all(self, paths: Sequence[str]) -> None:
         for at in range(0, len(paths), REMOVED_AT_ONCE):
             some = paths[at : at + REMOVED_AT_ONCE]
-            objects = [{"Key": self.place(path)["Key"]} for path in some]
+            objects = [{"Key": self.location(path)["Key"]} for path in some]
             with translating(self, some[0], f"removing {len(some)} objects"):
                 answer = self._request(
                     "delete_objects",
-                    Bucket=self.place("")["Bucket"],
+                    Bucket=self.location("")["Bucket"],
                     Delete={"Objects": objects, "Quiet": True},
                 )
             for refused in answer.get(
                 "Errors", ()
             ):  # alone, so that it is tried again, or the error is the key's own
                 self.remove(
-                    next(path for path in some if self.place(path)["Key"] == refused["Key"])
+                    next(path for path in some if self.location(path)["Key"] == refused["Key"])
                 )
 
     def remove_folder(self, path: str) -> None:
@@ -282,7 +279,7 @@ class S3Storage(FsspecStorage):
             return []  # not everybody may ask for that
 
     def _give_up(self, uploads: Sequence[dict[str, Any]]) -> None:
-        bucket = self.place("")["Bucket"]
+        bucket = self.location("")["Bucket"]
         for upload in uploads:
             with suppress(FileNotFoundError, PermissionError):
                 self._request(
@@ -368,7 +365,7 @@ class _Reader(FileReader):
             nonlocal start, left
             found = await self.storage.ask(
                 "get_object",
-                **self.storage.place(self.path),
+                **self.storage.location(self.path),
                 Range=f"bytes={start}-{stop - 1}",
                 IfMatch=self.etag,
             )

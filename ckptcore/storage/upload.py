@@ -105,7 +105,7 @@ class UploadWriter(FileWriter):
 
     def __init__(self, storage: S3Storage, path: str, size: int) -> None:
         self.storage, self.path, self.size = storage, path, size
-        self.place, self.write = storage.place(path), secrets.token_hex(12)
+        self.location, self.write = storage.location(path), secrets.token_hex(12)
         self.part_bytes = max(PIECE_BYTES, -(-size // MOST_PARTS))
         self.at = 0
         self.part: Part | None = None
@@ -153,7 +153,7 @@ class UploadWriter(FileWriter):
         part, self.part = self.part, None
         assert part is not None
         number = len(self.sent) + 1
-        where = {**self.place, "UploadId": self.upload, "PartNumber": number}
+        where = {**self.location, "UploadId": self.upload, "PartNumber": number}
         future = self.storage.begin(
             number, "upload_part", **where, Body=part, **self._checksum(part)
         )
@@ -169,7 +169,7 @@ class UploadWriter(FileWriter):
 
     async def _begin(self) -> str:
         made = await self.storage.request(
-            "create_multipart_upload", **self.place, Metadata={WRITTEN_BY: self.write}
+            "create_multipart_upload", **self.location, Metadata={WRITTEN_BY: self.write}
         )
         return str(made["UploadId"])
 
@@ -199,7 +199,7 @@ class UploadWriter(FileWriter):
             parameters = {**parameters, "IfNoneMatch": "*"}
         self.state = "asked"
         try:
-            storage.wait_for(lambda: storage.request(method, **self.place, **parameters))
+            storage.wait_for(lambda: storage.request(method, **self.location, **parameters))
         except Exception as error:
             status, code = http_code(error)
             if status == 501 and storage.create_only:
@@ -252,7 +252,7 @@ class UploadWriter(FileWriter):
                 with suppress(FileNotFoundError):
                     storage.wait_for(
                         lambda: storage.request(
-                            "abort_multipart_upload", **self.place, UploadId=self.upload
+                            "abort_multipart_upload", **self.location, UploadId=self.upload
                         )
                     )
         self.state, self.upload = "open" if self.state == "open" else "refused", None
