@@ -29,8 +29,6 @@ LONG_FUNCTIONS = {
     "Saving.finish": 105,
     "_copy": 62,
     "capture": 103,
-    "check_minimal": 76,
-    "check_parts": 84,
     "join_load": 61,
     "join_save": 65,
 }

@@ -32,6 +32,35 @@ _SEEDS = 2**32 - 1  # numpy's generator takes 32 bits
 
 
 def check_minimal(args: MinimalTrainingArguments) -> None:
+    _check_numbers(args)
+    _check_words(args)
+    _check_length(args)
+    _check_loading(args)
+    _check_schedule_kwargs(args)
+    check_optimizer_name(args.optim)
+    parse_options(args.optim, args.optim_args)
+    if args.full_determinism and args.seed < 0:
+        raise InvalidArgument(
+            "full_determinism", True, "nothing is determined without a seed", "set seed, from 0 up"
+        )
+    if args.torch_compile_mode == "max-autotune" and args.gradient_accumulation_steps > 1:
+        raise InvalidArgument(
+            "torch_compile_mode",
+            "max-autotune",
+            "its CUDA graphs do not go with gradient_accumulation_steps > 1",
+            _NO_CUDAGRAPHS,
+        )
+    if args.save_strategy == "best" and args.eval_strategy == "no":
+        raise InvalidArgument(
+            "save_strategy",
+            "best",
+            "without evaluations no checkpoint is the best",
+            "set eval_strategy",
+        )
+    _check_best(args)
+
+
+def _check_numbers(args: MinimalTrainingArguments) -> None:
     for name in (
         "per_device_train_batch_size",
         "per_device_eval_batch_size",
@@ -62,6 +91,9 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
         real("max_grad_norm", args.max_grad_norm, 0.0, above_low=True, instead="None does not clip")
     for name in ("save_steps", "eval_steps", "logging_steps"):
         _period(name, getattr(args, name))
+
+
+def _check_words(args: MinimalTrainingArguments) -> None:
     one_of("eval_strategy", args.eval_strategy, ("no", "steps", "epoch"))
     one_of("logging_strategy", args.logging_strategy, ("no", "steps", "epoch"))
     one_of("save_strategy", args.save_strategy, ("no", "steps", "epoch", "best"))
@@ -83,30 +115,6 @@ def check_minimal(args: MinimalTrainingArguments) -> None:
                 f"there is no reporter {reporter!r}",
                 "give tensorboard, json or none, or a list of them",
             )
-    _check_length(args)
-    _check_loading(args)
-    _check_schedule_kwargs(args)
-    check_optimizer_name(args.optim)
-    parse_options(args.optim, args.optim_args)
-    if args.full_determinism and args.seed < 0:
-        raise InvalidArgument(
-            "full_determinism", True, "nothing is determined without a seed", "set seed, from 0 up"
-        )
-    if args.torch_compile_mode == "max-autotune" and args.gradient_accumulation_steps > 1:
-        raise InvalidArgument(
-            "torch_compile_mode",
-            "max-autotune",
-            "its CUDA graphs do not go with gradient_accumulation_steps > 1",
-            _NO_CUDAGRAPHS,
-        )
-    if args.save_strategy == "best" and args.eval_strategy == "no":
-        raise InvalidArgument(
-            "save_strategy",
-            "best",
-            "without evaluations no checkpoint is the best",
-            "set eval_strategy",
-        )
-    _check_best(args)
 
 
 def _period(name: str, value: int | float) -> None:

@@ -148,46 +148,9 @@ def check_parts(
     pipe_schedule: type | None = None,
 ) -> None:
     """What the constructor's other arguments decide. `pipe_schedule` is the schedule's class."""
-    if model is not None and model_init is not None:
-        raise InvalidArgument(
-            "model", type(model).__name__, "model_init was given too", "give one of the two"
-        )
-    if model is None and model_init is None:
-        raise InvalidArgument("model", None, "nothing to train", "give model or model_init")
-    if kind == "pipeline" and model is not None:
-        raise InvalidArgument(
-            "model", type(model).__name__, "a pipeline builds its stages itself", "give model_init"
-        )
-    if model_init is None and getattr(args, "construct_model_on", "default") == "meta":
-        raise InvalidArgument(
-            "construct_model_on",
-            "meta",
-            "a model that exists is not built again",
-            "give model_init",
-        )
+    _check_model(args, kind, model, model_init)
     losses = {"compute_loss_func": compute_loss_func, "fused_loss_factory": fused_loss_factory}
-    own = [name for name, given in losses.items() if given is not None]
-    if len(own) == 2:
-        raise InvalidArgument(
-            "fused_loss_factory",
-            fused_loss_factory,
-            "compute_loss_func was given too",
-            "give one of the two",
-        )
-    if args.gradient_accumulation_steps > 1 and not own:
-        raise InvalidArgument(
-            "gradient_accumulation_steps",
-            args.gradient_accumulation_steps,
-            "the loss of a step must be normalised over all its micro-batches",
-            "give compute_loss_func or fused_loss_factory",
-        )
-    if args.label_smoothing_factor and own:
-        raise InvalidArgument(
-            "label_smoothing_factor",
-            args.label_smoothing_factor,
-            f"{own[0]} computes the loss",
-            "set it to 0, and smooth there",
-        )
+    _check_losses(args, {name: given for name, given in losses.items() if given is not None})
     if optimizer_factory is not None and optimizer_cls_and_kwargs is not None:
         raise InvalidArgument(
             "optimizer_cls_and_kwargs",
@@ -218,6 +181,55 @@ def check_parts(
             )
     if pipe_schedule is not None:
         _check_pipe_schedule(args, pipe_schedule)
+
+
+def _check_model(
+    args: MinimalTrainingArguments,
+    kind: str,
+    model: object,
+    model_init: Callable[..., object] | None,
+) -> None:
+    if model is not None and model_init is not None:
+        raise InvalidArgument(
+            "model", type(model).__name__, "model_init was given too", "give one of the two"
+        )
+    if model is None and model_init is None:
+        raise InvalidArgument("model", None, "nothing to train", "give model or model_init")
+    if kind == "pipeline" and model is not None:
+        raise InvalidArgument(
+            "model", type(model).__name__, "a pipeline builds its stages itself", "give model_init"
+        )
+    if model_init is None and getattr(args, "construct_model_on", "default") == "meta":
+        raise InvalidArgument(
+            "construct_model_on",
+            "meta",
+            "a model that exists is not built again",
+            "give model_init",
+        )
+
+
+def _check_losses(args: MinimalTrainingArguments, given: dict[str, object]) -> None:
+    if len(given) == 2:
+        raise InvalidArgument(
+            "fused_loss_factory",
+            given["fused_loss_factory"],
+            "compute_loss_func was given too",
+            "give one of the two",
+        )
+    if args.gradient_accumulation_steps > 1 and not given:
+        raise InvalidArgument(
+            "gradient_accumulation_steps",
+            args.gradient_accumulation_steps,
+            "the loss of a step must be normalised over all its micro-batches",
+            "give compute_loss_func or fused_loss_factory",
+        )
+    if args.label_smoothing_factor and given:
+        raise InvalidArgument(
+            "label_smoothing_factor",
+            args.label_smoothing_factor,
+            f"{next(iter(given))} computes the loss",
+            "set it to 0, and smooth there",
+        )
 
 
 def _check_pipe_schedule(args: Any, schedule: type) -> None:
