@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as _errors
 from .errors import *  # noqa: F403
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .catalog.catalog import restore_candidates as restore_candidates
@@ -63,8 +64,6 @@ if TYPE_CHECKING:
     from .upkeep import pin_checkpoint as pin_checkpoint
     from .upkeep import sweep_root as sweep_root
     from .upkeep import unpin_checkpoint as unpin_checkpoint
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "catalog.catalog": ["restore_candidates", "scan_root"],

@@ -39,6 +39,7 @@ from ..state.streams import synchronize
 from ..state.tree import StateSnapshot, capture, check_values_fit
 from ..storage.base import Storage
 from ..storage.workers import Workers
+from ..version import __version__
 from .apart import agree_place, check_seen, commit_apart
 from .commit import Receipt, Share, check_tree, files_and_components, write_share
 from .devices import warm_up
@@ -490,8 +491,6 @@ def _system() -> str:
 
 
 def _versions() -> dict[str, str]:
-    from .. import __version__
-
     return {
         "ckptcore": __version__,
         "torch": str(torch.__version__),

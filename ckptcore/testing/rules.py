@@ -71,13 +71,15 @@ class Rule:
     times: int | None
     after: bool
     keep: float | None = None
-    seen: int = 0
+    matched: int = 0
 
     def takes(self, operation: Operation) -> bool:
         if operation.kind not in self.kinds or not fnmatchcase(operation.path, self.path):
             return False
-        self.seen += 1
-        return self.seen >= self.at and (self.times is None or self.seen < self.at + self.times)
+        self.matched += 1
+        return self.matched >= self.at and (
+            self.times is None or self.matched < self.at + self.times
+        )
 
 
 def kinds_of(kind: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def test_b48_a_failure_at_every_operation(new_storage, error, keep):
             try:
                 handle = ckpt.save_async(20, state(20))
                 assert handle.wait(30)
-                more = faults._rules[0].seen >= at
+                more = faults._rules[0].matched >= at
                 faults.clear()
                 handle.result()
                 outcomes.append("committed")
