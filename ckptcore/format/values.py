@@ -46,6 +46,7 @@ __all__ = [
     "encode",
     "join_path",
     "largest_part",
+    "tensor_wire",
 ]
 
 # Extension codes of format version 1. Never reuse a number.
@@ -64,7 +65,8 @@ __all__ = [
     TENSOR,
 ) = range(1, 13)
 
-Leaf = Callable[[tuple[Any, ...], Any], "TensorRef | None"]
+# A TensorRef, or what stands for it in the bytes; None where it is no tensor.
+Leaf = Callable[[tuple[Any, ...], Any], Any]
 
 LARGE_BYTES = 64 << 10  # from this length on texts and bytes need not lie in the index
 
@@ -76,6 +78,11 @@ class TensorRef:
 
     index: int
     numpy: bool = False
+
+
+def tensor_wire(number: int, numpy: bool) -> msgpack.ExtType:
+    """What stands for a tensor in the bytes of a value."""
+    return msgpack.ExtType(TENSOR, msgpack.packb([number, numpy]))
 
 
 def join_path(path: tuple[Any, ...]) -> str:
@@ -132,17 +139,20 @@ def encode(
     component: str = "",
     renumber: Callable[[], Sequence[int]] | None = None,
     large: Leaf | None = None,
+    many: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None] | None = None,
 ) -> bytes:
     """Bytes of `value`. `leaf(path, x)` is asked first about every x that is not plain; None means
     "not mine".
 
     large: asked about every str and bytes of LARGE_BYTES or more that is neither a key nor in a
     set; what it gives is the tensor of its bytes (of a text in UTF-8), or None to leave it out.
+    many: asked about every dict with text keys and values that are not plain; what it gives stands
+    for the dict: by key, what `leaf` would have given, or `tensor_wire` of it.
     renumber: called when all leaves were met; says for each number that `leaf` gave which one the
     bytes are to have. Raises UnsupportedValue, naming component, path and type, for what cannot be
     stored.
     """
-    encoder = _Encoder(leaf, component, large)
+    encoder = _Encoder(leaf, component, large, many)
     wire = encoder.wire(value, (), 0)
     return encoder.packed(wire, None if renumber is None else renumber())
 
@@ -222,10 +232,14 @@ class _Encoder:
     """Two steps: a walk that makes of a value what msgpack knows, and packing it at once. What
     msgpack packs as it is stays what it is; nobody else has a turn between the two steps."""
 
-    def __init__(self, leaf: Leaf | None, component: str, large: Leaf | None = None) -> None:
-        self.leaf = leaf
-        self.component = component
-        self.large = large
+    def __init__(
+        self,
+        leaf: Leaf | None,
+        component: str,
+        large: Leaf | None = None,
+        many: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None] | None = None,
+    ) -> None:
+        self.leaf, self.component, self.large, self.many = leaf, component, large, many
         # For what is packed at once, having no tensors in it whose numbers are yet to be known.
         self.packer = msgpack.Packer(use_bin_type=True, unicode_errors="surrogatepass")
 
@@ -241,7 +255,7 @@ class _Encoder:
         def default(item: Any) -> msgpack.ExtType:
             if type(item) is TensorRef:
                 number = item.index if numbers is None else numbers[item.index]
-                return msgpack.ExtType(TENSOR, msgpack.packb([number, item.numpy]))
+                return tensor_wire(number, item.numpy)
             if item.is_set:
                 # In the order of their bytes: equal sets give equal files whatever the hash seed.
                 return msgpack.ExtType(
@@ -329,6 +343,12 @@ class _Encoder:
         if _TEXT.issuperset(map(type, value)):
             if _ready(value.values()):
                 return value
+            if (
+                self.many is not None
+                and depth < MAX_DEPTH
+                and (wire := self.many(path, value)) is not None
+            ):
+                return wire
             return {
                 key: item
                 if type(item) in _OF_ONE_SIZE

@@ -18,7 +18,7 @@ from ..ranks.communicator import Communicator
 from ..replicas.shard_table import ShardTable
 from ..state.layout import LocalShard, TensorBytes, torch_dtype
 from ..state.streams import synchronize
-from ..state.tree import StateSnapshot, TensorLeaf
+from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
 from .agreement import leads
 
 __all__ = ["on_node", "part_of", "pass_on"]
@@ -155,8 +155,8 @@ def _made(
     for name, stored_name, dtype, shape, _, alias in rows:
         tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
         size = tuple(shape)
-        part = LocalShard(tensor, size, ((0,) * len(size), size), None)
-        tensors.append(TensorLeaf(name, stored_name, part, dtype, alias, None))
+        shard = LocalShard(tensor, size, ((0,) * len(size), size), None)
+        tensors.append(TensorLeaf(LeafSpec.of(name, shard, stored_name, alias), tensor))
     return StateSnapshot(key, tree, tensors, versions)
 
 

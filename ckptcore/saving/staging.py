@@ -19,7 +19,7 @@ import torch
 
 from ..replicas.compare import compared_digest, take_fingerprints
 from ..state.component import StateComponent
-from ..state.layout import LocalShard, words
+from ..state.layout import words
 from ..state.tree import StateSnapshot, TensorLeaf
 from ..storage.workers import Workers
 from .commit import Share
@@ -148,14 +148,11 @@ def stage(
 def _give(room: Room, t: TensorLeaf, at: int, source: torch.Tensor) -> torch.Tensor:
     """The tensor's place, as words, from byte `at` on; from now on it stands for the tensor."""
     place = room.like(source, at)
-    part = t.part
     # Words are as good as items, but where they have a dimension more.
     mine = (
-        place
-        if source.shape == part.tensor.shape
-        else place.view(part.tensor.dtype).view(part.tensor.shape)
+        place if source.shape == t.tensor.shape else place.view(t.tensor.dtype).view(t.tensor.shape)
     )
-    t.part, t.live = LocalShard(mine, part.shape, part.box, part.layout), None
+    t.tensor, t.live = mine, None
     return place
 
 
@@ -222,7 +219,7 @@ def _settle(state: StateSnapshot, wanted: set[int]) -> None:
             tensor = target.tensor
         else:
             tensor = torch.empty(t.shape, dtype=t.tensor.dtype, device="meta")
-        t.part = LocalShard(tensor, t.part.shape, t.part.box, t.part.layout)
+        t.tensor = tensor
 
 
 def _new_memory(size: int, large_pages: bool) -> torch.Tensor:

@@ -8,6 +8,7 @@ import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -29,7 +30,9 @@ __all__ = [
     "TensorSource",
     "copy_into",
     "dtype_name",
+    "forms_of",
     "is_dtensor",
+    "is_dtensor_class",
     "local_shard",
     "memory_span",
     "overlaps_itself",
@@ -201,12 +204,51 @@ def _dtensor_shard(leaf: Any) -> LocalShard:
 
 def is_dtensor(leaf: Any) -> bool:
     """Without importing torch's distributed tensors when nobody has made one."""
-    kind = type(leaf)
+    kind: Any = type(leaf)
+    return is_dtensor_class(kind)
+
+
+@lru_cache(maxsize=256)
+def is_dtensor_class(kind: type) -> bool:
+    """The same of what is of type `kind`."""
     if kind in _ORDINARY or not any(cls.__name__ == "DTensor" for cls in kind.__mro__):
         return False
     from torch.distributed.tensor import DTensor
 
-    return isinstance(leaf, DTensor)
+    return issubclass(kind, DTensor)
+
+
+_FORM = operator.attrgetter("dtype", "shape", "device", "layout", "is_nested")
+
+
+def forms_of(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+    """Of each leaf what must stay the same for it to be described as before, and its memory on this
+    rank. Equal to nothing: the forms of leaves of types that are not known.
+
+    Quick: it is asked for thousands of tensors at every save. Raises RuntimeError for what has no
+    shape.
+    """
+    if _ORDINARY.issuperset(map(type, leaves)):
+        return [*map(_FORM, leaves)], leaves
+    forms: list[Any] = []
+    memory: list[torch.Tensor] = []
+    for leaf in leaves:
+        form: Any = object()
+        kind: Any = type(leaf)
+        local = leaf
+        if kind in _ORDINARY:
+            form = _FORM(leaf)
+        elif kind is Shard:
+            local = leaf.tensor
+            if type(local) in _ORDINARY:
+                form = leaf.global_shape, leaf.offset, _FORM(local)
+        elif is_dtensor_class(kind):
+            local = leaf.to_local()
+            if type(local) in _ORDINARY:
+                form = _facts_of(leaf.device_mesh), leaf.placements, leaf.shape, _FORM(local)
+        forms.append(form)
+        memory.append(local)
+    return forms, memory
 
 
 class _MeshFacts(NamedTuple):

@@ -6,7 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +15,14 @@ import torch
 from ..errors import InvalidState, UnsupportedValue
 from ..format.codecs import Opaque, keyed, register_codec
 from ..format.digest import content_hash
+from ..format.layout import Box, MeshLayout
 from ..format.manifest import SIZE_LIMIT
-from ..format.values import Numbered, TensorRef, encode, join_path, largest_part
+from ..format.values import Numbered, TensorRef, encode, join_path, largest_part, tensor_wire
 from .layout import (
     LocalShard,
     Shard,
     dtype_name,
+    forms_of,
     is_dtensor,
     local_shard,
     same_view_key,
@@ -31,6 +34,8 @@ __all__ = [
     "StateSnapshot",
     "TensorLeaf",
     "Differences",
+    "LeafSpec",
+    "Structure",
     "capture",
     "check_values_fit",
     "differences",
@@ -79,32 +84,113 @@ def _dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-@dataclass(slots=True)
-class TensorLeaf:
-    """A tensor leaf. `live` is the leaf itself, `part` what this rank holds of it; alias_of: number
-    of the leaf that is the same view of the same memory; stored_name: what the tensor file calls
-    it; digest: what replicas are compared by, where it was taken before the memory may change."""
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """What stays of a tensor leaf from save to save.
+
+    stored_name: what the tensor file calls it. shape: of the memory on this rank. global_shape,
+    box, layout: as in LocalShard. alias_of: the number of the leaf that is the same view of the
+    same memory.
+    """
 
     name: str
     stored_name: str
-    part: LocalShard
     dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    global_shape: tuple[int, ...]
+    box: Box | None
+    layout: MeshLayout | Literal["box"] | None
     alias_of: int | None
-    live: Any
-    digest: bytes | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, shard: LocalShard, stored_name: str | None = None, alias: int | None = None
+    ) -> LeafSpec:
+        tensor = shard.tensor
+        return cls(
+            name,
+            stored_name or name,
+            dtype_name(tensor.dtype) or "",
+            tuple(tensor.shape),
+            tensor.nbytes,
+            shard.shape,
+            shard.box,
+            shard.layout,
+            alias,
+        )
+
+
+class TensorLeaf:
+    """A tensor leaf. tensor: the memory on this rank; live: the leaf itself; digest: what replicas
+    are compared by, where it was taken before the memory may change."""
+
+    __slots__ = ("digest", "live", "spec", "tensor")
+
+    def __init__(
+        self, spec: LeafSpec, tensor: torch.Tensor, live: Any = None, digest: bytes | None = None
+    ) -> None:
+        self.spec, self.tensor, self.live, self.digest = spec, tensor, live, digest
 
     @property
-    def tensor(self) -> torch.Tensor:
-        """The memory on this rank."""
-        return self.part.tensor
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def stored_name(self) -> str:
+        return self.spec.stored_name
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.part.tensor.shape)
+        return self.spec.shape
 
     @property
     def nbytes(self) -> int:
-        return self.part.tensor.nbytes
+        return self.spec.nbytes
+
+    @property
+    def alias_of(self) -> int | None:
+        return self.spec.alias_of
+
+    @property
+    def part(self) -> LocalShard:
+        """What this rank holds of the logical tensor."""
+        spec = self.spec
+        return LocalShard(self.tensor, spec.global_shape, spec.box, spec.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A dict of nothing but tensors, as the walk met it: its name, its keys, and what stands for
+    the tensors in the encoded tree."""
+
+    name: str
+    keys: list[str]
+    wire: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """What stays of a component's state while its names, dtypes, shapes, layouts and aliases do:
+    the same object from save to save. leaves: in order of their names.
+
+    The rest is by the order of the walk, and serves to know the structure again. forms: what must
+    be the same of each tensor; names: with whether it was a numpy array; refs: what stands for it
+    in the tree; nodes: by the number of their first tensor.
+    """
+
+    leaves: list[LeafSpec]
+    order: list[int]
+    sharded: bool
+    flat: bool
+    forms: list[Any]
+    names: list[tuple[str, bool]]
+    refs: list[Any]
+    nodes: dict[int, _Node]
 
 
 @dataclass(slots=True)
@@ -113,14 +199,108 @@ class StateSnapshot:
     `tensors`.
 
     versions: encoded, what torch says of modules beside their state (see `module_versions`); None
-    without modules."""
+    without modules. structure: None where nobody is going to know it again."""
 
     key: str
     tree: bytes
     tensors: list[TensorLeaf]
     versions: bytes | None = None
+    structure: Structure | None = None
 
 
+class _Changed(Exception):
+    """A state does not have the structure that it had."""
+
+
+class _Walk:
+    """The tensors of a state in the order in which the encoder meets them. last: the structure that
+    it may have; _Changed is raised where it does not."""
+
+    def __init__(
+        self, metadata: Mapping[str, Any] | None, live_only: bool, last: Structure | None = None
+    ) -> None:
+        self.live_only, self.last = live_only, last
+        self.versions = {} if metadata is None else {"": _other_than_default(metadata)}
+        self.values: list[Any] = []  # also those that a codec made, so that nothing gets their ids
+        self.tensors: list[Any] = []
+        self.names: list[tuple[str, bool]] = []
+        self.flat: list[str] | None = []  # the keys, where all tensors lie at the top of a dict
+        self.keys: dict[int, tuple[str, list[str]]] = {}
+        self.digests: dict[int, bytes] = {}
+        self.same: dict[int, int] = {}
+        self.order: list[int] = []
+
+    def leaf(self, path: tuple[Any, ...], value: Any) -> Any:
+        if type(value) is OrderedDict and isinstance(
+            facts := getattr(value, "_metadata", None), Mapping
+        ):
+            self.versions[join_path(path)] = _other_than_default(facts)
+            return None
+        array = _array_as_tensor(value) if isinstance(value, np.ndarray) else None
+        tensor = value if array is None else array
+        return self.add(path, value, tensor) if isinstance(tensor, _TENSORS) else None
+
+    def large(self, path: tuple[Any, ...], value: str | bytes) -> Any:
+        if self.live_only:
+            return None
+        number = len(self.values)
+        first = self.same.setdefault(id(value), number)
+        if first != number:
+            return self.add(path, value, self.tensors[first])
+        data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
+        # Plain values are compared in full, whatever the level.
+        self.digests[number] = content_hash(data)
+        return self.add(path, value, torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+
+    def add(self, path: tuple[Any, ...], value: Any, tensor: Any) -> Any:
+        number = len(self.values)
+        name = join_path(path) if path else "value", tensor is not value
+        if self.flat is not None and len(path) == 1 and isinstance(path[0], str):
+            self.flat.append(path[0])
+        else:
+            self.flat = None
+        self.values.append(value)
+        self.tensors.append(tensor)
+        if self.last is None:
+            self.names.append(name)
+            return TensorRef(number, name[1])
+        if number >= len(self.last.names) or self.last.names[number] != name:
+            raise _Changed
+        return self.last.refs[number]
+
+    def many(self, path: tuple[Any, ...], items: dict[str, Any]) -> dict[str, Any] | None:
+        """All of a dict at once, where it has nothing but tensors."""
+        if not all(issubclass(kind, _TENSORS) for kind in set(map(type, items.values()))):
+            return None
+        number, name = len(self.values), join_path(path)
+        self.flat = None if self.flat is None or path else [*self.flat, *items]
+        self.values += items.values()
+        self.tensors += items.values()
+        if self.last is not None:
+            node = self.last.nodes.get(number)
+            if node is None or node.name != name or node.keys != list(items):
+                raise _Changed
+            return node.wire
+        self.keys[number] = name, list(items)
+        self.names += [(join_path((*path, key)), False) for key in items]
+        return {key: TensorRef(at) for at, key in enumerate(items, number)}
+
+    def renumber(self) -> list[int]:
+        # By name, not by where a dict happens to have them: replicas that were built in another
+        # order agree.
+        self.order = sorted(range(len(self.names)), key=lambda n: (self.names[n][0], n))
+        numbers = [0] * len(self.order)
+        for now, was in enumerate(self.order):
+            numbers[was] = now
+        return numbers
+
+    def live(self, number: int) -> Any:
+        """The leaf itself: of an array that cannot be read into, its copy."""
+        value, tensor = self.values[number], self.tensors[number]
+        return value if tensor is value else tensor.numpy()
+
+
+@torch.no_grad()  # a DTensor gives its own memory then, and not a view with a history
 def capture(
     key: str,
     state: Any,
@@ -128,110 +308,151 @@ def capture(
     sharded: bool = False,
     metadata: Mapping[str, Any] | None = None,
     live_only: bool = False,
+    last: Structure | None = None,
 ) -> StateSnapshot:
     """Take `state` apart. Tensors are referenced, not copied; large texts and bytes become tensors.
+
     sharded: slices (DTensor, Shard) are allowed. metadata: the `_metadata` of a module's state.
     live_only: what matters is which tensors there are to load into; large values are left out.
+    last: the structure that the state probably has, because it had it at the save before.
 
     Raises UnsupportedValue, with component, key and type, for what cannot be stored and for plain
     values that are more than an index holds, InvalidState for slices that are not expected or not
     complete.
     """
-    tensors: list[TensorLeaf] = []
-    paths: list[tuple[Any, ...]] = []
-    seen: dict[tuple[Any, ...], int] = {}
-    same: dict[int, int] = {}
-    kept: list[Any] = []  # what a codec made, so that nothing else gets its id
-    versions = {} if metadata is None else {"": _other_than_default(metadata)}
-
-    def leaf(path: tuple[Any, ...], value: Any) -> TensorRef | None:
-        if type(value) is OrderedDict and isinstance(
-            facts := getattr(value, "_metadata", None), Mapping
-        ):
-            versions[join_path(path)] = _other_than_default(facts)
-            return None
-        array = _array_as_tensor(value) if isinstance(value, np.ndarray) else None
-        tensor = value if array is None else array
-        if not isinstance(tensor, _TENSORS):
-            return None
-        return add(path, value, tensor, array)
-
-    def large(path: tuple[Any, ...], value: str | bytes) -> TensorRef | None:
-        if live_only:
-            return None
-        if id(value) in same:
-            array = tensors[same[id(value)]].tensor
-            return add(path, value, array, array)
-        data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
-        array = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-        ref = add(path, value, array, array)
-        tensors[-1].digest = content_hash(
-            data
-        )  # plain values are compared in full, whatever the level
-        return ref
-
-    def add(
-        path: tuple[Any, ...], value: Any, tensor: Any, array: torch.Tensor | None
-    ) -> TensorRef:
-        kept.append(value)
-        name = join_path(path) if path else "value"
-        part = _shard_of(tensor, value, key, name, sharded, live_only)
-        # A leaf seen before is an alias even where its part here is empty, so that all ranks see
-        # the same aliases.
-        number = len(tensors)
-        first = same.setdefault(id(value), number)
-        if (
-            first == number
-            and part.layout != "box"
-            and (view := same_view_key(part.tensor)) is not None
-        ):
-            first = seen.setdefault((view, part.shape, part.box), number)
-        live = array.numpy() if array is not None else value
-        alias = None if first == number else first
-        tensors.append(
-            TensorLeaf(name, name, part, dtype_name(part.tensor.dtype) or "", alias, live)
-        )
-        paths.append(path)
-        return TensorRef(number, array is not None)
-
-    order: list[int] = []
-
-    def renumber() -> list[int]:
-        # By name, not by where a dict happens to have them: replicas that were built in another
-        # order agree.
-        order.extend(sorted(range(len(tensors)), key=lambda n: (tensors[n].name, n)))
-        place = [0] * len(order)
-        for now, was in enumerate(order):
-            place[was] = now
-        for captured in tensors:
-            captured.alias_of = None if captured.alias_of is None else place[captured.alias_of]
-        return place
-
-    tree = encode(state, leaf, component=key, renumber=renumber, large=large)
+    if last is not None and last.sharded == sharded and not live_only:
+        # What fails there is found out again, and told, below.
+        with suppress(_Changed, RuntimeError):
+            return _captured_again(key, state, metadata, last)
+    walk = _Walk(metadata, live_only)
+    tree = encode(
+        state, walk.leaf, component=key, renumber=walk.renumber, large=walk.large, many=walk.many
+    )
     if not live_only:
         check_values_fit(key, tree, len(tree))
-    tensors, paths = [tensors[n] for n in order], [paths[n] for n in order]
-    if all(len(path) == 1 and isinstance(path[0], str) for path in paths):
-        # A flat state dict: files have the very names that stock readers look for.
-        for captured, path in zip(tensors, paths, strict=True):
-            captured.stored_name = path[0].encode("utf-8", "backslashreplace").decode()
-    names: set[str] = set()
-    stored = {captured.stored_name for captured in tensors}
-    for captured in tensors:
-        if (
-            captured.stored_name == "__metadata__"
-        ):  # the one name that a safetensors file cannot hold
-            while captured.stored_name in stored:
-                captured.stored_name += "~2"
-        if captured.name in names:
+    shards = [
+        _shard_of(tensor, value, key, name, sharded, live_only)
+        for tensor, value, (name, _) in zip(walk.tensors, walk.values, walk.names, strict=True)
+    ]
+    structure = _structure(key, walk, shards, sharded)
+    tensors = [
+        TensorLeaf(spec, shards[at].tensor, walk.live(at), walk.digests.get(at))
+        for spec, at in zip(structure.leaves, structure.order, strict=True)
+    ]
+    return StateSnapshot(key, tree, tensors, _encoded(walk.versions), structure)
+
+
+def _captured_again(
+    key: str, state: Any, metadata: Mapping[str, Any] | None, last: Structure
+) -> StateSnapshot:
+    """The same of a state that has the structure `last`. Raises _Changed where it has another."""
+    walk = _Walk(metadata, False, last)
+    tree = encode(state, walk.leaf, component=key, large=walk.large, many=walk.many)
+    forms, memory = forms_of(walk.tensors)
+    if (
+        (walk.flat is None) == last.flat
+        or forms != last.forms
+        or not _same_aliases(walk, memory, last)
+    ):
+        raise _Changed
+    check_values_fit(key, tree, len(tree))
+    values, digests, leaves = walk.values, walk.digests, zip(last.leaves, last.order, strict=True)
+    tensors = [TensorLeaf(spec, memory[at], values[at], digests.get(at)) for spec, at in leaves]
+    return StateSnapshot(key, tree, tensors, _encoded(walk.versions), last)
+
+
+def _same_aliases(walk: _Walk, memory: list[torch.Tensor], last: Structure) -> bool:
+    """Whether just those leaves are the same view of the same memory that are so in `last`, whose
+    forms these have."""
+    values = walk.values
+    own, viewed = [], []
+    for spec, at in zip(last.leaves, last.order, strict=True):
+        if spec.alias_of is None:
+            own.append(id(values[at]))
+            if spec.nbytes and spec.layout != "box":
+                viewed.append(memory[at])
+        else:
+            first = last.order[spec.alias_of]
+            view = same_view_key(memory[at]) if spec.layout != "box" else None
+            if values[at] is not values[first] and (
+                view is None or view != same_view_key(memory[first])
+            ):
+                return False
+    # Nearly always no two tensors begin at one address.
+    return len({*own}) == len(own) and (
+        len({*map(torch.Tensor.data_ptr, viewed)}) == len(viewed)
+        or len({*map(same_view_key, viewed)}) == len(viewed)
+    )
+
+
+def _structure(key: str, walk: _Walk, shards: list[LocalShard], sharded: bool) -> Structure:
+    """The structure of a state that was taken apart. Raises InvalidState for two tensors of one
+    name."""
+    numbers = [0] * len(shards)
+    for now, was in enumerate(walk.order):
+        numbers[was] = now
+    aliases = _aliases(walk, shards)
+    ordered = [walk.names[at][0] for at in walk.order]
+    for name, following in pairwise(ordered):
+        if name == following:
             raise InvalidState(
-                f"component {key!r}: two tensors are named {captured.name!r}; rename one of the "
-                "keys",
+                f"component {key!r}: two tensors are named {name!r}; rename one of the keys",
                 component=key,
-                key=captured.name,
+                key=name,
             )
-        names.add(captured.name)
-    return StateSnapshot(key, tree, tensors, encode(versions) if versions else None)
+    stored = _stored_names(ordered, walk)
+    leaves = []
+    for name, stored_name, at in zip(ordered, stored, walk.order, strict=True):
+        first = aliases[at]
+        leaves.append(
+            LeafSpec.of(name, shards[at], stored_name, None if first is None else numbers[first])
+        )
+    refs = [tensor_wire(numbers[at], numpy) for at, (_, numpy) in enumerate(walk.names)]
+    nodes = {
+        at: _Node(name, keys, dict(zip(keys, refs[at:], strict=False)))
+        for at, (name, keys) in walk.keys.items()
+    }
+    forms = [] if walk.live_only else forms_of(walk.tensors)[0]
+    flat = walk.flat is not None
+    return Structure(leaves, walk.order, sharded, flat, forms, walk.names, refs, nodes)
+
+
+def _aliases(walk: _Walk, shards: list[LocalShard]) -> list[int | None]:
+    """For each leaf the first one that is the same view of the same memory."""
+    found: list[int | None] = []
+    by_id: dict[int, int] = {}
+    by_view: dict[Any, int] = {}
+    for number, (value, shard) in enumerate(zip(walk.values, shards, strict=True)):
+        # A leaf seen before is an alias even where its part here is empty, so that all ranks see
+        # the same aliases.
+        first = by_id.setdefault(id(value), number)
+        if (
+            first == number
+            and shard.layout != "box"
+            and (view := same_view_key(shard.tensor)) is not None
+        ):
+            first = by_view.setdefault((view, shard.shape, shard.box), number)
+        found.append(None if first == number else first)
+    return found
+
+
+def _stored_names(ordered: list[str], walk: _Walk) -> list[str]:
+    """What tensor files call the leaves."""
+    stored = ordered
+    if walk.flat is not None:
+        # A flat state dict: files have the very names that stock readers look for.
+        stored = [walk.flat[at].encode("utf-8", "backslashreplace").decode() for at in walk.order]
+    taken = set(stored)
+    if "__metadata__" in taken:  # the one name that a safetensors file cannot hold
+        free = "__metadata__"
+        while free in taken:
+            free += "~2"
+        stored = [free if name == "__metadata__" else name for name in stored]
+    return stored
+
+
+def _encoded(versions: dict[str, Any]) -> bytes | None:
+    return encode(versions) if versions else None
 
 
 def _other_than_default(metadata: Mapping[str, Any]) -> dict[str, Any]:

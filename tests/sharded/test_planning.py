@@ -16,7 +16,7 @@ from ckptcore.format.layout import Mesh, MeshLayout, WholeLayout, volume
 from ckptcore.format.tensorfile import tensor_nbytes
 from ckptcore.replicas.shard_table import Description, ShardTable, describe, table_of
 from ckptcore.state.layout import LocalShard
-from ckptcore.state.tree import StateSnapshot, TensorLeaf, capture
+from ckptcore.state.tree import LeafSpec, StateSnapshot, TensorLeaf, capture
 from ckptcore.testing.ranks import run_ranks
 
 RANKS = 4096
@@ -30,7 +30,7 @@ def described(
     rows = []
     for name, (shape, layout) in tensors.items():
         part = LocalShard(EMPTY, shape, ((0,) * len(shape), shape), layout)
-        rows.append(TensorLeaf(name, name, part, "F32", None, EMPTY))
+        rows.append(TensorLeaf(LeafSpec.of(name, part), EMPTY))
     tree = capture("m", dict.fromkeys(tensors, EMPTY) | {"step": step}).tree
     # Every name refers to its own tensor, though all of them are the same empty one here.
     return describe(StateSnapshot("m", tree, rows))
