@@ -14,8 +14,7 @@ import pathlib
 import struct
 import zoneinfo
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -47,6 +46,7 @@ __all__ = [
     "join_path",
     "largest_part",
     "tensor_wire",
+    "tensors_wire",
 ]
 
 # Extension codes of format version 1. Never reuse a number.
@@ -65,9 +65,6 @@ __all__ = [
     TENSOR,
 ) = range(1, 13)
 
-# A TensorRef, or what stands for it in the bytes; None where it is no tensor.
-Leaf = Callable[[tuple[Any, ...], Any], Any]
-
 LARGE_BYTES = 64 << 10  # from this length on texts and bytes need not lie in the index
 
 
@@ -80,9 +77,24 @@ class TensorRef:
     numpy: bool = False
 
 
-def tensor_wire(number: int, numpy: bool) -> msgpack.ExtType:
+# A TensorRef, or what stands for it in the bytes; None where it is no tensor.
+Leaf = Callable[[tuple[Any, ...], Any], TensorRef | bytes | None]
+# The same of all values of a dict, or what stands for the dict.
+Many = Callable[[tuple[Any, ...], dict[str, Any]], list[TensorRef] | bytes | None]
+
+
+def tensor_wire(number: int, numpy: bool) -> bytes:
     """What stands for a tensor in the bytes of a value."""
-    return msgpack.ExtType(TENSOR, msgpack.packb([number, numpy]))
+    return _extension(TENSOR, msgpack.packb([number, numpy]))
+
+
+def tensors_wire(keys: Sequence[str], refs: Sequence[bytes]) -> bytes:
+    """What stands for a dict of nothing but tensors."""
+    packer = msgpack.Packer(use_bin_type=True, unicode_errors="surrogatepass")
+    header = packer.pack_map_header(len(keys))
+    return b"".join(
+        [header, *(p for k, r in zip(keys, refs, strict=True) for p in (packer.pack(k), r))]
+    )
 
 
 def join_path(path: tuple[Any, ...]) -> str:
@@ -139,22 +151,22 @@ def encode(
     component: str = "",
     renumber: Callable[[], Sequence[int]] | None = None,
     large: Leaf | None = None,
-    many: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None] | None = None,
+    many: Many | None = None,
 ) -> bytes:
     """Bytes of `value`. `leaf(path, x)` is asked first about every x that is not plain; None means
     "not mine".
 
     large: asked about every str and bytes of LARGE_BYTES or more that is neither a key nor in a
     set; what it gives is the tensor of its bytes (of a text in UTF-8), or None to leave it out.
-    many: asked about every dict with text keys and values that are not plain; what it gives stands
-    for the dict: by key, what `leaf` would have given, or `tensor_wire` of it.
+    many: asked first about every dict with text keys that has other than plain values in it: gives
+    what `leaf` would have given of all of them, or the bytes that stand for the whole dict.
     renumber: called when all leaves were met; says for each number that `leaf` gave which one the
     bytes are to have. Raises UnsupportedValue, naming component, path and type, for what cannot be
     stored.
     """
     encoder = _Encoder(leaf, component, large, many)
-    wire = encoder.wire(value, (), 0)
-    return encoder.packed(wire, None if renumber is None else renumber())
+    encoder.add(value, (), 0)
+    return encoder.packed(None if renumber is None else renumber())
 
 
 def decode(
@@ -180,31 +192,60 @@ def decode(
 
 
 _INT64 = range(-(2**63), 2**64)
-_PLAIN = frozenset({type(None), bool, float, bytes, str})
-_PLAIN_OR_INT = _PLAIN | {int}
-_OF_ONE_SIZE = _PLAIN - {bytes, str}
+_PLAIN = frozenset({type(None), bool, float, bytes, str, int})
+_PACKED_AS_THEY_ARE = _PLAIN | {list, dict}
 _TEXT = frozenset({str})
 _TEXT_OR_BYTES = frozenset({str, bytes})
 
 
-def _ready(items: Collection[Any]) -> bool:
-    """Whether msgpack packs all of `items` as they are, and none is large. Without a step of Python
-    for each: there may be millions."""
-    kinds = set(map(type, items))
-    if not kinds <= _PLAIN_OR_INT:
-        return False
-    if not kinds.isdisjoint(_TEXT_OR_BYTES):
-        texts = (
-            items
-            if kinds <= _TEXT_OR_BYTES
-            else [item for item in items if type(item) in _TEXT_OR_BYTES]
-        )
-        if max(map(len, texts)) >= LARGE_BYTES:
-            return False
-    if int not in kinds:
+def _small(items: Collection[Any], kinds: set[type]) -> bool:
+    """Whether no text or bytes among `items`, which are of these `kinds`, are large."""
+    if kinds.isdisjoint(_TEXT_OR_BYTES):
         return True
-    numbers = items if len(kinds) == 1 else [item for item in items if type(item) is int]
-    return min(numbers) in _INT64 and max(numbers) in _INT64
+    texts = items
+    if not kinds <= _TEXT_OR_BYTES:
+        texts = [item for item in items if type(item) in _TEXT_OR_BYTES]
+    return max(map(len, texts)) < LARGE_BYTES
+
+
+def _plain(items: Collection[Any]) -> bool:
+    """Whether msgpack packs all of `items` as they are, and none is large. Large ints apart, which
+    it says itself."""
+    kinds = set(map(type, items))
+    return kinds <= _PLAIN and _small(items, kinds)
+
+
+def _as_they_are(items: Collection[Any], depth: int) -> bool:
+    """The same at every depth of lists and dicts with text keys; `depth` is that of the items.
+    Level by level, without a step of Python for each value: there may be millions."""
+    level: Collection[Any] = items
+    above: set[int] = set()
+    for _ in range(depth, MAX_DEPTH + 2):
+        kinds = set(map(type, level))
+        if not kinds <= _PACKED_AS_THEY_ARE or not _small(level, kinds):
+            return False
+        lists = {id(x): x for x in level if type(x) is list} if list in kinds else {}
+        dicts = {id(x): x for x in level if type(x) is dict} if dict in kinds else {}
+        if not lists and not dicts:
+            return True
+        if not above.isdisjoint(lists) or not above.isdisjoint(dicts):
+            return False  # it may contain itself, and have no end
+        if not _TEXT.issuperset(map(type, chain.from_iterable(dicts.values()))):
+            return False
+        above.update(lists, dicts)
+        level = [
+            *chain.from_iterable(lists.values()),
+            *chain.from_iterable(map(dict.values, dicts.values())),
+        ]
+    return False  # nested too deep, which is told where that is
+
+
+def _extension(code: int, data: bytes) -> bytes:
+    """Quicker than msgpack.ExtType, and the same."""
+    length = len(data)
+    if length < 256 and length not in _FIXED:
+        return b"\xc7%c%c%b" % (length, code, data)
+    return bytes(msgpack.packb(msgpack.ExtType(code, data)))
 
 
 _PATHS = {
@@ -220,27 +261,27 @@ _PATHS = {
 
 @dataclass(slots=True)
 class _Extension:
-    """An extension whose payload is `wire`, to be packed when it is known how tensors are
-    numbered."""
+    """An extension that holds tensors: its bytes wait until it is known how these are numbered.
+    parts: of the payload; of a set, those of each item."""
 
     code: int
-    wire: Any
+    parts: list[Any]
     is_set: bool = False
 
 
+_BYTES = frozenset({bytes})
+_FIXED = frozenset({1, 2, 4, 8, 16})  # lengths for which msgpack has extensions of their own
+
+
 class _Encoder:
-    """Two steps: a walk that makes of a value what msgpack knows, and packing it at once. What
-    msgpack packs as it is stays what it is; nobody else has a turn between the two steps."""
+    """One walk, in which all is packed at once but for tensors, whose numbers may not be known yet:
+    `out` has bytes, a TensorRef for each of these, and an _Extension for what holds one."""
 
     def __init__(
-        self,
-        leaf: Leaf | None,
-        component: str,
-        large: Leaf | None = None,
-        many: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None] | None = None,
+        self, leaf: Leaf | None, component: str, large: Leaf | None = None, many: Many | None = None
     ) -> None:
         self.leaf, self.component, self.large, self.many = leaf, component, large, many
-        # For what is packed at once, having no tensors in it whose numbers are yet to be known.
+        self.out: list[Any] = []
         self.packer = msgpack.Packer(use_bin_type=True, unicode_errors="surrogatepass")
 
     def refuse(self, path: tuple[Any, ...], value: Any, why: str) -> UnsupportedValue:
@@ -251,155 +292,230 @@ class _Encoder:
             f"{where}: {why}", component=self.component or None, key=key, type_name=kind
         )
 
-    def packed(self, wire: Any, numbers: Sequence[int] | None) -> bytes:
-        def default(item: Any) -> msgpack.ExtType:
-            if type(item) is TensorRef:
-                number = item.index if numbers is None else numbers[item.index]
-                return tensor_wire(number, item.numpy)
-            if item.is_set:
-                # In the order of their bytes: equal sets give equal files whatever the hash seed.
-                return msgpack.ExtType(
-                    item.code, msgpack.packb(sorted(pack(each) for each in item.wire))
-                )
-            return msgpack.ExtType(item.code, pack(item.wire))
+    def packed(self, numbers: Sequence[int] | None) -> bytes:
+        return self.joined(self.out, numbers)
 
-        def pack(wire: Any) -> bytes:
-            return bytes(
-                msgpack.packb(
-                    wire, default=default, use_bin_type=True, unicode_errors="surrogatepass"
-                )
-            )
+    def joined(self, parts: list[Any], numbers: Sequence[int] | None) -> bytes:
+        return b"".join(
+            part if type(part) is bytes else self.finished(part, numbers) for part in parts
+        )
 
+    def finished(self, part: Any, numbers: Sequence[int] | None) -> bytes:
+        if type(part) is TensorRef:
+            return tensor_wire(part.index if numbers is None else numbers[part.index], part.numpy)
+        if part.is_set:
+            # In the order of their bytes: equal sets give equal files whatever the hash seed.
+            items = sorted(self.joined(item, numbers) for item in part.parts)
+            return _extension(part.code, self.packer.pack(items))
+        return _extension(part.code, self.joined(part.parts, numbers))
+
+    def pack(self, value: Any, path: tuple[Any, ...]) -> bytes:
+        """Bytes of what msgpack packs as it is."""
         try:
-            return pack(wire)
-        except (ValueError, OverflowError) as error:
-            raise self.refuse((), wire, f"cannot be stored ({error})") from None
-
-    def wire(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
-        kind = type(value)
-        if kind in _PLAIN:
-            if kind not in _TEXT_OR_BYTES or len(value) < LARGE_BYTES or self.large is None:
-                return value
-            ref = self.large(path, value)
-            return None if ref is None else _Extension(REGISTERED, [kind.__name__, ref])
-        if kind is int:
-            if value in _INT64:
-                return value
-            if depth > MAX_DEPTH:
-                raise self.refuse(path, value, f"nested deeper than {MAX_DEPTH} levels")
-            size = value.bit_length() // 8 + 1
-            return msgpack.ExtType(BIG_INT, value.to_bytes(size, "big", signed=True))
-        if depth > MAX_DEPTH:
-            raise self.refuse(
-                path, value, f"nested deeper than {MAX_DEPTH} levels (or contains itself)"
-            )
-        if kind is list:
-            return self.wire_items(value, path, depth)
-        if kind is dict:
-            return self.wire_dict(value, path, depth)
-        if kind is tuple:
-            if _ready(value):
-                return msgpack.ExtType(TUPLE, self.packed_now(value, path))
-            return _Extension(TUPLE, self.wire_items(value, path, depth))
-        if self.leaf is not None and (ref := self.leaf(path, value)) is not None:
-            return ref
-        return self.wire_other(value, path, depth)
-
-    def packed_now(self, items: Any, path: tuple[Any, ...]) -> bytes:
-        """Bytes of what is ready."""
-        try:
-            return bytes(self.packer.pack(items))
+            return bytes(self.packer.pack(value))
         except (ValueError, OverflowError) as error:
             self.packer.reset()
-            raise self.refuse(path, items, f"cannot be stored ({error})") from None
+            raise self.refuse(path, value, f"cannot be stored ({error})") from None
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """What has to be hashed while tensors are not there yet is not left to them."""
-        large, self.large = self.large, None
+    def closed(self, made: _Extension, parts: list[Any]) -> Any:
+        """An extension with these parts: its bytes already, where there is no tensor in it."""
+        return self.finished(made, None) if _BYTES.issuperset(map(type, parts)) else made
+
+    def add_closed(self, code: int, outer: list[Any]) -> None:
+        """What is in `out` is the payload of an extension, and that belongs into `outer`."""
+        parts, self.out = self.out, outer
+        outer.append(self.closed(_Extension(code, parts), parts))
+
+    def add(self, value: Any, path: tuple[Any, ...], depth: int) -> None:
+        kind = type(value)
+        if kind is int:
+            self.add_int(value, path, depth)
+        elif kind in _PLAIN:
+            self.add_plain(value, path)
+        elif depth > MAX_DEPTH:
+            what = f"nested deeper than {MAX_DEPTH} levels (or contains itself)"
+            raise self.refuse(path, value, what)
+        elif kind is list:
+            self.add_items(value, path, depth)
+        elif kind is dict:
+            self.add_dict(value, path, depth)
+        elif kind is tuple:
+            self.add_tuple(value, path, depth)
+        elif self.leaf is not None and (ref := self.leaf(path, value)) is not None:
+            self.out.append(ref)
+        else:
+            self.add_other(value, path, depth)
+
+    def add_plain(self, value: Any, path: tuple[Any, ...]) -> None:
+        kind = type(value)
+        if kind not in _TEXT_OR_BYTES or len(value) < LARGE_BYTES or self.large is None:
+            self.out.append(self.pack(value, path))
+            return
+        ref = self.large(path, value)
+        if ref is None:
+            self.out.append(self.packer.pack(None))
+            return
+        outer, self.out = self.out, [self.packer.pack_array_header(2)]
+        self.out += (self.packer.pack(kind.__name__), ref)
+        self.add_closed(REGISTERED, outer)
+
+    def add_int(self, value: int, path: tuple[Any, ...], depth: int) -> None:
+        if value in _INT64:
+            self.out.append(self.packer.pack(value))
+        elif depth > MAX_DEPTH:
+            raise self.refuse(path, value, f"nested deeper than {MAX_DEPTH} levels")
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True)
+            self.out.append(_extension(BIG_INT, data))
+
+    def packed_at_once(self, value: Any) -> bytes | None:
+        """Bytes of what is plain; None where there is a large int in it."""
         try:
-            yield
-        finally:
-            self.large = large
+            return bytes(self.packer.pack(value))
+        except OverflowError:
+            self.packer.reset()
+            return None
 
-    def wire_items(self, value: Sequence[Any], path: tuple[Any, ...], depth: int) -> Sequence[Any]:
-        if _ready(value):
-            return value
-        kinds = set(map(type, value))
+    def add_items(self, value: Sequence[Any], path: tuple[Any, ...], depth: int) -> None:
+        """A list, or the payload of a tuple."""
+        if _as_they_are(value, depth + 1) and (data := self.packed_at_once(value)) is not None:
+            self.out.append(data)
+            return
+        self.out.append(self.packer.pack_array_header(len(value)))
+        if {*map(type, value)} == {tuple} and depth < MAX_DEPTH and self.add_tuples(value):
+            return
+        for number, item in enumerate(value):
+            self.add(item, (*path, number), depth + 1)
+
+    def add_tuple(self, value: tuple[Any, ...], path: tuple[Any, ...], depth: int) -> None:
+        if _plain(value) and (data := self.packed_at_once(value)) is not None:
+            self.out.append(_extension(TUPLE, data))
+            return
+        outer, self.out = self.out, []
+        self.add_items(value, path, depth)
+        self.add_closed(TUPLE, outer)
+
+    def add_tuples(self, value: Sequence[Any]) -> bool:
+        """Tuples of plain values, all at once, where that can be done."""
+        if not _plain([*chain.from_iterable(value)]):
+            return False
+        try:
+            self.out += [_extension(TUPLE, data) for data in map(self.packer.pack, value)]
+        except OverflowError:
+            self.packer.reset()
+            return False
+        return True
+
+    def add_dict(self, value: dict[Any, Any], path: tuple[Any, ...], depth: int) -> None:
+        pack = self.packer.pack
+        if not _TEXT.issuperset(map(type, value)):
+            outer, self.out = self.out, []
+            self.add_pairs(value, path, depth)
+            self.add_closed(DICT, outer)
+            return
         if (
-            kinds in ({list}, {tuple})
-            and depth < MAX_DEPTH
-            and _ready(list(chain.from_iterable(value)))
+            _as_they_are(value.values(), depth + 1)
+            and (data := self.packed_at_once(value)) is not None
         ):
-            if list in kinds:
-                return value
-            return [msgpack.ExtType(TUPLE, self.packed_now(item, path)) for item in value]
-        return [
-            item if type(item) in _OF_ONE_SIZE else self.wire(item, (*path, i), depth + 1)
-            for i, item in enumerate(value)
-        ]
+            self.out.append(data)
+            return
+        known = self.many(path, value) if self.many is not None and depth < MAX_DEPTH else None
+        if type(known) is bytes:
+            self.out.append(known)
+            return
+        self.out.append(self.packer.pack_map_header(len(value)))
+        if known is not None:
+            for key, ref in zip(value, known, strict=True):
+                self.out += (pack(key), ref)
+            return
+        for key, item in value.items():
+            self.out.append(pack(key))
+            self.add(item, (*path, key), depth + 1)
 
-    def wire_dict(self, value: dict[Any, Any], path: tuple[Any, ...], depth: int) -> Any:
-        if _TEXT.issuperset(map(type, value)):
-            if _ready(value.values()):
-                return value
-            if (
-                self.many is not None
-                and depth < MAX_DEPTH
-                and (wire := self.many(path, value)) is not None
-            ):
-                return wire
-            return {
-                key: item
-                if type(item) in _OF_ONE_SIZE
-                else self.wire(item, (*path, key), depth + 1)
-                for key, item in value.items()
-            }
-        if _ready(value) and _ready(value.values()):
-            return msgpack.ExtType(DICT, self.packed_now(list(value.items()), path))
+    def add_pairs(self, value: dict[Any, Any], path: tuple[Any, ...], depth: int) -> None:
+        """The payload of a dict with other keys than texts."""
+        if (
+            _plain(value)
+            and _plain(value.values())
+            and (data := self.packed_at_once([*value.items()])) is not None
+        ):
+            self.out.append(data)
+            return
         texts = {key for key in value if type(key) is str}
-        pairs = []
+        self.out.append(self.packer.pack_array_header(len(value)))
+        pair = self.packer.pack_array_header(2)
         for key, item in value.items():
             step = (
                 Numbered(key) if texts and type(key) is not str and _key_text(key) in texts else key
             )
-            with self.whole():
-                name = self.wire(key, (*path, step), depth + 1)
-            pairs.append([name, self.wire(item, (*path, step), depth + 1)])
-        return _Extension(DICT, pairs)
+            self.out.append(pair)
+            self.add_whole(key, (*path, step), depth + 1)
+            self.add(item, (*path, step), depth + 1)
 
-    def wire_other(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
+    def add_whole(self, value: Any, path: tuple[Any, ...], depth: int) -> None:
+        """What has to be hashed while tensors are not there yet is not left to them."""
+        large, self.large = self.large, None
+        self.add(value, path, depth)
+        self.large = large
+
+    def add_set(self, value: Any, path: tuple[Any, ...], depth: int) -> None:
+        code = SET if type(value) is set else FROZENSET
+        if _plain(value):
+            try:
+                # In the order of their bytes, as below.
+                self.add_extension(code, self.packer.pack(sorted(map(self.packer.pack, value))))
+                return
+            except OverflowError:
+                self.packer.reset()
+        outer, items = self.out, list[list[Any]]()
+        for item in value:
+            self.out = []
+            self.add_whole(item, path, depth + 1)
+            items.append(self.out)
+        self.out = outer
+        made = _Extension(code, items, is_set=True)
+        outer.append(self.closed(made, [*chain.from_iterable(items)]))
+
+    def add_other(self, value: Any, path: tuple[Any, ...], depth: int) -> None:
         kind = type(value)
-        if kind in (set, frozenset) and _ready(value):
-            # In the order of their bytes, as below.
-            packed = sorted(self.packed_now(item, path) for item in value)
-            return msgpack.ExtType(SET if kind is set else FROZENSET, self.packed_now(packed, path))
         if kind in (set, frozenset):
-            with self.whole():
-                items = [self.wire(item, path, depth + 1) for item in value]
-            return _Extension(SET if kind is set else FROZENSET, items, is_set=True)
-        if kind is complex:
-            return msgpack.ExtType(COMPLEX, struct.pack(">dd", value.real, value.imag))
-        if kind in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone, zoneinfo.ZoneInfo):
-            return _Extension(TIME, self.wire(self.time_payload(value, path), path, depth + 1))
-        if kind.__name__ in _PATHS and isinstance(value, pathlib.PurePath):
-            return _Extension(PATH, [kind.__name__, str(value)])
-        if is_numpy(value):
+            self.add_set(value, path, depth)
+        elif kind is complex:
+            self.add_extension(COMPLEX, struct.pack(">dd", value.real, value.imag))
+        elif kind in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone, zoneinfo.ZoneInfo):
+            outer, self.out = self.out, []
+            self.add(self.time_payload(value, path), path, depth + 1)
+            self.add_closed(TIME, outer)
+        elif kind.__name__ in _PATHS and isinstance(value, pathlib.PurePath):
+            self.add_extension(PATH, self.pack([kind.__name__, str(value)], path))
+        elif is_numpy(value):
             if why := why_not_storable(value):
                 raise self.refuse(path, value, why)
-            return _Extension(NUMPY_ARRAY if is_array(value) else NUMPY_SCALAR, payload_of(value))
+            code = NUMPY_ARRAY if is_array(value) else NUMPY_SCALAR
+            self.add_extension(code, self.pack(payload_of(value), path))
+        else:
+            self.add_registered(value, path, depth)
+
+    def add_extension(self, code: int, data: bytes) -> None:
+        self.out.append(_extension(code, data))
+
+    def add_registered(self, value: Any, path: tuple[Any, ...], depth: int) -> None:
+        kind = type(value)
         if kind is Opaque:
-            return _Extension(REGISTERED, [value.codec, self.wire(value.payload, path, depth + 1)])
-        codec = codec_of(value)
-        if codec is None:
-            what = (
-                f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
-                f"{hint(value)}"
-            )
-            raise self.refuse(path, value, what)
-        # The payload has the path of the value itself, so that what is in it is found by its own
-        # keys.
-        return _Extension(REGISTERED, [codec.name, self.wire(codec.encode(value), path, depth + 1)])
+            name, payload = value.codec, value.payload
+        else:
+            codec = codec_of(value)
+            if codec is None:
+                what = (
+                    f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
+                    f"{hint(value)}"
+                )
+                raise self.refuse(path, value, what)
+            name, payload = codec.name, codec.encode(value)
+        outer, self.out = self.out, [self.packer.pack_array_header(2), self.pack(name, path)]
+        # It has the path of the value itself, so that what is in it is found by its own keys.
+        self.add(payload, path, depth + 1)
+        self.add_closed(REGISTERED, outer)
 
     def time_payload(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
         if isinstance(value, dt.timedelta):

@@ -17,7 +17,15 @@ from ..format.codecs import Opaque, keyed, register_codec
 from ..format.digest import content_hash
 from ..format.layout import Box, MeshLayout
 from ..format.manifest import SIZE_LIMIT
-from ..format.values import Numbered, TensorRef, encode, join_path, largest_part, tensor_wire
+from ..format.values import (
+    Numbered,
+    TensorRef,
+    encode,
+    join_path,
+    largest_part,
+    tensor_wire,
+    tensors_wire,
+)
 from .layout import (
     LocalShard,
     Shard,
@@ -165,12 +173,12 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A dict of nothing but tensors, as the walk met it: its name, its keys, and what stands for
-    the tensors in the encoded tree."""
+    """A dict of nothing but tensors, as the walk met it: its name, its keys, and what stands for it
+    in the encoded tree."""
 
     name: str
     keys: list[str]
-    wire: dict[str, Any]
+    wire: bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +197,7 @@ class Structure:
     flat: bool
     forms: list[Any]
     names: list[tuple[str, bool]]
-    refs: list[Any]
+    refs: list[bytes]
     nodes: dict[int, _Node]
 
 
@@ -268,7 +276,7 @@ class _Walk:
             raise _Changed
         return self.last.refs[number]
 
-    def many(self, path: tuple[Any, ...], items: dict[str, Any]) -> dict[str, Any] | None:
+    def many(self, path: tuple[Any, ...], items: dict[str, Any]) -> list[TensorRef] | bytes | None:
         """All of a dict at once, where it has nothing but tensors."""
         if not all(issubclass(kind, _TENSORS) for kind in set(map(type, items.values()))):
             return None
@@ -283,7 +291,7 @@ class _Walk:
             return node.wire
         self.keys[number] = name, list(items)
         self.names += [(join_path((*path, key)), False) for key in items]
-        return {key: TensorRef(at) for at, key in enumerate(items, number)}
+        return [TensorRef(at) for at in range(number, number + len(items))]
 
     def renumber(self) -> list[int]:
         # By name, not by where a dict happens to have them: replicas that were built in another
@@ -409,7 +417,7 @@ def _structure(key: str, walk: _Walk, shards: list[LocalShard], sharded: bool) -
         )
     refs = [tensor_wire(numbers[at], numpy) for at, (_, numpy) in enumerate(walk.names)]
     nodes = {
-        at: _Node(name, keys, dict(zip(keys, refs[at:], strict=False)))
+        at: _Node(name, keys, tensors_wire(keys, refs[at : at + len(keys)]))
         for at, (name, keys) in walk.keys.items()
     }
     forms = [] if walk.live_only else forms_of(walk.tensors)[0]

@@ -7,11 +7,13 @@ import pathlib
 import struct
 import subprocess
 import sys
+import time
 import zoneinfo
 from collections import Counter, OrderedDict, deque
 from decimal import Decimal
 from enum import Enum, Flag, IntEnum
 from fractions import Fraction
+from typing import Any
 from uuid import UUID
 
 import numpy as np
@@ -22,7 +24,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptcore import register_codec
-from ckptcore.errors import CheckpointCorrupt
+from ckptcore.errors import CheckpointCorrupt, UnsupportedValue
+from ckptcore.format import values as encoding
 from ckptcore.format.codecs import Opaque
 from ckptcore.format.values import TensorRef, decode, encode, join_path
 
@@ -374,3 +377,24 @@ def test_names_of_text_and_number_keys_differ(parts) -> None:
 )
 def test_names_are_json_pointers(path, name) -> None:
     assert join_path(path) == name
+
+
+@given(values)
+def test_what_is_packed_at_once_has_the_bytes_of_what_is_packed_one_by_one(value: Any) -> None:
+    at_once = encode(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "_as_they_are", lambda *_: False)
+        patch.setattr(encoding, "_plain", lambda *_: False)
+        assert encode(value) == at_once
+
+
+def test_what_contains_itself_is_refused_at_once() -> None:
+    """A look ahead that follows every way through it would take a thousand steps for each step."""
+    endless: list[Any] = []
+    endless += [endless] * 1000
+    endless.append([endless] * 1000)
+    for value in (endless, {"a": endless, "b": {"c": endless}}, ([endless],)):
+        start = time.thread_time()
+        with pytest.raises(UnsupportedValue, match="contains itself"):
+            encode(value)
+        assert time.thread_time() - start < 5
