@@ -14,7 +14,7 @@ import pathlib
 import struct
 import zoneinfo
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -45,7 +45,7 @@ __all__ = [
     "encode",
     "join_path",
     "largest_part",
-    "tensor_wire",
+    "tensor_wires",
     "tensors_wire",
 ]
 
@@ -83,9 +83,9 @@ Leaf = Callable[[tuple[Any, ...], Any], TensorRef | bytes | None]
 Many = Callable[[tuple[Any, ...], dict[str, Any]], list[TensorRef] | bytes | None]
 
 
-def tensor_wire(number: int, numpy: bool) -> bytes:
-    """What stands for a tensor in the bytes of a value."""
-    return _extension(TENSOR, msgpack.packb([number, numpy]))
+def tensor_wires(refs: Iterable[TensorRef]) -> list[bytes]:
+    """What stands for each tensor in the bytes of a value."""
+    return [_extension(TENSOR, msgpack.packb([ref.index, ref.numpy])) for ref in refs]
 
 
 def tensors_wire(keys: Sequence[str], refs: Sequence[bytes]) -> bytes:
@@ -302,7 +302,8 @@ class _Encoder:
 
     def finished(self, part: Any, numbers: Sequence[int] | None) -> bytes:
         if type(part) is TensorRef:
-            return tensor_wire(part.index if numbers is None else numbers[part.index], part.numpy)
+            number = part.index if numbers is None else numbers[part.index]
+            return _extension(TENSOR, self.packer.pack([number, part.numpy]))
         if part.is_set:
             # In the order of their bytes: equal sets give equal files whatever the hash seed.
             items = sorted(self.joined(item, numbers) for item in part.parts)

@@ -560,12 +560,12 @@ def _held(key: str, owner: Any, live: StateSnapshot) -> Iterator[Held]:
     for t in live.tensors:
         order = OTHER
         if isinstance(owner, ModelState):
-            order = OTHER if owner.decides(t.name) and t.part.layout is None else MODULE
+            order = OTHER if owner.decides(t.spec.name) and t.spec.layout is None else MODULE
         elif by_name:
             order = OPTIMIZER
         elif isinstance(owner, PlainState):
             order = PLAIN
-        elif t.part.layout is not None:
+        elif t.spec.layout is not None:
             order = SLICE
         yield Held(key, order, t)
 
@@ -590,7 +590,7 @@ def _same_bytes(
     a: StoredComponent, first: int, b: StoredComponent, second: int, live: TensorLeaf
 ) -> bool:
     """Whether two saved tensors are equal where `live` wants them, by their digests."""
-    box = live.part.box
+    box = live.spec.box
     one, other = a.tensors[first], b.tensors[second]
     if box is None or (one.dtype, one.shape) != (other.dtype, other.shape):
         return box is None
@@ -615,7 +615,7 @@ class _Component:
     ) -> None:
         self.loading, self.entry, self.skip = loading, entry, skip
         self.component, self.stored, self.owner = entry.component, entry.stored, entry.owner
-        self.live = {t.name: t for t in entry.live.tensors}
+        self.live = {t.spec.name: t for t in entry.live.tensors}
         self.live_list = entry.live.tensors
         self.held = held
         self.numbers = {tensor.name: number for number, tensor in enumerate(entry.stored.tensors)}
@@ -643,8 +643,12 @@ class _Component:
                 return self.once(tensor.alias_of)
             if live is not None and other is not None and self.tied(live, other):
                 return self.once(tensor.alias_of)
-        if live is not None and live.alias_of is not None and self.order[live.name] != OTHER:
-            other = self.live_list[live.alias_of]
+        if (
+            live is not None
+            and live.spec.alias_of is not None
+            and self.order[live.spec.name] != OTHER
+        ):
+            other = self.live_list[live.spec.alias_of]
             number_of_other = self.numbers.get(other.name)
             if number_of_other is not None and self.tied(live, other):
                 if _same_bytes(self.stored, number, self.stored, number_of_other, live):
@@ -676,7 +680,7 @@ class _Component:
         return self.leaves[number]
 
     def fitting(self, live: TensorLeaf, tensor: LogicalTensor) -> bool:
-        return live.part.shape == tensor.shape and live.dtype == tensor.dtype
+        return live.spec.global_shape == tensor.shape and live.spec.dtype == tensor.dtype
 
     def destination(self, number: int, tensor: LogicalTensor) -> Any:
         name = f"{self.component.key}/{tensor.name}"
@@ -693,14 +697,14 @@ class _Component:
         fits = self.fitting(live, tensor)
         if self.order[tensor.name] == OTHER:
             # A module's own code may resize; that a dtype changes is for the caller to say.
-            checked = isinstance(self.owner, ModelState) and live.part.shape == tensor.shape
+            checked = isinstance(self.owner, ModelState) and live.spec.global_shape == tensor.shape
             if not fits and checked and not self.castable(name, tensor, live, dtype):
                 return live.live
             return self.as_saved(number, tensor, dtype, live)
         if (
             not fits
             and self.replaceable(tensor, live)
-            and not (self.loading.cast and live.part.shape == tensor.shape)
+            and not (self.loading.cast and live.spec.global_shape == tensor.shape)
         ):
             return self.as_saved(number, tensor, dtype, live)
         if not fits and not self.castable(name, tensor, live, dtype):
@@ -723,7 +727,7 @@ class _Component:
             if place in self.loading.shared.contested:
                 self.loading.contested.append((name, live.tensor, staged))
             self.read_into(
-                number, tensor, LocalShard(staged, tensor.shape, live.part.box, live.part.layout)
+                number, tensor, LocalShard(staged, tensor.shape, live.spec.box, live.spec.layout)
             )
         return live.live
 
@@ -757,12 +761,12 @@ class _Component:
         self, name: str, tensor: LogicalTensor, live: TensorLeaf, dtype: torch.dtype
     ) -> bool:
         same_kind = live.tensor.is_complex() == dtype.is_complex
-        if self.loading.cast and live.part.shape == tensor.shape and same_kind:
+        if self.loading.cast and live.spec.global_shape == tensor.shape and same_kind:
             self.loading.report.cast[name] = f"{tensor.dtype} -> {live.dtype}"
             return True
         saved, held = (
             f"{tensor.dtype} {list(tensor.shape)}",
-            f"{live.dtype} {list(live.part.shape)}",
+            f"{live.dtype} {list(live.spec.global_shape)}",
         )
         self.loading.mismatched[name] = (saved, held)
         return False

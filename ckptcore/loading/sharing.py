@@ -47,8 +47,8 @@ def shared_memory(held: Iterable[Held]) -> SharedMemory:
     for cluster in _clusters(held):
         kept: dict[tuple[object, ...] | None, Held] = {}
         for one in sorted((h for h in cluster if h.order != OTHER), key=lambda h: h.order):
-            part = one.tensor.part
-            view = (same_view_key(part.tensor), part.shape, part.box)
+            spec, memory = one.tensor.spec, one.tensor.tensor
+            view = (same_view_key(memory), spec.global_shape, spec.box)
             first = kept.setdefault(view, one)
             if first is not one and first.component != one.component:
                 found.keepers[one.place] = first

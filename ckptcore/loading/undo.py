@@ -27,7 +27,7 @@ class Snapshot:
         self.bytes = [
             (t.tensor, words(t.tensor).to("cpu", copy=True))
             for t in live.tensors
-            if t.alias_of is None
+            if t.spec.alias_of is None
         ]
         if (metadata := metadata_of(component.stateful)) is not None:
             self.state = OrderedDict(self.state)

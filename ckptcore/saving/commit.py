@@ -185,7 +185,7 @@ def _indexed(share: Share, written: Sequence[WrittenFile]) -> ComponentIndex:
         )
     entries = []
     for file, number, place, digests in places:
-        t = share.tensors[number]
+        t = share.tensors[number].spec
         entries.append(
             TensorEntry(
                 number,
@@ -201,7 +201,8 @@ def _indexed(share: Share, written: Sequence[WrittenFile]) -> ComponentIndex:
                 None,
             )
         )
-    for number, t in share.tensors.items():
+    for number, leaf in share.tensors.items():
+        t = leaf.spec
         if t.alias_of is not None and share.tree is not None:
             entries.append(
                 TensorEntry(

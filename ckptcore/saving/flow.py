@@ -360,8 +360,8 @@ class Saving:
         if rank not in writers:
             return None
         state = self.truths.get(key) or self.captured[key]
-        stored = [t for t in enumerate(state.tensors) if t[1].alias_of is None]
-        specs = [TensorSpec(n, t.stored_name, t.dtype, t.shape, t.nbytes) for n, t in stored]
+        stored = [(n, t.spec) for n, t in enumerate(state.tensors) if t.spec.alias_of is None]
+        specs = [TensorSpec(n, s.stored_name, s.dtype, s.shape, s.nbytes) for n, s in stored]
         files = plan_component(key, specs, writers, copy.label)
         first = rank == copy.members[0]
         return Share(
@@ -470,15 +470,14 @@ def _sharded_share(
     values: PlainValues,
     first: bool,
 ) -> Share:
-    held = {t.name: t for t in captured.tensors}
+    held = {t.spec.name: t for t in captured.tensors}
     specs, tensors = [], {}
     for number, logical in enumerate(merged.tensors):
         box = None if logical.layout is None else logical.layout.box_of(logical.shape, rank)
         if box is not None and logical.name in held:
-            tensors[number] = tensor = held[logical.name]
-            specs.append(
-                TensorSpec(number, tensor.stored_name, tensor.dtype, tensor.shape, tensor.nbytes)
-            )
+            tensors[number] = held[logical.name]
+            spec = held[logical.name].spec
+            specs.append(TensorSpec(number, spec.stored_name, spec.dtype, spec.shape, spec.nbytes))
     files = plan_component(key, specs, [rank], f".rank{rank:05d}")
     tree, versions = (values.tree, values.versions) if first else (None, None)
     return Share(key, tensors, files, tree, merged.tensors, versions)

@@ -128,7 +128,7 @@ def stage(
         source = words(t.tensor)
         if source.is_cpu:
             host.append((_give(room, t, at, source), source))
-        elif t.nbytes:
+        elif t.spec.nbytes:
             away.append((source, partial(_give, room, t, at, source)))
         else:
             _give(room, t, at, source)
@@ -183,12 +183,14 @@ def _places(
                 end = first + plan.size
     for key in whole & captured.keys():
         apart |= {
-            id(t): t for t in captured[key].tensors if t.alias_of is None and id(t) not in found
+            id(t): t
+            for t in captured[key].tensors
+            if t.spec.alias_of is None and id(t) not in found
         }
     for t in apart.values():
         end = aligned(end, ALIGNMENT)
         found[id(t)] = (t, end)
-        end += t.nbytes
+        end += t.spec.nbytes
     return list(found.values()), end
 
 
@@ -201,7 +203,7 @@ def _keep_digests(
     for c in compared:
         if c.key in captured:
             for t in captured[c.key].tensors:
-                if id(t) not in wanted and t.alias_of is None and t.digest is None:
+                if id(t) not in wanted and t.spec.alias_of is None and t.digest is None:
                     t.digest = compared_digest(c, t)
 
 
@@ -213,12 +215,12 @@ def _settle(state: StateSnapshot, wanted: set[int]) -> None:
             continue
         t.live = None
         tensor = t.tensor
-        if t.alias_of is not None:
-            target = state.tensors[t.alias_of]
+        if t.spec.alias_of is not None:
+            target = state.tensors[t.spec.alias_of]
             t.digest = target.digest
             tensor = target.tensor
         else:
-            tensor = torch.empty(t.shape, dtype=t.tensor.dtype, device="meta")
+            tensor = torch.empty(t.spec.shape, dtype=t.tensor.dtype, device="meta")
         t.tensor = tensor
 
 

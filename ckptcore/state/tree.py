@@ -23,7 +23,7 @@ from ..format.values import (
     encode,
     join_path,
     largest_part,
-    tensor_wire,
+    tensor_wires,
     tensors_wire,
 )
 from .layout import (
@@ -415,14 +415,15 @@ def _structure(key: str, walk: _Walk, shards: list[LocalShard], sharded: bool) -
         leaves.append(
             LeafSpec.of(name, shards[at], stored_name, None if first is None else numbers[first])
         )
-    refs = [tensor_wire(numbers[at], numpy) for at, (_, numpy) in enumerate(walk.names)]
-    nodes = {
-        at: _Node(name, keys, tensors_wire(keys, refs[at : at + len(keys)]))
-        for at, (name, keys) in walk.keys.items()
-    }
-    forms = [] if walk.live_only else forms_of(walk.tensors)[0]
-    flat = walk.flat is not None
-    return Structure(leaves, walk.order, sharded, flat, forms, walk.names, refs, nodes)
+    made = Structure(leaves, walk.order, sharded, walk.flat is not None, [], walk.names, [], {})
+    if not walk.live_only:
+        made.forms.extend(forms_of(walk.tensors)[0])
+        refs = tensor_wires(TensorRef(numbers[at], n) for at, (_, n) in enumerate(walk.names))
+        made.refs.extend(refs)
+        for at, (name, keys) in walk.keys.items():
+            wire = tensors_wire(keys, refs[at : at + len(keys)])
+            made.nodes[at] = _Node(name, keys, wire)
+    return made
 
 
 def _aliases(walk: _Walk, shards: list[LocalShard]) -> list[int | None]:

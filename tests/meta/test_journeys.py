@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "save to the first byte": {"modules": 38, "moves": 537, "closures": 20},
+    "save to the first byte": {"modules": 38, "moves": 535, "closures": 15},
     "restore": {"modules": 40, "moves": 878, "closures": 25},
     "talk": {
         "rounds of a save": 7,
