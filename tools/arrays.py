@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from ckptcore import CheckpointView, TensorInfo
 
-PORTION = 16 << 20  # bytes
 BINS = 24
 
 Box = list[slice]
-
-
-def portions(shape: Sequence[int], itemsize: int, limit: int = PORTION) -> Iterator[Box]:
-    """Boxes of at most about `limit` bytes that make up a tensor, in C order."""
-    if not shape or prod(shape) * itemsize <= limit:
-        yield [slice(0, n) for n in shape]
-        return
-    row = prod(shape[1:]) * itemsize
-    if row > limit:
-        for number in range(shape[0]):
-            for box in portions(shape[1:], itemsize, limit):
-                yield [slice(number, number + 1), *box]
-        return
-    step = max(1, limit // max(row, 1))
-    for start in range(0, shape[0], step):
-        yield [slice(start, min(start + step, shape[0])), *(slice(0, n) for n in shape[1:])]
 
 
 def numbers(array: Any, dtype: str) -> Any:
@@ -49,6 +31,10 @@ def numbers(array: Any, dtype: str) -> Any:
 def read(view: CheckpointView, info: TensorInfo, box: Box | None = None) -> Any:
     """Of an alias, the tensor that holds its bytes."""
     return numbers(view.read(info.full_name, box), info.dtype)
+
+
+def portions(view: CheckpointView, info: TensorInfo) -> Iterator[Any]:
+    return (numbers(array, info.dtype) for _, array in view.portions(info.full_name))
 
 
 def first(view: CheckpointView, info: TensorInfo, count: int) -> list[Any]:
@@ -112,15 +98,14 @@ class Statistics:
 
 def statistics(view: CheckpointView, info: TensorInfo) -> dict[str, Any]:
     """Of all items of a tensor, with a histogram of those that are finite. Reads it twice."""
-    itemsize = max(1, info.nbytes // max(prod(info.shape), 1))
     found = Statistics()
-    for box in portions(info.shape, itemsize):
-        found.add(read(view, info, box))
+    for values in portions(view, info):
+        found.add(values)
     counts = np.zeros(BINS, np.int64)
     low, high = found.low, found.high
     if low is not None and high is not None and low < high:
-        for box in portions(info.shape, itemsize):
-            values = read(view, info, box).reshape(-1)
+        for portion in portions(view, info):
+            values = portion.reshape(-1)
             values = (np.abs(values) if values.dtype.kind == "c" else values).astype(np.float64)
             counts += np.histogram(values[np.isfinite(values)], BINS, (low, high))[0]
     return found.document() | {"histogram": counts.tolist() if counts.any() else None}
@@ -131,12 +116,12 @@ def difference(
 ) -> dict[str, Any]:
     """How far two tensors of the same shape are apart: items that differ, the largest and the mean
     distance, and how many are NaN in each."""
-    itemsize = max(1, left.nbytes // max(prod(left.shape), 1))
     differ = items = 0
     largest = total = 0.0
     nans = [0, 0]
-    for box in portions(left.shape, itemsize):
-        x, y = (read(v, i, box).reshape(-1) for v, i in ((a, left), (b, right)))
+    for box, array in a.portions(left.full_name):
+        x = numbers(array, left.dtype).reshape(-1)
+        y = read(b, right, [*box]).reshape(-1)
         kind = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
         x, y = x.astype(kind), y.astype(kind)
         nans = [nans[0] + int(np.isnan(x).sum()), nans[1] + int(np.isnan(y).sum())]

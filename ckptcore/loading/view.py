@@ -135,6 +135,7 @@ class CheckpointView:
         self._pieces: dict[tuple[str, int], dict[int, Piece]] = {}
         self._tables: dict[str, StoredComponent] = {}
         self._starts: dict[int, dict[str, list[int]]] = {}
+        self._found: dict[str, tuple[str, StoredComponent, int]] = {}
 
     def __enter__(self) -> CheckpointView:
         return self
@@ -413,26 +414,42 @@ class CheckpointView:
 
         if not isinstance(name, str):
             raise InvalidState(f"the name of a tensor is text, 'component/name', not {shown(name)}")
-        for key, stored in self._copies():
-            for number, tensor in enumerate(stored.tensors):
-                if f"{key}/{tensor.name}" == name:
-                    wanted = _box(box, tensor.shape)
-                    # First that the bytes are there, then memory for them.
-                    pieces = list(stored.pieces(number, wanted))
-                    self.check_files(piece.file for piece in pieces if piece.file)
-                    array = np.empty(wanted[1], _numpy_dtype(tensor.dtype))
-                    # Items wider than a word get a last dimension of words.
-                    words = (
-                        array[..., None].view("u8")
-                        if array.itemsize > 8
-                        else array.view(f"u{array.itemsize}")
-                    )
-                    reads = [read_of(key, piece, wanted, numpy_words(words)) for piece in pieces]
-                    read_tensors(self.storage, self.folder, reads, io_threads=2)
-                    return array
-        names = [
-            f"{key}/{tensor.name}" for key, stored in self._copies() for tensor in stored.tensors
-        ]
+        key, stored, number = self._locate(name)
+        tensor = stored.tensors[number]
+        wanted = _box(box, tensor.shape)
+        # First that the bytes are there, then memory for them.
+        pieces = list(stored.pieces(number, wanted))
+        self.check_files(piece.file for piece in pieces if piece.file)
+        array = np.empty(wanted[1], _numpy_dtype(tensor.dtype))
+        # Items wider than a word get a last dimension of words.
+        words = (
+            array[..., None].view("u8") if array.itemsize > 8 else array.view(f"u{array.itemsize}")
+        )
+        reads = [read_of(key, piece, wanted, numpy_words(words)) for piece in pieces]
+        read_tensors(self.storage, self.folder, reads, io_threads=2)
+        return array
+
+    def portions(
+        self, name: str, nbytes: int = 16 << 20
+    ) -> Iterator[tuple[tuple[slice, ...], Any]]:
+        """The whole tensor `name` bit by bit: boxes of at most about `nbytes`, in C order, and what
+        `read` says of each. Raises what `read` does."""
+        _, stored, number = self._locate(name)
+        whole = stored.tensors[number]
+        for box in _portions(whole.shape, tensor_nbytes(whole.dtype, (1,)), nbytes):
+            yield tuple(box), self.read(name, box)
+
+    def _locate(self, name: str) -> tuple[str, StoredComponent, int]:
+        """The copy of a component that a tensor is in, and its number there. Raises UnknownName."""
+        if name not in self._found:
+            self._found = {
+                f"{key}/{tensor.name}": (key, stored, number)
+                for key, stored in self._copies()
+                for number, tensor in enumerate(stored.tensors)
+            }
+        if name in self._found:
+            return self._found[name]
+        names = [*self._found]
         few = len(names) <= 5000 and len(name) <= 1000  # more would take seconds
         near = get_close_matches(name, names, 3) if few else []
         hint = (
@@ -630,6 +647,22 @@ def _pick(infos: list[TensorInfo], ref: TensorRef) -> TensorInfo:
     if not 0 <= ref.index < len(infos):
         raise ValueError(f"the tree refers to tensor {ref.index} of {len(infos)}")
     return infos[ref.index]
+
+
+def _portions(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[list[slice]]:
+    """Boxes of at most about `limit` bytes that make up a tensor, in C order."""
+    if not shape or volume(shape) * itemsize <= limit:
+        yield [slice(0, n) for n in shape]
+        return
+    row = volume(shape[1:]) * itemsize
+    if row > limit:
+        for number in range(shape[0]):
+            for box in _portions(shape[1:], itemsize, limit):
+                yield [slice(number, number + 1), *box]
+        return
+    step = max(1, limit // max(row, 1))
+    for start in range(0, shape[0], step):
+        yield [slice(start, min(start + step, shape[0])), *(slice(0, n) for n in shape[1:])]
 
 
 def _box(box: Sequence[slice] | None, shape: tuple[int, ...]) -> Box:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckpt_tools.arrays import portions
 
 from ckptcore import CheckpointManager, Communicator, Shard, SharingPattern, StateComponent
 from ckptcore.testing.ranks import run_ranks
@@ -49,18 +48,6 @@ def test_a_tensor_and_its_numbers(ckpt: Ckpt, tmp_path: Path) -> None:
     assert show(ckpt, tmp_path, "m/flags", "--first", "1")["tensor"]["first"] == [True]
     text = ckpt("show", tmp_path, "m/w", "--stats").out
     assert "histogram" in text and "1 nan, 1 infinite, 1 zero" in text
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 3, 4), (1, 100), (5, 0)])
-@pytest.mark.parametrize("limit", [1, 8, 24, 10_000])
-def test_portions_make_up_the_tensor(shape: tuple[int, ...], limit: int) -> None:
-    whole = np.arange(int(np.prod(shape))).reshape(shape)
-    parts = [whole[tuple(box)] for box in portions(shape, 4, limit)]
-    assert (
-        np.concatenate([part.reshape(-1) for part in parts]).tolist() == whole.reshape(-1).tolist()
-    )
-    row = whole[:1].nbytes // 2 if whole.ndim > 1 else 4
-    assert all(part.size * 4 <= max(limit, 4, min(row, limit)) for part in parts)
 
 
 def test_values_and_names_with_slashes(ckpt: Ckpt, root: Path) -> None:

@@ -109,3 +109,18 @@ def test_verify_tells_how_far_it_is(root: Path, monkeypatch: pytest.MonkeyPatch)
     view = ckptcore.open_checkpoint(root / "checkpoint-9")
     assert view.verify(progress=lambda done, total: told.append((done, total))) == []
     assert told == [(16, 48), (32, 48), (48, 48)]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 3, 4), (1, 100), (5, 0)])
+def test_portions_make_up_the_tensor(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    whole = torch.arange(int(torch.ones(shape).numel()), dtype=torch.int32).reshape(shape)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"m": {"w": whole}})
+    view = ckptcore.open_checkpoint(tmp_path / "checkpoint-1")
+    for limit in (1, 8, 24, 10_000):
+        parts = list(view.portions("m/w", limit))
+        assert [n for _, part in parts for n in part.reshape(-1)] == whole.reshape(-1).tolist()
+        assert all(whole[box].shape == part.shape for box, part in parts)
+        assert all(part.nbytes <= max(limit, 4) for _, part in parts)
+    with pytest.raises(KeyError, match="no tensor 'm/x'"):
+        next(view.portions("m/x"))
