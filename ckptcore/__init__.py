@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from .format.codecs import register_codec as register_codec
     from .format.manifest import CheckpointManifest as CheckpointManifest
     from .format.manifest import ComponentManifest as ComponentManifest
+    from .interop.exporting import ExportReport as ExportReport
+    from .interop.exporting import export_checkpoint as export_checkpoint
+    from .interop.importing import ImportReport as ImportReport
+    from .interop.importing import import_checkpoint as import_checkpoint
+    from .interop.importing import load_foreign as load_foreign
     from .loading.apply import LoadReport as LoadReport
     from .loading.view import CheckpointView as CheckpointView
     from .loading.view import Problem as Problem
@@ -74,6 +79,8 @@ _HOMES = {
     "events": ["SaveEvent", "TensorBoardEvents"],
     "format.codecs": ["Opaque", "register_codec"],
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
+    "interop.exporting": ["ExportReport", "export_checkpoint"],
+    "interop.importing": ["ImportReport", "import_checkpoint", "load_foreign"],
     "loading.apply": ["LoadReport"],
     "loading.view": ["CheckpointView", "Problem", "StoredBox", "TensorInfo", "open_checkpoint"],
     "manager": ["CheckpointManager"],

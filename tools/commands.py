@@ -465,6 +465,122 @@ def watch_command(
     return watch(root, options, interval, timeout, events, as_json, SCHEMA)
 
 
+IMPORT_FORMATS = (
+    "auto",
+    "dcp",
+    "hf",
+    "hf-trainer",
+    "accelerate",
+    "lightning",
+    "torch",
+    "legacy",
+    "deepspeed-universal",
+)
+
+
+@command(
+    "import",
+    "ckpt import outputs/checkpoint-500 runs/a --dry-run",
+    "ckpt import weights/llama runs/base --step 0 --map model.=",
+)
+@click.argument("source", type=Place())
+@click.argument("root", type=Place())
+@click.option("--format", "kind", type=click.Choice(IMPORT_FORMATS), default="auto")
+@click.option("--step", type=click.IntRange(0), help="By default what SOURCE says, else 0.")
+@click.option(
+    "--map",
+    "maps",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Names of the model's tensors that begin with OLD begin with NEW (repeatable).",
+)
+@click.option(
+    "--component",
+    "components",
+    multiple=True,
+    metavar="KEY=NEW",
+    help="Another key for a component; KEY= leaves it out (repeatable).",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@shared
+def import_command(
+    source: str,
+    root: str,
+    kind: str,
+    step: int | None,
+    maps: tuple[str, ...],
+    components: tuple[str, ...],
+    overwrite: bool,
+    dry_run: bool,
+    options: Options,
+) -> Report:
+    """Make a checkpoint in ROOT of what another library wrote in SOURCE: a Hugging Face folder, a
+    checkpoint of its Trainer, what Accelerate or Lightning saved, a folder of
+    torch.distributed.checkpoint, a file of torch.save or a folder of them, a universal folder of
+    DeepSpeed.
+
+    An optimizer that numbers its parameters is stored by their names, where config.json and
+    transformers, or the file itself, say them. No pickle is ever executed; what is not understood
+    is listed. When the last name of ROOT is checkpoint-<number>, that is the folder.
+    """
+    from .convert import import_from
+
+    return import_from(source, root, options, kind, step, maps, components, overwrite, dry_run)
+
+
+@command(
+    "export",
+    "ckpt export runs/a hf-model --dtype bf16",
+    "ckpt export runs/a/checkpoint-500 state.pt --to torch",
+)
+@click.argument("path", type=Place())
+@click.argument("folder", type=Place())
+@click.option(
+    "--to",
+    "kind",
+    type=click.Choice(["hf", "torch", "dcp"]),
+    default="hf",
+    help="A Hugging Face folder (default), a file of torch.save, or a folder of "
+    "torch.distributed.checkpoint.",
+)
+@click.option("--component", metavar="KEY", help="By default model for hf, else all of them.")
+@click.option("--dtype", metavar="DTYPE", help="Of floating point tensors: bf16, fp16, fp32.")
+@click.option("--keys", multiple=True, metavar="PATTERN", help="Which tensors (repeatable).")
+@click.option(
+    "--map",
+    "maps",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Names that begin with OLD begin with NEW (repeatable).",
+)
+@click.option(
+    "--max-shard-size", default="5GB", metavar="SIZE", help="Of a safetensors file (default 5GB)."
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be written.")
+@shared
+def export_command(
+    path: str,
+    folder: str,
+    kind: str,
+    component: str | None,
+    dtype: str | None,
+    keys: tuple[str, ...],
+    maps: tuple[str, ...],
+    max_shard_size: str,
+    dry_run: bool,
+    options: Options,
+) -> Report:
+    """Write the checkpoint PATH as another library reads it, in whatever layout it was saved: what
+    was sharded is put together. FOLDER must not be there yet, or be empty; with --to torch it is
+    the file."""
+    from .convert import export_to
+
+    return export_to(
+        path, folder, options, kind, component, dtype, keys, maps, max_shard_size, dry_run
+    )
+
+
 COMPLETION = """\b
 Examples:
   eval "$(ckpt completion bash)"

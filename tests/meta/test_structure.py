@@ -69,6 +69,8 @@ OPTIONAL = "an optional package"
 LATE: dict[tuple[str, str], str] = {
     ("events", "torch"): STARTS_FAST,
     ("format.codecs", "numpy"): STARTS_FAST,
+    ("interop.optimizer_names", "transformers"): OPTIONAL,
+    ("interop.sources", "transformers"): OPTIONAL,
     ("loading.plan", "numpy"): STARTS_FAST,
     ("loading.view", "numpy"): STARTS_FAST,
     ("ranks.groups", "torch"): STARTS_FAST,
@@ -239,7 +241,7 @@ def test_the_command_needs_no_torch() -> None:
     names = ", ".join(
         f"ckpt_tools.{path.stem}"
         for path in (REPO / "tools").glob("*.py")
-        if path.stem != "__init__"
+        if path.stem not in ("__init__", "convert")
     )
     assert run(f"import sys, {names}; print('torch' in sys.modules)") == "False"
 
@@ -278,6 +280,9 @@ FORBIDDEN = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "
 
 @pytest.mark.parametrize("path", PRODUCT, ids=ids)
 def test_product_code_never_pickles(path: Path) -> None:
+    if name_of(path) == "ckptcore.interop.pickles":  # an Unpickler that finds what is on a list
+        assert "pickle.load" not in path.read_text() and "find_class" in path.read_text()
+        return
     assert not {name.split(".")[0] for name in imports(path)} & FORBIDDEN
     if room(name_of(path)) == "interop":
         return

@@ -1,0 +1,487 @@
+"""What other libraries read, out of a checkpoint in any layout, without a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from xxhash import xxh3_128
+
+from ..errors import CheckpointExists, InvalidState, StorageError
+from ..loading.view import CheckpointView, TensorInfo, open_checkpoint
+from .dcp import read_dcp
+from .optimizer_names import with_parameter_lists
+from .pickles import load_file
+from .scratch import TORCH_DTYPES, Scratch, from_numpy, torch_dtype
+
+__all__ = ["FORMATS", "ExportReport", "export_checkpoint"]
+
+FORMATS = ("hf", "torch", "dcp")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What an export wrote, or would write.
+
+    files: sizes in bytes by name. left: what was not taken, and why. cast: how many tensors have
+    another dtype than in the checkpoint. verified: tensors that were read back and compared.
+    """
+
+    source: str
+    folder: str
+    format: str
+    components: list[str] = field(default_factory=list)
+    tensors: int = 0
+    size_bytes: int = 0
+    files: dict[str, int] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    cast: int = 0
+    verified: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which tensors, under which names, in which dtype."""
+
+    dtype: torch.dtype | None
+    keys: tuple[str, ...]
+    rename: tuple[tuple[str, str], ...]
+
+    def takes(self, name: str) -> bool:
+        return not self.keys or any(fnmatchcase(name, key) for key in self.keys)
+
+    def name(self, name: str) -> str:
+        for old, new in self.rename:
+            if name.startswith(old):
+                return new + name[len(old) :]
+        return name
+
+    def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        floating = dtype.is_floating_point and dtype.itemsize > 1
+        return self.dtype if self.dtype is not None and floating else dtype
+
+
+def export_checkpoint(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    format: str = "hf",
+    component: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    keys: list[str] | tuple[str, ...] = (),
+    rename: Mapping[str, str] | None = None,
+    max_shard_size: int | str = "5GB",
+    storage_options: dict[str, Any] | None = None,
+    dry_run: bool = False,
+    scratch: str | os.PathLike[str] | None = None,
+) -> ExportReport:
+    """Write a checkpoint as another library reads it; what was written is read back and compared.
+
+    source: the folder of a checkpoint, or its URL. folder: a local one that is not there yet, or
+    empty; for "torch" the file.
+    format: "hf": a Hugging Face folder of safetensors files, of one component (default); "torch": a
+    file of torch.save; "dcp": a folder of torch.distributed.checkpoint.
+    component: the one to take. By default "model" for "hf", and else all of them.
+    dtype: of floating point tensors (default: as saved): a torch dtype, or "bf16", "fp16", "fp32".
+    keys: patterns of names of tensors to take (default: all). rename: new beginnings of names, by
+    old ones; the first that fits counts.
+    max_shard_size: of a safetensors file: bytes, or as in "5GB" (default).
+    storage_options: of `source`. dry_run: only say what would be written (default False).
+    scratch: a folder for what "torch" and "dcp" pass through (default: that of temporary files).
+
+    Raises InvalidState, CheckpointExists, CheckpointNotFound, CheckpointCorrupt, StorageError,
+    OSError.
+    """
+    target = Path(folder)
+    choice = _Choice(_dtype(dtype), tuple(keys), tuple((rename or {}).items()))
+    report = ExportReport(str(source), str(target), format)
+    if format not in FORMATS:
+        raise InvalidState(f"format {format!r} is not one of {', '.join(FORMATS)}")
+    limit = _bytes(max_shard_size)
+    if not dry_run and (target.is_file() or (target.is_dir() and any(target.iterdir()))):
+        raise CheckpointExists(f"{target} is there already, and not empty", path=str(target))
+    with open_checkpoint(source, storage_options=storage_options) as view:
+        if format == "hf":
+            _hugging_face(view, target, component, choice, limit, report, dry_run)
+        else:
+            with Scratch(scratch) as mapped:
+                _whole(view, target, component, choice, mapped, report, dry_run)
+    return report
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, _WORDS.get(dtype, dtype), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidState(f"{dtype!r} is no floating point dtype: bf16, fp16, fp32, ...")
+    return found
+
+
+def _bytes(size: int | str) -> int:
+    match = re.fullmatch(r"\s*(\d+)\s*([KMG]i?B)?\s*", str(size), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise InvalidState(f"max_shard_size {size!r} is no size such as 5GB")
+    return int(match[1]) * _UNITS[(match[2] or "").upper()]
+
+
+@contextmanager
+def _building(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that takes its place when all of it is written."""
+    building = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    try:
+        building.mkdir(parents=True)
+        yield building
+        if target.is_dir():
+            target.rmdir()
+        building.rename(target)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- Hugging Face
+
+
+def _hugging_face(
+    view: CheckpointView,
+    target: Path,
+    component: str | None,
+    choice: _Choice,
+    limit: int,
+    report: ExportReport,
+    dry_run: bool,
+) -> None:
+    key = _model_of(view, component)
+    report.components = [key]
+    tensors = _chosen(view, key, choice, report)
+    shards = _sharded(tensors, choice, limit)
+    files = _files(view, choice)
+    single = len(shards) == 1
+    names = [
+        "model.safetensors" if single else f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
+        for n in range(len(shards))
+    ]
+    report.files = {
+        name: sum(_nbytes(info, choice) for info in shard.values())
+        for name, shard in zip(names, shards, strict=True)
+    } | {name: len(data) for name, data in files.items()}
+    if dry_run:
+        return
+    with _building(target) as folder:
+        for name, shard in zip(names, shards, strict=True):
+            digest = _write_safetensors(view, folder / name, shard, choice)
+            if _digest_of(folder / name) != digest:
+                raise StorageError(f"{folder / name} does not read back as it was written")
+            report.verified += len(shard)
+        if not single:
+            index = {
+                "metadata": {"total_size": report.size_bytes},
+                "weight_map": {
+                    tensor: name
+                    for name, shard in zip(names, shards, strict=True)
+                    for tensor in shard
+                },
+            }
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        report.files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+
+
+def _model_of(view: CheckpointView, component: str | None) -> str:
+    known = view.manifest.components
+    if component is not None and component not in known:
+        raise InvalidState(f"{view.url} has no component {component!r}; it has {', '.join(known)}")
+    if component is None and "model" not in known:
+        raise InvalidState(f"{view.url} has no component 'model': say which of {', '.join(known)}")
+    return component or "model"
+
+
+def _chosen(
+    view: CheckpointView, key: str, choice: _Choice, report: ExportReport
+) -> dict[str, TensorInfo]:
+    """Tensors of one copy of a component by the names that they get; tied ones once."""
+    copies = view.manifest.copies(key)
+    if len(copies) > 1:
+        report.left.append(f"{key}: {len(copies) - 1} of {len(copies)} copies; the first is taken")
+    found: dict[str, TensorInfo] = {}
+    for info in _infos(view.values(key)):
+        if not choice.takes(info.name):
+            continue
+        name = choice.name(info.name.replace("/", ".").replace("~1", "/").replace("~0", "~"))
+        if info.alias_of is not None:
+            report.left.append(f"{name}: tied to {info.alias_of}, which is written")
+            continue
+        if name in found:
+            raise InvalidState(f"two tensors of {key!r} would be called {name!r}", key=name)
+        if info.dtype not in TORCH_DTYPES:
+            raise InvalidState(f"{name!r} is {info.dtype}, which safetensors files do not know")
+        found[name] = info
+    if not found:
+        raise InvalidState(f"no tensor of {key!r} is chosen: nothing to write")
+    report.tensors = len(found)
+    report.size_bytes = sum(_nbytes(info, choice) for info in found.values())
+    report.cast = sum(
+        choice.dtype_of(torch_dtype(i.dtype)) != torch_dtype(i.dtype) for i in found.values()
+    )
+    return found
+
+
+def _infos(value: Any) -> Iterator[TensorInfo]:
+    if isinstance(value, TensorInfo):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _infos(item)
+
+
+def _nbytes(info: TensorInfo, choice: _Choice) -> int:
+    dtype = torch_dtype(info.dtype)
+    return info.nbytes // dtype.itemsize * choice.dtype_of(dtype).itemsize
+
+
+def _sharded(
+    tensors: dict[str, TensorInfo], choice: _Choice, limit: int
+) -> list[dict[str, TensorInfo]]:
+    """In the order of names, as many into a file as fit."""
+    shards: list[dict[str, TensorInfo]] = [{}]
+    held = 0
+    for name, info in sorted(tensors.items()):
+        nbytes = _nbytes(info, choice)
+        if shards[-1] and held + nbytes > limit:
+            shards.append({})
+            held = 0
+        shards[-1][name] = info
+        held += nbytes
+    return shards
+
+
+def _files(view: CheckpointView, choice: _Choice) -> dict[str, bytes]:
+    """What describes the model, where an import has brought it along."""
+    if "files" not in view.manifest.components:
+        return {}
+    found = {}
+    for name, data in view.values("files").items():
+        data = getattr(data, "payload", data)
+        if isinstance(data, TensorInfo):  # a large text lies among the tensors
+            data = b"".join(array.tobytes() for _, array in view.portions(data.full_name))
+        if isinstance(name, str) and Path(name).name == name and isinstance(data, str | bytes):
+            found[name] = data.encode() if isinstance(data, str) else data
+    if choice.dtype is not None and "config.json" in found:
+        found["config.json"] = _with_dtype(found["config.json"], choice.dtype)
+    return found
+
+
+def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """A configuration that says what the weights are by now."""
+    try:
+        document = json.loads(config)
+    except ValueError:
+        return config
+    for name in ("dtype", "torch_dtype"):
+        if name in document:
+            document[name] = str(dtype).removeprefix("torch.")
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def _write_safetensors(
+    view: CheckpointView, path: Path, tensors: Mapping[str, TensorInfo], choice: _Choice
+) -> str:
+    """One file, portion by portion; returns the digest of its bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    # Large items first: so every tensor is aligned, as stock readers want it.
+    order = sorted(
+        tensors.items(),
+        key=lambda pair: (-choice.dtype_of(torch_dtype(pair[1].dtype)).itemsize, pair[0]),
+    )
+    for name, info in order:
+        nbytes = _nbytes(info, choice)
+        header[name] = {
+            "dtype": _NAMES[choice.dtype_of(torch_dtype(info.dtype))],
+            "shape": list(info.shape),
+            "data_offsets": [at, at + nbytes],
+        }
+        at += nbytes
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    hasher = xxh3_128()
+    with open(path, "wb") as file:
+        for data in _bytes_to_write(view, order, choice, head):
+            hasher.update(data)
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return hasher.hexdigest()
+
+
+def _bytes_to_write(
+    view: CheckpointView, order: list[tuple[str, TensorInfo]], choice: _Choice, head: bytes
+) -> Iterator[bytes | memoryview]:
+    yield len(head).to_bytes(8, "little")
+    yield head
+    for _, info in order:
+        dtype = torch_dtype(info.dtype)
+        for _, array in view.portions(info.full_name):
+            if choice.dtype_of(dtype) != dtype:
+                cast = from_numpy(array, info.dtype).to(choice.dtype_of(dtype))
+                array = cast.contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield array.tobytes()
+
+
+def _digest_of(path: Path) -> str:
+    hasher = xxh3_128()
+    with open(path, "rb") as file:
+        while data := file.read(8 << 20):
+            hasher.update(data)
+    return hasher.hexdigest()
+
+
+# ---------------------------------------------------------------- torch
+
+
+def _whole(
+    view: CheckpointView,
+    target: Path,
+    component: str | None,
+    choice: _Choice,
+    scratch: Scratch,
+    report: ExportReport,
+    dry_run: bool,
+) -> None:
+    known = view.manifest.components
+    report.components = [_model_of(view, component)] if component else list(known)
+    state: dict[str, Any] = {}
+    for key in report.components:
+        if len(copies := view.manifest.copies(key)) > 1:
+            said = f"{len(copies) - 1} of {len(copies)} copies; the first is taken"
+            report.left.append(f"{key}: {said}")
+        seen: dict[str, torch.Tensor] = {}
+        state[key] = _state(view, key, view.values(key), choice, scratch, report, seen, dry_run)
+        if report.format == "dcp" and isinstance(state[key], dict) and "group_of" in state[key]:
+            state[key] = with_parameter_lists(state[key])
+    if report.format == "torch" and component:
+        state = state[component]
+    if dry_run:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if report.format == "torch":
+        building = target.with_name(f"{target.name}.partial-{os.getpid()}")
+        try:
+            torch.save(state, building)
+            back = load_file(building)
+            report.verified = _equal(state, back)
+            del back
+            os.replace(building, target)
+        finally:
+            building.unlink(missing_ok=True)
+        report.files = {target.name: target.stat().st_size}
+        return
+    with _building(target) as folder:
+        save(state, storage_writer=FileSystemWriter(str(folder)), no_dist=True)
+        again = read_dcp(folder, scratch, report.left)
+        report.verified = _equal_tensors(state, again)
+        report.files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+
+
+def _state(
+    view: CheckpointView,
+    key: str,
+    value: Any,
+    choice: _Choice,
+    scratch: Scratch,
+    report: ExportReport,
+    seen: dict[str, torch.Tensor],
+    dry_run: bool,
+) -> Any:
+    """Values as they are, with tensors in the place of their descriptions; tied ones tied."""
+
+    def within(item: Any) -> Any:
+        return _state(view, key, item, choice, scratch, report, seen, dry_run)
+
+    if isinstance(value, TensorInfo):
+        report.tensors += 1
+        held = value.alias_of or value.name
+        if held in seen:
+            return seen[held]
+        report.size_bytes += _nbytes(value, choice)
+        if dry_run:
+            return None
+        dtype = torch_dtype(value.dtype)
+        wanted = choice.dtype_of(dtype)
+        tensor = scratch.empty(value.shape, wanted)
+        for box, array in view.portions(value.full_name):
+            tensor[box] = from_numpy(array, value.dtype).to(wanted)
+        report.cast += wanted != dtype
+        seen[held] = tensor
+        return tensor
+    if isinstance(value, Mapping):
+        found = {}
+        for name, item in value.items():
+            if isinstance(item, TensorInfo) and not choice.takes(item.name):
+                continue
+            is_tensor = isinstance(item, TensorInfo) and isinstance(name, str)
+            found[choice.name(name) if is_tensor else name] = within(item)
+        return found
+    if isinstance(value, list | tuple):
+        items = [within(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if hasattr(value, "codec") and hasattr(value, "payload"):
+        report.left.append(f"{key}: a value of codec {value.codec!r}, as what it is stored as")
+        return within(value.payload)
+    return value
+
+
+def _equal(a: Any, b: Any) -> int:
+    """How many tensors two states have, which must be the same. Raises StorageError."""
+    if isinstance(a, torch.Tensor):
+        same = isinstance(b, torch.Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape)
+        left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        if not (same and torch.equal(left, right)):
+            raise StorageError("a tensor does not read back as it was written")
+        return 1
+    if isinstance(a, Mapping):
+        return sum(_equal(item, b[name]) for name, item in a.items())
+    if isinstance(a, list | tuple):
+        return sum(_equal(item, other) for item, other in zip(a, b, strict=True))
+    return 0
+
+
+def _equal_tensors(state: Mapping[str, Any], again: Any) -> int:
+    """The same of what `read_dcp` made of it: optimizers come back by name."""
+    count = 0
+    for key, value in state.items():
+        back = again.get(key, again)
+        if isinstance(value, Mapping) and isinstance(value.get("param_groups"), list):
+            count += _equal(value["state"], back["state"])
+        elif isinstance(value, Mapping) and all(
+            isinstance(item, torch.Tensor) for item in value.values()
+        ):
+            count += _equal(value, back)
+        else:
+            count += sum(1 for _ in _tensors_in(value))
+    return count
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item)

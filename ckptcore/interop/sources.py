@@ -1,0 +1,595 @@
+"""What lies in a folder or file of another library, as components: recognised by its files, read
+without executing anything, and what was not understood is listed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ..errors import CheckpointNotFound, InvalidState
+from .dcp import read_dcp
+from .optimizer_names import by_name, is_by_number, names_of, shapes_of
+from .pickles import Refused, load_file
+from .scratch import Scratch
+
+__all__ = ["FORMATS", "Part", "Reading", "Source", "read_source", "recognised"]
+
+FORMATS = (
+    "dcp",
+    "hf",
+    "hf-trainer",
+    "accelerate",
+    "lightning",
+    "torch",
+    "legacy",
+    "deepspeed-universal",
+)
+FILE_LIMIT = 64 << 20  # bytes of a file beside the weights that is taken along
+# Files of a model that have no tensors: its configuration, and its tokenizer.
+_ALONG = re.compile(
+    r".*\.(json|txt|model|jinja|md)|merges\.txt|vocab\..*|tokenizer.*|special_tokens.*"
+)
+_NOT_ALONG = re.compile(r".*\.index\.json|trainer_state\.json|.*\.py|checkpoint_manifest\.json")
+_WEIGHTS = (
+    "model.safetensors",
+    "adapter_model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "pytorch_model.bin",
+    "adapter_model.bin",
+)
+_CALLED = {
+    "module": "model",
+    "net": "model",
+    "optim": "optimizer",
+    "lr_scheduler": "scheduler",
+    "sched": "scheduler",
+    "dataset": "loader",
+    "dataloader": "loader",
+    "random": "rng",
+    "global_step": "values",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A component to be: its key, its state, where it comes from; per_rank: one rank's own."""
+
+    key: str
+    state: Any
+    origin: str
+    per_rank: bool = False
+
+
+@dataclass(slots=True)
+class Source:
+    """What was read. left: what was not, and why; checks: what was compared, in words."""
+
+    format: str
+    path: str
+    parts: list[Part] = field(default_factory=list)
+    step: int | None = None
+    left: list[str] = field(default_factory=list)
+    checks: list[str] = field(default_factory=list)
+
+    def add(self, key: str, state: Any, origin: str, per_rank: bool = False) -> None:
+        taken = {part.key for part in self.parts}
+        number = 0
+        unique = key
+        while unique in taken:
+            number += 1
+            unique = f"{key}{number}"
+        self.parts.append(Part(unique, state, origin, per_rank))
+
+
+@dataclass(slots=True)
+class Reading:
+    """How to read. model: says the names, shapes and ties of parameters; names: of the optimizer's
+    parameters by group, where the model cannot tell."""
+
+    scratch: Scratch
+    model: nn.Module | None = None
+    names: Sequence[Sequence[str]] | None = None
+
+
+def recognised(path: Path) -> str:
+    """The format of what lies at `path`. Raises CheckpointNotFound, InvalidState."""
+    if not path.exists():
+        raise CheckpointNotFound(f"{path}: no such file or folder", path=str(path))
+    if path.is_file():
+        return "torch"
+    names = {entry.name for entry in path.iterdir()}
+    if "checkpoint_manifest.json" in names:
+        raise InvalidState(f"{path} is a checkpoint of ckptcore: load or copy it")
+    if ".metadata" in names:
+        return "dcp"
+    if "latest_universal" in names or "zero" in names:
+        return "deepspeed-universal"
+    if any(re.fullmatch(r".*(zero_pp_rank|mp_rank)_.*\.pt", name) for name in names) or (
+        "latest" in names and any(name.startswith("global_step") for name in names)
+    ):
+        raise InvalidState(
+            f"{path} is a folder of DeepSpeed: make a universal one of it first "
+            "(python -m deepspeed.checkpoint.ds_to_universal --input_folder ... --output_folder "
+            "...), or the weights alone with its zero_to_fp32.py, and import that"
+        )
+    if "trainer_state.json" in names:
+        return "hf-trainer"
+    accelerated = any(re.fullmatch(r"random_states_\d+\.pkl", name) for name in names)
+    if accelerated or {"optimizer.bin", "pytorch_model_fsdp_0", "optimizer_0"} & names:
+        return "accelerate"
+    if any(name in names or f"{name}.index.json" in names for name in _WEIGHTS) or (
+        any(name.endswith(".safetensors") for name in names) and "config.json" in names
+    ):
+        states = any(re.fullmatch(r".*_state(_\w+)?\.(pt|pth|bin)", name) for name in names)
+        return "legacy" if states else "hf"
+    if any(name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")) for name in names):
+        return "legacy"
+    listed = ", ".join(sorted(names)[:5]) or "nothing"
+    raise InvalidState(f"{path} is nothing that an import knows: it holds {listed}")
+
+
+def read_source(path: Path, kind: str, reading: Reading) -> Source:
+    """What lies at `path`. kind: one of FORMATS, or "auto". Raises InvalidState, Refused, OSError,
+    CheckpointNotFound."""
+    found = recognised(path)
+    kind = found if kind == "auto" else kind
+    readers: dict[str, Callable[[Path, Reading, Source], None]] = {
+        "dcp": _dcp,
+        "hf": _hugging_face,
+        "hf-trainer": _trainer,
+        "accelerate": _accelerate,
+        "lightning": _torch_file,
+        "torch": _torch_file,
+        "legacy": _legacy,
+        "deepspeed-universal": _universal,
+    }
+    if kind not in readers:
+        raise InvalidState(f"format {kind!r} is not one of auto, {', '.join(FORMATS)}")
+    source = Source(kind, str(path))
+    try:
+        readers[kind](path, reading, source)
+    except SafetensorError as error:
+        raise Refused(f"{path}: a file that is no safetensors file, or damaged ({error})") from None
+    if not source.parts:
+        raise InvalidState(
+            f"nothing of {path} could be read: {'; '.join(source.left) or 'it holds no state'}"
+        )
+    return source
+
+
+# ---------------------------------------------------------------- weights
+
+
+def weights_in(folder: Path) -> tuple[dict[str, torch.Tensor], str] | None:
+    """The weights of a model by name, and the file that lists or holds them; None without any."""
+    for name in _WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+                files = sorted(set(weight_map.values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise Refused(f"{index} is no index of weights ({error})") from None
+            if wrong := [f for f in files if not isinstance(f, str) or Path(f).name != f]:
+                raise Refused(f"{index} names {wrong[0]!r}, which is not beside it")
+            found: dict[str, torch.Tensor] = {}
+            for file in files:
+                found |= weights_of(folder / file)
+            if missing := sorted(weight_map.keys() - found.keys()):
+                raise Refused(f"{index} names {missing[0]!r}, which is in none of the files")
+            return found, index.name
+        if (folder / name).is_file():
+            return weights_of(folder / name), name
+    loose = sorted(folder.glob("*.safetensors"))
+    if not loose:
+        return None
+    merged: dict[str, torch.Tensor] = {}
+    for path in loose:
+        merged |= weights_of(path)
+    return merged, loose[0].name
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    """Of one file; mapped, so that they take memory only while they are looked at."""
+    if path.suffix == ".safetensors":
+        with safe_open(str(path), "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    found = load_file(path)
+    if not _is_weights(found):
+        raise Refused(f"{path} holds more than tensors by name")
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _is_weights(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(
+            isinstance(key, str) and isinstance(item, torch.Tensor) for key, item in value.items()
+        )
+    )
+
+
+def model_of(folder: Path, source: Source) -> nn.Module | None:
+    """A model without memory, from config.json, where transformers is installed and knows it."""
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        (name, *_) = config.architectures or [""]
+        kind = getattr(transformers, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            source.checks.append(f"config.json: transformers has no {name!r}, so no names from it")
+            return None
+        with torch.device("meta"):
+            model: nn.Module = kind(config)
+    except Exception as error:  # a config of another version raises anything
+        what = f"{type(error).__name__}: {str(error)[:100]}"
+        source.checks.append(f"config.json: no model could be made of it ({what})")
+        return None
+    source.checks.append(f"names, shapes and ties are those of {name} as config.json says")
+    return model
+
+
+def with_ties(weights: dict[str, torch.Tensor], model: nn.Module) -> list[str]:
+    """Add the names of tied parameters that a file leaves out; returns them."""
+    first: dict[int, str] = {}
+    added = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in weights:
+            first.setdefault(id(parameter), name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in weights and id(parameter) in first:
+            weights[name] = weights[first[id(parameter)]]
+            added.append(name)
+    return added
+
+
+def _add_weights(folder: Path, reading: Reading, source: Source) -> None:
+    found = weights_in(folder)
+    if found is None:
+        source.left.append("no weights: neither safetensors files nor pytorch_model.bin")
+        return
+    weights, origin = found
+    if reading.model is None:
+        reading.model = model_of(folder, source)
+    if reading.model is not None:
+        if tied := with_ties(weights, reading.model):
+            source.checks.append(f"tied to others, and named again: {', '.join(tied[:5])}")
+        _compare_shapes(weights, reading.model, source)
+    source.add("model", weights, origin)
+
+
+def _compare_shapes(weights: Mapping[str, torch.Tensor], model: nn.Module, source: Source) -> None:
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, tensor in weights.items():
+        if name in wanted and wanted[name] != tensor.shape:
+            raise InvalidState(
+                f"{name!r} has shape {list(tensor.shape)}, the model {list(wanted[name])}"
+            )
+    missing = sorted(wanted.keys() - weights.keys())
+    more = sorted(weights.keys() - wanted.keys())
+    both = len(wanted.keys() & weights.keys())
+    said = f"{both} tensors have the names and shapes of the model"
+    said += f"; not in the file: {', '.join(missing[:5])}" if missing else ""
+    said += f"; not in the model: {', '.join(more[:5])}" if more else ""
+    source.checks.append(said)
+
+
+def _add_files(folder: Path, source: Source, read: Iterable[str]) -> None:
+    """Take along what describes a model, and list the rest."""
+    files: dict[str, str | bytes] = {}
+    used = {*read}
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if name in used or name.startswith("."):
+            continue
+        small = path.is_file() and path.stat().st_size <= FILE_LIMIT
+        if small and _ALONG.fullmatch(name) and not _NOT_ALONG.fullmatch(name):
+            data = path.read_bytes()
+            try:
+                files[name] = data.decode()
+            except UnicodeDecodeError:
+                files[name] = data
+        elif not _NOT_ALONG.fullmatch(name) and not name.endswith(".safetensors"):
+            why = "a pickled object, never read" if name == "training_args.bin" else "not known"
+            source.left.append(f"{name}: {why}")
+    if files:
+        source.add("files", files, f"{len(files)} files")
+
+
+# ---------------------------------------------------------------- the formats
+
+
+def _hugging_face(folder: Path, reading: Reading, source: Source) -> None:
+    _add_weights(folder, reading, source)
+    _add_files(folder, source, _WEIGHTS)
+
+
+def _trainer(folder: Path, reading: Reading, source: Source) -> None:
+    read = {*_WEIGHTS, "trainer_state.json"}
+    if (folder / "pytorch_model_fsdp_0").is_dir():
+        read |= _fsdp(folder, reading, source)
+    else:
+        _add_weights(folder, reading, source)
+    for name, key in (("optimizer.pt", "optimizer"), ("optimizer.bin", "optimizer")):
+        if (folder / name).is_file():
+            read.add(name)
+            _add_state(_attempt(folder / name, source), key, name, reading, source)
+    for name, key in (("scheduler.pt", "scheduler"), ("scaler.pt", "scaler")):
+        if (folder / name).is_file():
+            read.add(name)
+            _add_state(_attempt(folder / name, source), key, name, reading, source)
+    try:
+        state = json.loads((folder / "trainer_state.json").read_text())
+        source.step = int(state["global_step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{folder / 'trainer_state.json'} says no global_step ({error})") from None
+    source.add("trainer_state", state, "trainer_state.json")
+    read |= _add_random(folder, "rng_state", ".pth", source)
+    _add_files(folder, source, read)
+
+
+def _accelerate(folder: Path, reading: Reading, source: Source) -> None:
+    read = {*_WEIGHTS} | _fsdp(folder, reading, source)
+    if not any(part.key == "model" for part in source.parts):
+        _add_weights(folder, reading, source)
+    for number in range(100):
+        again = "" if not number else f"_{number}"
+        for stem, key in (
+            ("optimizer", "optimizer"),
+            ("scheduler", "scheduler"),
+            ("sampler", "sampler"),
+            ("dl_state_dict", "loader"),
+        ):
+            name = f"{stem}{again}.bin"
+            if (folder / name).is_file():
+                read.add(name)
+                _add_state(_attempt(folder / name, source), key, name, reading, source)
+        name = f"custom_checkpoint_{number}.pkl"
+        if (folder / name).is_file():
+            read.add(name)
+            _add_state(_attempt(folder / name, source), "custom", name, reading, source)
+        name = f"model_{number}.safetensors"
+        if (folder / name).is_file():
+            read.add(name)
+            source.add("model", weights_of(folder / name), name)
+    if (folder / "scaler.pt").is_file():
+        read.add("scaler.pt")
+        _add_state(_attempt(folder / "scaler.pt", source), "scaler", "scaler.pt", reading, source)
+    read |= _add_random(folder, "random_states", ".pkl", source)
+    if match := re.fullmatch(r"checkpoint_(\d+)", folder.name):
+        source.step = int(match[1])
+    _add_files(folder, source, read)
+
+
+def _fsdp(folder: Path, reading: Reading, source: Source) -> set[str]:
+    """The folders of torch.distributed.checkpoint that Accelerate writes for FSDP."""
+    read = set()
+    for path in sorted(folder.glob("pytorch_model_fsdp_*")) + sorted(folder.glob("optimizer_*")):
+        if (path / ".metadata").is_file():
+            read.add(path.name)
+            _dcp(path, reading, source)
+    return read
+
+
+def _dcp(folder: Path, reading: Reading, source: Source) -> None:
+    tree = read_dcp(folder, reading.scratch, source.left)
+    _add_tree(tree, str(folder.name), reading, source)
+
+
+def _torch_file(path: Path, reading: Reading, source: Source) -> None:
+    if path.is_dir():
+        _legacy(path, reading, source)
+        return
+    if path.suffix == ".safetensors":
+        source.add("model", weights_of(path), path.name)
+        return
+    found = load_file(path)
+    if isinstance(found, Mapping) and "pytorch-lightning_version" in found:
+        source.format = "lightning"
+        found = dict(found)
+        found["model"] = found.pop("state_dict", {})
+        for name, key in (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler")):
+            for state in found.pop(name, None) or []:
+                _add_state(state, key, name, reading, source)
+    _add_tree(found, path.name, reading, source)
+
+
+def _legacy(folder: Path, reading: Reading, source: Source) -> None:
+    """Files without a manifest, one or more for each component: model.safetensors,
+    optimizer_state.pt, rng_state_0.pt."""
+    read: set[str] = set()
+    if weights_in(folder) is not None:
+        read |= {path.name for path in folder.glob("*.safetensors")} | {*_WEIGHTS}
+        _add_weights(folder, reading, source)
+    by_rank: dict[str, dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        match = re.fullmatch(r"(.+?)(?:_rank)?(?:[_-]?(\d+))?\.(?:pt|pth|bin|ckpt)", path.name)
+        if path.name in read or match is None or not path.is_file():
+            continue
+        if path.name == "training_args.bin":
+            continue
+        read.add(path.name)
+        by_rank.setdefault(match[1], {})[int(match[2] or 0)] = path
+    for stem, paths in by_rank.items():
+        if len(paths) > 1:
+            said = f"those of {len(paths)} ranks: an import has one; the first is taken"
+            source.left.append(f"{stem}: {said}")
+        path = paths[min(paths)]
+        key = _called(stem)
+        _add_state(_attempt(path, source), key, path.name, reading, source)
+    steps = [
+        part.state.get("global_step", part.state.get("step"))
+        for part in source.parts
+        if isinstance(part.state, Mapping)
+    ]
+    source.step = next((step for step in steps if type(step) is int), None)
+    _add_files(folder, source, read)
+
+
+def _universal(folder: Path, reading: Reading, source: Source) -> None:
+    """A universal folder of DeepSpeed: fp32 weights and moments by parameter name."""
+    tag = folder / "latest_universal"
+    base = folder / tag.read_text().strip() if tag.is_file() else folder
+    if base.parent not in (folder, folder.parent) or not (base / "zero").is_dir():
+        raise Refused(f"{folder}: latest_universal names no folder with zero/ in it")
+    weights: dict[str, torch.Tensor] = {}
+    state: dict[str, Any] = {}
+    for path in sorted((base / "zero").iterdir()):
+        if not path.is_dir():
+            if path.name != "optimizer_state.pt":
+                source.left.append(f"zero/{path.name}: not known")
+            continue
+        for file in sorted(path.glob("*.pt")):
+            found = load_file(file)
+            value = found.get("param") if isinstance(found, Mapping) else found
+            if file.stem == "fp32" and isinstance(value, torch.Tensor):
+                weights[path.name] = value
+            elif isinstance(value, torch.Tensor | int | float):
+                state.setdefault(path.name, {})[file.stem] = value
+    source.add("model", weights, "zero/*/fp32.pt")
+    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+    whole = {"state": state, "group_of": dict.fromkeys(weights, 0), "shapes": shapes}
+    if state:
+        source.add("optimizer", {**whole, "groups": {0: {}}}, "zero/*/exp_avg*.pt")
+        source.left.append("the optimizer's options: a universal folder has none that fit")
+    if match := re.search(r"(\d+)", base.name):
+        source.step = int(match[1])
+
+
+# ---------------------------------------------------------------- states
+
+
+def _attempt(path: Path, source: Source) -> Any:
+    """What a file of torch.save holds; None, and it is listed, where it is not read."""
+    try:
+        return load_file(path)
+    except Refused as error:
+        source.left.append(f"{path.name}: {error.message}")
+        return None
+
+
+def _called(name: str) -> str:
+    """The key of a component that others call so."""
+    stem = re.sub(r"(_state_dict|_state|_states|_dict)$", "", name)
+    return _CALLED.get(stem, stem or name)
+
+
+def _add_tree(tree: Any, origin: str, reading: Reading, source: Source) -> None:
+    """A whole state: weights alone, or components by key, and values beside them."""
+    if _is_weights(tree):
+        source.add("model", {k: v.detach() for k, v in tree.items()}, origin)
+        return
+    if is_by_number(tree):
+        _add_state(tree, "optimizer", origin, reading, source)
+        return
+    if not isinstance(tree, Mapping):
+        source.add("values", {"value": tree}, origin)
+        return
+    values = {}
+    keys = sorted(tree, key=lambda key: not str(key).startswith(("model", "state_dict", "module")))
+    for key in keys:
+        value = tree[key]
+        if isinstance(value, Mapping) and value and isinstance(key, str):
+            _add_state(
+                value, "model" if key == "state_dict" else _called(key), origin, reading, source
+            )
+        elif isinstance(value, Mapping):
+            continue
+        else:
+            values[key] = value
+    if values:
+        source.add("values", values, origin)
+        steps = (values.get(name) for name in ("global_step", "step"))
+        source.step = next((step for step in steps if type(step) is int), source.step)
+
+
+def _add_state(state: Any, key: str, origin: str, reading: Reading, source: Source) -> None:
+    """One component; an optimizer by its parameters' names. None is what was not read."""
+    if state is None:
+        return
+    if is_by_number(state):
+        shapes = shapes_of(reading.model) if reading.model is not None else {}
+        weights: Any = next((part.state for part in source.parts if part.key == "model"), {})
+        known = {
+            name: list(tensor.shape)
+            for name, tensor in weights.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        try:
+            names = reading.names or names_of(state, reading.model)
+            found = by_name(state, names, known | shapes)
+        except InvalidState as error:
+            source.left.append(f"{origin}: {error.message}")
+            return
+        source.checks.append(
+            f"{origin}: {len(found['group_of'])} parameters by name, in {len(found['groups'])} "
+            "groups, moments of their shapes"
+        )
+        source.add(key, found, origin)
+    elif not isinstance(state, Mapping | list | tuple):
+        source.add(key, {"value": state}, origin)
+    else:
+        source.add(key, state, origin)
+
+
+def _add_random(folder: Path, stem: str, suffix: str, source: Source) -> set[str]:
+    """Random streams of rank 0; those of others are left, and that is said."""
+    found = {}
+    for path in sorted(folder.glob(f"{stem}*{suffix}")):
+        match = re.fullmatch(rf"{stem}(?:_(\d+))?{re.escape(suffix)}", path.name)
+        if match:
+            found[int(match[1] or 0)] = path
+    if not found:
+        return set()
+    if len(found) > 1:
+        source.left.append(f"random streams of {len(found)} ranks: an import has one, rank 0's")
+    path = found[min(found)]
+
+    streams = _attempt(path, source)
+    state = random_streams(streams)
+    if state is not None:
+        source.add("rng", state, path.name, per_rank=True)
+    elif streams is not None:
+        source.left.append(f"{path.name}: not the random streams that are known")
+    return {each.name for each in found.values()}
+
+
+def random_streams(found: Any) -> dict[str, Any] | None:
+    """What Hugging Face's Trainer or Accelerate saved, as RNGState has it."""
+    if not isinstance(found, Mapping):
+        return None
+    python = found.get("python", found.get("random_state"))
+    array = found.get("numpy", found.get("numpy_random_seed"))
+    cpu = found.get("cpu", found.get("torch_manual_seed"))
+    device = found.get("cuda", found.get("torch_cuda_manual_seed"))
+    if not (isinstance(python, tuple) and isinstance(array, tuple) and len(array) == 5):
+        return None
+    if not isinstance(cpu, torch.Tensor):
+        return None
+    kind, keys, position, has_gauss, cached = array
+    several = [device] if isinstance(device, torch.Tensor) else list(device or [])
+    return {
+        "python": python,
+        "numpy": {
+            "kind": kind,
+            "keys": np.array(keys, np.uint32),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": cpu,
+        "accelerator": ["cuda", several] if several else None,
+    }
