@@ -60,10 +60,10 @@ def _leaf(folder: Path, metadata: Metadata, fqn: str, entry: Any, scratch: Scrat
 
 def _stored(metadata: Metadata, fqn: str) -> Iterator[tuple[tuple[int, ...], Any]]:
     """(offset, where the bytes are) of each part, each once."""
-    seen = set()
+    offsets = set()
     for index, info in (metadata.storage_data or {}).items():
-        if index.fqn == fqn and (offset := tuple(index.offset or ())) not in seen:
-            seen.add(offset)
+        if index.fqn == fqn and (offset := tuple(index.offset or ())) not in offsets:
+            offsets.add(offset)
             yield offset, info
 
 

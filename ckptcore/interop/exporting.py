@@ -36,8 +36,16 @@ _WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "flo
 class ExportReport:
     """What an export wrote, or would write.
 
-    files: sizes in bytes by name. left: what was not taken, and why. cast: how many tensors have
-    another dtype than in the checkpoint. verified: tensors that were read back and compared.
+    source: the checkpoint.
+    folder: where it went.
+    format: that of the files.
+    components: that were taken.
+    tensors: how many.
+    size_bytes: of them all.
+    files: sizes in bytes by name.
+    left: what was not taken, and why.
+    cast: how many tensors have another dtype than in the checkpoint.
+    verified: how many tensors were read back and compared.
     """
 
     source: str
@@ -53,7 +61,7 @@ class ExportReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Selection:
     """Which tensors, under which names, in which dtype."""
 
     dtype: torch.dtype | None
@@ -90,23 +98,24 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write a checkpoint as another library reads it; what was written is read back and compared.
 
-    source: the folder of a checkpoint, or its URL. folder: a local one that is not there yet, or
-    empty; for "torch" the file.
+    source: the folder of a checkpoint, or its URL.
+    folder: a local one that is not there yet, or empty; for "torch" the file.
     format: "hf": a Hugging Face folder of safetensors files, of one component (default); "torch": a
-    file of torch.save; "dcp": a folder of torch.distributed.checkpoint.
+        file of torch.save; "dcp": a folder of torch.distributed.checkpoint.
     component: the one to take. By default "model" for "hf", and else all of them.
-    dtype: of floating point tensors (default: as saved): a torch dtype, or "bf16", "fp16", "fp32".
-    keys: patterns of names of tensors to take (default: all). rename: new beginnings of names, by
-    old ones; the first that fits counts.
+    dtype: of floating point tensors: a torch dtype, or "bf16", "fp16", "fp32" (default: as saved).
+    keys: patterns of names of tensors to take (default: all).
+    rename: new beginnings of names, by old ones; the first that fits counts.
     max_shard_size: of a safetensors file: bytes, or as in "5GB" (default).
-    storage_options: of `source`. dry_run: only say what would be written (default False).
+    storage_options: of `source` (default None).
+    dry_run: only say what would be written (default False).
     scratch: a folder for what "torch" and "dcp" pass through (default: that of temporary files).
 
     Raises InvalidState, CheckpointExists, CheckpointNotFound, CheckpointCorrupt, StorageError,
     OSError.
     """
     target = Path(folder)
-    choice = _Choice(_dtype(dtype), tuple(keys), tuple((rename or {}).items()))
+    selection = _Selection(_dtype(dtype), tuple(keys), tuple((rename or {}).items()))
     report = ExportReport(str(source), str(target), format)
     if format not in FORMATS:
         raise InvalidState(f"format {format!r} is not one of {', '.join(FORMATS)}")
@@ -115,10 +124,10 @@ def export_checkpoint(
         raise CheckpointExists(f"{target} is there already, and not empty", path=str(target))
     with open_checkpoint(source, storage_options=storage_options) as view:
         if format == "hf":
-            _hugging_face(view, target, component, choice, limit, report, dry_run)
+            _hugging_face(view, target, component, selection, limit, report, dry_run)
         else:
             with Scratch(scratch) as mapped:
-                _whole(view, target, component, choice, mapped, report, dry_run)
+                _whole(view, target, component, selection, mapped, report, dry_run)
     return report
 
 
@@ -159,30 +168,30 @@ def _hugging_face(
     view: CheckpointView,
     target: Path,
     component: str | None,
-    choice: _Choice,
+    selection: _Selection,
     limit: int,
     report: ExportReport,
     dry_run: bool,
 ) -> None:
     key = _model_of(view, component)
     report.components = [key]
-    tensors = _chosen(view, key, choice, report)
-    shards = _sharded(tensors, choice, limit)
-    files = _files(view, choice)
+    tensors = _chosen(view, key, selection, report)
+    shards = _sharded(tensors, selection, limit)
+    files = _files(view, selection)
     single = len(shards) == 1
     names = [
         "model.safetensors" if single else f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
         for n in range(len(shards))
     ]
     report.files = {
-        name: sum(_nbytes(info, choice) for info in shard.values())
+        name: sum(_nbytes(info, selection) for info in shard.values())
         for name, shard in zip(names, shards, strict=True)
     } | {name: len(data) for name, data in files.items()}
     if dry_run:
         return
     with _building(target) as folder:
         for name, shard in zip(names, shards, strict=True):
-            digest = _write_safetensors(view, folder / name, shard, choice)
+            digest = _write_safetensors(view, folder / name, shard, selection)
             if _digest_of(folder / name) != digest:
                 raise StorageError(f"{folder / name} does not read back as it was written")
             report.verified += len(shard)
@@ -211,7 +220,7 @@ def _model_of(view: CheckpointView, component: str | None) -> str:
 
 
 def _chosen(
-    view: CheckpointView, key: str, choice: _Choice, report: ExportReport
+    view: CheckpointView, key: str, selection: _Selection, report: ExportReport
 ) -> dict[str, TensorInfo]:
     """Tensors of one copy of a component by the names that they get; tied ones once."""
     copies = view.manifest.copies(key)
@@ -219,9 +228,9 @@ def _chosen(
         report.left.append(f"{key}: {len(copies) - 1} of {len(copies)} copies; the first is taken")
     found: dict[str, TensorInfo] = {}
     for info in _infos(view.values(key)):
-        if not choice.takes(info.name):
+        if not selection.takes(info.name):
             continue
-        name = choice.name(info.name.replace("/", ".").replace("~1", "/").replace("~0", "~"))
+        name = selection.name(info.name.replace("/", ".").replace("~1", "/").replace("~0", "~"))
         if info.alias_of is not None:
             report.left.append(f"{name}: tied to {info.alias_of}, which is written")
             continue
@@ -233,9 +242,9 @@ def _chosen(
     if not found:
         raise InvalidState(f"no tensor of {key!r} is chosen: nothing to write")
     report.tensors = len(found)
-    report.size_bytes = sum(_nbytes(info, choice) for info in found.values())
+    report.size_bytes = sum(_nbytes(info, selection) for info in found.values())
     report.cast = sum(
-        choice.dtype_of(torch_dtype(i.dtype)) != torch_dtype(i.dtype) for i in found.values()
+        selection.dtype_of(torch_dtype(i.dtype)) != torch_dtype(i.dtype) for i in found.values()
     )
     return found
 
@@ -248,19 +257,19 @@ def _infos(value: Any) -> Iterator[TensorInfo]:
             yield from _infos(item)
 
 
-def _nbytes(info: TensorInfo, choice: _Choice) -> int:
+def _nbytes(info: TensorInfo, selection: _Selection) -> int:
     dtype = torch_dtype(info.dtype)
-    return info.nbytes // dtype.itemsize * choice.dtype_of(dtype).itemsize
+    return info.nbytes // dtype.itemsize * selection.dtype_of(dtype).itemsize
 
 
 def _sharded(
-    tensors: dict[str, TensorInfo], choice: _Choice, limit: int
+    tensors: dict[str, TensorInfo], selection: _Selection, limit: int
 ) -> list[dict[str, TensorInfo]]:
     """In the order of names, as many into a file as fit."""
     shards: list[dict[str, TensorInfo]] = [{}]
     held = 0
     for name, info in sorted(tensors.items()):
-        nbytes = _nbytes(info, choice)
+        nbytes = _nbytes(info, selection)
         if shards[-1] and held + nbytes > limit:
             shards.append({})
             held = 0
@@ -269,7 +278,7 @@ def _sharded(
     return shards
 
 
-def _files(view: CheckpointView, choice: _Choice) -> dict[str, bytes]:
+def _files(view: CheckpointView, selection: _Selection) -> dict[str, bytes]:
     """What describes the model, where an import has brought it along."""
     if "files" not in view.manifest.components:
         return {}
@@ -280,8 +289,8 @@ def _files(view: CheckpointView, choice: _Choice) -> dict[str, bytes]:
             data = b"".join(array.tobytes() for _, array in view.portions(data.full_name))
         if isinstance(name, str) and Path(name).name == name and isinstance(data, str | bytes):
             found[name] = data.encode() if isinstance(data, str) else data
-    if choice.dtype is not None and "config.json" in found:
-        found["config.json"] = _with_dtype(found["config.json"], choice.dtype)
+    if selection.dtype is not None and "config.json" in found:
+        found["config.json"] = _with_dtype(found["config.json"], selection.dtype)
     return found
 
 
@@ -301,7 +310,7 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def _write_safetensors(
-    view: CheckpointView, path: Path, tensors: Mapping[str, TensorInfo], choice: _Choice
+    view: CheckpointView, path: Path, tensors: Mapping[str, TensorInfo], selection: _Selection
 ) -> str:
     """One file, portion by portion; returns the digest of its bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -309,12 +318,12 @@ def _write_safetensors(
     # Large items first: so every tensor is aligned, as stock readers want it.
     order = sorted(
         tensors.items(),
-        key=lambda pair: (-choice.dtype_of(torch_dtype(pair[1].dtype)).itemsize, pair[0]),
+        key=lambda pair: (-selection.dtype_of(torch_dtype(pair[1].dtype)).itemsize, pair[0]),
     )
     for name, info in order:
-        nbytes = _nbytes(info, choice)
+        nbytes = _nbytes(info, selection)
         header[name] = {
-            "dtype": _NAMES[choice.dtype_of(torch_dtype(info.dtype))],
+            "dtype": _NAMES[selection.dtype_of(torch_dtype(info.dtype))],
             "shape": list(info.shape),
             "data_offsets": [at, at + nbytes],
         }
@@ -323,7 +332,7 @@ def _write_safetensors(
     head += b" " * (-len(head) % 8)
     hasher = xxh3_128()
     with open(path, "wb") as file:
-        for data in _bytes_to_write(view, order, choice, head):
+        for data in _bytes_to_write(view, order, selection, head):
             hasher.update(data)
             file.write(data)
         file.flush()
@@ -332,15 +341,15 @@ def _write_safetensors(
 
 
 def _bytes_to_write(
-    view: CheckpointView, order: list[tuple[str, TensorInfo]], choice: _Choice, head: bytes
+    view: CheckpointView, order: list[tuple[str, TensorInfo]], selection: _Selection, head: bytes
 ) -> Iterator[bytes | memoryview]:
     yield len(head).to_bytes(8, "little")
     yield head
     for _, info in order:
         dtype = torch_dtype(info.dtype)
         for _, array in view.portions(info.full_name):
-            if choice.dtype_of(dtype) != dtype:
-                cast = from_numpy(array, info.dtype).to(choice.dtype_of(dtype))
+            if selection.dtype_of(dtype) != dtype:
+                cast = from_numpy(array, info.dtype).to(selection.dtype_of(dtype))
                 array = cast.contiguous().reshape(-1).view(torch.uint8).numpy()
             yield array.tobytes()
 
@@ -360,7 +369,7 @@ def _whole(
     view: CheckpointView,
     target: Path,
     component: str | None,
-    choice: _Choice,
+    selection: _Selection,
     scratch: Scratch,
     report: ExportReport,
     dry_run: bool,
@@ -370,10 +379,12 @@ def _whole(
     state: dict[str, Any] = {}
     for key in report.components:
         if len(copies := view.manifest.copies(key)) > 1:
-            said = f"{len(copies) - 1} of {len(copies)} copies; the first is taken"
-            report.left.append(f"{key}: {said}")
-        seen: dict[str, torch.Tensor] = {}
-        state[key] = _state(view, key, view.values(key), choice, scratch, report, seen, dry_run)
+            text = f"{len(copies) - 1} of {len(copies)} copies; the first is taken"
+            report.left.append(f"{key}: {text}")
+        loaded: dict[str, torch.Tensor] = {}
+        state[key] = _state(
+            view, key, view.values(key), selection, scratch, report, loaded, dry_run
+        )
         if report.format == "dcp" and isinstance(state[key], dict) and "group_of" in state[key]:
             state[key] = with_parameter_lists(state[key])
     if report.format == "torch" and component:
@@ -404,40 +415,40 @@ def _state(
     view: CheckpointView,
     key: str,
     value: Any,
-    choice: _Choice,
+    selection: _Selection,
     scratch: Scratch,
     report: ExportReport,
-    seen: dict[str, torch.Tensor],
+    loaded: dict[str, torch.Tensor],
     dry_run: bool,
 ) -> Any:
     """Values as they are, with tensors in the place of their descriptions; tied ones tied."""
 
     def within(item: Any) -> Any:
-        return _state(view, key, item, choice, scratch, report, seen, dry_run)
+        return _state(view, key, item, selection, scratch, report, loaded, dry_run)
 
     if isinstance(value, TensorInfo):
         report.tensors += 1
         held = value.alias_of or value.name
-        if held in seen:
-            return seen[held]
-        report.size_bytes += _nbytes(value, choice)
+        if held in loaded:
+            return loaded[held]
+        report.size_bytes += _nbytes(value, selection)
         if dry_run:
             return None
         dtype = torch_dtype(value.dtype)
-        wanted = choice.dtype_of(dtype)
+        wanted = selection.dtype_of(dtype)
         tensor = scratch.empty(value.shape, wanted)
         for box, array in view.portions(value.full_name):
             tensor[box] = from_numpy(array, value.dtype).to(wanted)
         report.cast += wanted != dtype
-        seen[held] = tensor
+        loaded[held] = tensor
         return tensor
     if isinstance(value, Mapping):
         found = {}
         for name, item in value.items():
-            if isinstance(item, TensorInfo) and not choice.takes(item.name):
+            if isinstance(item, TensorInfo) and not selection.takes(item.name):
                 continue
             is_tensor = isinstance(item, TensorInfo) and isinstance(name, str)
-            found[choice.name(name) if is_tensor else name] = within(item)
+            found[selection.name(name) if is_tensor else name] = within(item)
         return found
     if isinstance(value, list | tuple):
         items = [within(item) for item in value]

@@ -59,8 +59,14 @@ class ImportedComponent:
 class ImportReport:
     """What an import found, or would do.
 
-    format: as it was recognised. left: what was not taken, and why. checks: what was compared.
-    info: the checkpoint, None for a dry run. verified: tensors that were read back and compared.
+    source: what was read.
+    format: as it was recognised.
+    step: of the checkpoint.
+    components: that it has.
+    left: what was not taken, and why.
+    checks: what was compared.
+    info: the checkpoint; None for a dry run.
+    verified: how many tensors were read back and compared.
     """
 
     source: str
@@ -90,17 +96,19 @@ def import_checkpoint(
 ) -> ImportReport:
     """Make a checkpoint of what another library wrote; verified bit by bit against it afterwards.
 
-    source: a local folder or file. root: the root that gets the checkpoint, or its folder where the
-    last name is checkpoint-<number>.
+    source: a local folder or file.
+    root: the root that gets the checkpoint, or its folder where the last name is
+        checkpoint-<number>.
     format: "auto" (default), or one of `ckptcore.interop.sources.FORMATS`.
     step: by default what the source says, else 0.
     model: the model whose state it is; on the meta device is enough. It says the names of an
-    optimizer's parameters, and which are tied. Default: by config.json, where transformers
-    knows it.
+        optimizer's parameters, and which are tied. Default: by config.json, where transformers
+        knows it.
     names: of the optimizer's parameters by group, where the model cannot tell.
     components: other keys for components, by those that the import gives them; "" leaves one out.
     rename: from the names of a model's tensors to those that are stored.
-    storage_options: of `root`. overwrite: replace a checkpoint that is there (default False).
+    storage_options: of `root` (default None).
+    overwrite: replace a checkpoint that is there (default False).
     dry_run: only say what would be done (default False).
     scratch: a folder for what is put together from parts (default: that of temporary files).
 
@@ -115,7 +123,7 @@ def import_checkpoint(
             for p in parts
             if p.key
         ]
-        target, number = _place(os.fspath(root), found.step if step is None else step)
+        target, number = _root_and_step(os.fspath(root), found.step if step is None else step)
         report = ImportReport(
             str(source), found.format, number, left=found.left, checks=found.checks
         )
@@ -129,7 +137,7 @@ def import_checkpoint(
 def _save(
     report: ImportReport,
     parts: list[Part],
-    found: Source,
+    source: Source,
     target: str,
     options: dict[str, Any] | None,
     overwrite: bool,
@@ -143,7 +151,7 @@ def _save(
         )
         for part in parts
     ]
-    about = {"imported_from": found.path, "format": found.format, "left": found.left}
+    about = {"imported_from": source.path, "format": source.format, "left": source.left}
     with CheckpointManager(target, comm=SingleProcess(), storage_options=options) as manager:
         report.info = manager.save(report.step, state, metadata=about, overwrite=overwrite)
     with open_checkpoint(report.info.url, storage_options=options) as view:
@@ -163,9 +171,13 @@ def load_foreign(
 ) -> LoadReport:
     """Load into live `state` what another library wrote, without keeping a checkpoint of it.
 
-    state: as of `CheckpointManager.load`. scratch: a folder with room for the whole of it (default:
-    that of temporary files). The other arguments are those of `import_checkpoint` and of
-    `CheckpointManager.load`, and so is what is raised.
+    state: as of `CheckpointManager.load`.
+    source: a local folder or file.
+    format, model, names: as of `import_checkpoint`.
+    strict, cast: as of `CheckpointManager.load`.
+    scratch: a folder with room for the whole of it (default: that of temporary files).
+
+    Raises what `import_checkpoint` and `CheckpointManager.load` do.
     """
     with tempfile.TemporaryDirectory(prefix="ckptcore-", dir=scratch) as folder:
         report = import_checkpoint(
@@ -175,7 +187,7 @@ def load_foreign(
             return manager.load(state, report.step, strict=strict, cast=cast)
 
 
-def _place(root: str, step: int | None) -> tuple[str, int]:
+def _root_and_step(root: str, step: int | None) -> tuple[str, int]:
     """The root, and the step. Raises InvalidState where the folder says another one."""
     around, name = split_url(root)
     match = re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", name)

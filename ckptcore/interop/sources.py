@@ -281,10 +281,10 @@ def _compare_shapes(weights: Mapping[str, torch.Tensor], model: nn.Module, sourc
     missing = sorted(wanted.keys() - weights.keys())
     more = sorted(weights.keys() - wanted.keys())
     both = len(wanted.keys() & weights.keys())
-    said = f"{both} tensors have the names and shapes of the model"
-    said += f"; not in the file: {', '.join(missing[:5])}" if missing else ""
-    said += f"; not in the model: {', '.join(more[:5])}" if more else ""
-    source.checks.append(said)
+    summary = f"{both} tensors have the names and shapes of the model"
+    summary += f"; not in the file: {', '.join(missing[:5])}" if missing else ""
+    summary += f"; not in the model: {', '.join(more[:5])}" if more else ""
+    source.checks.append(summary)
 
 
 def _add_files(folder: Path, source: Source, read: Iterable[str]) -> None:
@@ -425,8 +425,8 @@ def _legacy(folder: Path, reading: Reading, source: Source) -> None:
         by_rank.setdefault(match[1], {})[int(match[2] or 0)] = path
     for stem, paths in by_rank.items():
         if len(paths) > 1:
-            said = f"those of {len(paths)} ranks: an import has one; the first is taken"
-            source.left.append(f"{stem}: {said}")
+            summary = f"those of {len(paths)} ranks: an import has one; the first is taken"
+            source.left.append(f"{stem}: {summary}")
         path = paths[min(paths)]
         key = _called(stem)
         _add_state(_attempt(path, source), key, path.name, reading, source)
@@ -546,7 +546,7 @@ def _add_state(state: Any, key: str, origin: str, reading: Reading, source: Sour
 
 
 def _add_random(folder: Path, stem: str, suffix: str, source: Source) -> set[str]:
-    """Random streams of rank 0; those of others are left, and that is said."""
+    """Random streams of rank 0; those of others are left, and that is summary."""
     found = {}
     for path in sorted(folder.glob(f"{stem}*{suffix}")):
         match = re.fullmatch(rf"{stem}(?:_(\d+))?{re.escape(suffix)}", path.name)
@@ -567,14 +567,14 @@ def _add_random(folder: Path, stem: str, suffix: str, source: Source) -> set[str
     return {each.name for each in found.values()}
 
 
-def random_streams(found: Any) -> dict[str, Any] | None:
+def random_streams(streams: Any) -> dict[str, Any] | None:
     """What Hugging Face's Trainer or Accelerate saved, as RNGState has it."""
-    if not isinstance(found, Mapping):
+    if not isinstance(streams, Mapping):
         return None
-    python = found.get("python", found.get("random_state"))
-    array = found.get("numpy", found.get("numpy_random_seed"))
-    cpu = found.get("cpu", found.get("torch_manual_seed"))
-    device = found.get("cuda", found.get("torch_cuda_manual_seed"))
+    python = streams.get("python", streams.get("random_state"))
+    array = streams.get("numpy", streams.get("numpy_random_seed"))
+    cpu = streams.get("cpu", streams.get("torch_manual_seed"))
+    device = streams.get("cuda", streams.get("torch_cuda_manual_seed"))
     if not (isinstance(python, tuple) and isinstance(array, tuple) and len(array) == 5):
         return None
     if not isinstance(cpu, torch.Tensor):

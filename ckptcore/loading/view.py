@@ -432,8 +432,13 @@ class CheckpointView:
     def portions(
         self, name: str, nbytes: int = 16 << 20
     ) -> Iterator[tuple[tuple[slice, ...], Any]]:
-        """The whole tensor `name` bit by bit: boxes of at most about `nbytes`, in C order, and what
-        `read` says of each. Raises what `read` does."""
+        """A whole tensor bit by bit: boxes in C order, and what `read` says of each.
+
+        name: "component/name".
+        nbytes: how much is read at a time, about (default 16 MiB).
+
+        Raises what `read` does.
+        """
         _, stored, number = self._locate(name)
         whole = stored.tensors[number]
         for box in _portions(whole.shape, tensor_nbytes(whole.dtype, (1,)), nbytes):
