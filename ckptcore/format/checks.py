@@ -18,6 +18,7 @@ a dataclass          an object. Its field `extra` keeps what is not known, so th
 from __future__ import annotations
 
 import copy
+import json
 import re
 import struct
 from collections import deque
@@ -45,6 +46,7 @@ __all__ = [
     "exact_items",
     "only_plain",
     "parsing",
+    "read_json",
     "short",
     "sizes",
     "typed",
@@ -71,6 +73,16 @@ def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     if len(result) != len(pairs):
         raise ValueError("a name appears twice")
     return result
+
+
+def read_json(text: str) -> Any:
+    """What strict JSON says. Raises ValueError for a name that an object has twice, and for the
+    constants that JSON lacks."""
+    return json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def whole(value: Any, below: int = 2**62) -> int:

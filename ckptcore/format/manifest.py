@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
 from ..errors import CheckpointCorrupt, InvalidState, UnsafePath, UnsupportedVersion
-from .checks import NOT_STORED, OPTIONAL, parsing, short, typed, unique, written
+from .checks import NOT_STORED, OPTIONAL, parsing, read_json, short, typed, written
 from .digest import content_digest
 
 __all__ = [
@@ -327,8 +327,7 @@ class CheckpointManifest:
                 actual=actual,
             )
         with parsing(f"{where}: not a valid manifest", MANIFEST_NAME, path or None):
-            text = str(body, "utf-8") + "\n}"
-            document = json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant)
+            document = read_json(str(body, "utf-8") + "\n}")
             if document.pop("format") != FORMAT:
                 raise ValueError(f"format is not {FORMAT!r}")
             version = document["format_version"]
@@ -384,8 +383,9 @@ def private_json(what: str, document: Any) -> Any:
     JSON cannot hold, or what the limits of another reader would refuse."""
     try:
         _check_json(document)
-        data = json.dumps(document, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
-        return json.loads(data, object_pairs_hook=unique)
+        text = json.dumps(document, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        text.encode()  # lone surrogates are no UTF-8
+        return read_json(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidState(f"{what} is not JSON, and cannot go into a manifest: {error}") from None
 
@@ -409,10 +409,6 @@ def _check_json(document: Any) -> None:
             raise ValueError(f"it has more than {JSON_ITEMS:,} items")
         level = inner
     raise ValueError(f"it is nested deeper than {JSON_DEPTH} levels")
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 Copy = ReplicaGroup

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from ..errors import CheckpointCorrupt
-from .checks import parsing, unique
+from .checks import parsing, read_json
 
 __all__ = [
     "DTYPES",
@@ -145,7 +145,7 @@ def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTens
         raise bad(f"header length {length} does not fit the file of {file_size} bytes")
     what = f"{file or 'tensor file'}: header is not that of a safetensors file"
     with parsing(what, file or None, kind="header"):
-        header = json.loads(head[8 : 8 + length], object_pairs_hook=unique)
+        header = read_json(str(head[8 : 8 + length], "utf-8"))
         header.pop("__metadata__", None)
         found = [
             StoredTensor(
