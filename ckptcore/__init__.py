@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .state.component import ValidationLevel as ValidationLevel
     from .state.layout import Shard as Shard
     from .storage.base import Storage as Storage
-    from .storage.base import open_storage as open_storage
+    from .storage.opening import open_storage as open_storage
     from .storage.urls import join_url as join_url
     from .storage.urls import masked_url as masked_url
     from .storage.urls import split_url as split_url
@@ -97,7 +97,8 @@ _HOMES = {
         "ValidationLevel",
     ],
     "state.layout": ["Shard"],
-    "storage.base": ["Storage", "open_storage"],
+    "storage.base": ["Storage"],
+    "storage.opening": ["open_storage"],
     "storage.urls": ["join_url", "masked_url", "split_url"],
     "tiers.uploads": ["Tier"],
     "upkeep": [

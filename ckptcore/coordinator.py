@@ -32,7 +32,8 @@ from .saving.flow import Saving
 from .saving.join import SaveRequest
 from .state.adapters import as_components
 from .state.component import StateComponent, StatefulProvider, ValidationLevel
-from .storage.base import Storage, open_storage
+from .storage.base import Storage
+from .storage.opening import open_storage
 from .storage.urls import split_url
 from .storage.workers import Workers
 

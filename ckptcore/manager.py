@@ -52,7 +52,8 @@ from .saving.background import SaveHandle
 from .saving.flow import Saving
 from .saving.join import SaveRequest
 from .saving.staging import Staging
-from .storage.base import Storage, open_storage
+from .storage.base import Storage
+from .storage.opening import open_storage
 from .storage.urls import masked_url
 from .tiers.root import checked_tiers, open_root
 from .tiers.uploads import Tier

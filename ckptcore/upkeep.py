@@ -21,7 +21,8 @@ from .catalog.folder import remove_checkpoint_folder as remove_folder
 from .catalog.folder import unpin_checkpoint as unpin_folder
 from .catalog.retention import RetentionPolicy
 from .errors import CheckpointCorrupt, CheckpointNotFound, InvalidState
-from .storage.base import Storage, open_storage
+from .storage.base import Storage
+from .storage.opening import open_storage
 from .storage.urls import split_url
 
 __all__ = [

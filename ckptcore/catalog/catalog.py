@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError
-from ..storage.base import Entry, Storage, open_storage
+from ..storage.base import Entry, Storage
+from ..storage.opening import open_storage
 from ..storage.urls import split_url
 from .attempt import Attempt
 from .branches import committed, mark_abandoned, newest_run

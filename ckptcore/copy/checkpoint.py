@@ -43,7 +43,8 @@ from ..errors import (
 )
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..loading.view import CheckpointView, Problem
-from ..storage.base import Storage, open_storage
+from ..storage.base import Storage
+from ..storage.opening import open_storage
 from ..storage.urls import masked_url, split_url
 from ..storage.workers import Workers
 from .files import CopyProgress, Counted, FileCopies

@@ -21,7 +21,8 @@ from ..format.layout import Box, LogicalTensor, decode_layouts, volume
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
-from ..storage.base import Storage, open_storage
+from ..storage.base import Storage
+from ..storage.opening import open_storage
 from ..storage.urls import split_url
 from .elsewhere import cuts_here, not_here
 from .plan import numpy_words, read_of

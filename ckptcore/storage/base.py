@@ -9,19 +9,16 @@ Which files make up a checkpoint, and in what order they are written, is not dec
 from __future__ import annotations
 
 import errno
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..arguments import check_path, checked_options
-from ..errors import InvalidState, NoSpace, StorageError
-from .urls import join_url, local_path
+from ..errors import NoSpace, StorageError
+from .urls import join_url
 
-__all__ = ["Entry", "FileReader", "FileWriter", "Storage", "open_storage", "translated"]
+__all__ = ["Entry", "FileReader", "FileWriter", "Storage", "translated"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -206,34 +203,3 @@ def translated(storage: Storage, path: str, doing: str) -> Iterator[None]:
         raise StorageError(
             f"{storage.at(path)}: {doing} failed: {why}", path=path, errno=number
         ) from error
-
-
-def open_storage(
-    url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None
-) -> Storage:
-    """The storage whose root is `url`. Nothing is created, and nothing but a client's login
-    contacted yet.
-
-    url: local path (with or without `file://`), any fsspec URL, or a Storage itself.
-    storage_options: dict for the filesystem (default None).
-
-    Raises InvalidState for what is no path or URL (an empty one too: a variable that is not set),
-    StorageError for a scheme that no installed filesystem knows, and for a URL that has gone
-    through pathlib, which leaves one slash of its two.
-    """
-    options = checked_options("storage_options", storage_options) or {}
-    if isinstance(url, Storage):
-        return url
-    text = check_path("a root", url)
-    path = local_path(text)
-    if path is None:
-        from .remote import remote_storage
-
-        return remote_storage(text, options)
-    from .local import LocalStorage
-
-    try:
-        home = Path(path).expanduser()
-    except RuntimeError as error:  # of a user that there is not
-        raise InvalidState(f"{text}: {error}; write the path in full") from None
-    return LocalStorage(home, direct_io=bool(options.get("direct_io", True)))

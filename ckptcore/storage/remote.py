@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ from .base import Entry, FileReader, FileWriter, Storage, translated
 from .retry import RETRY_SECONDS, Retries, http_code
 from .urls import masked_url, secrets_of
 
-__all__ = ["FsspecStorage", "remote_storage", "translating"]
+__all__ = ["FsspecStorage", "translating"]
 
 # Files up to this size are one request; requests of larger ones are of this size.
 PIECE_BYTES = 8 << 20
@@ -52,17 +51,6 @@ CREATE_ONLY: dict[str, dict[str, Any]] = {
     "abfs": _ADLFS,
     "abfss": _ADLFS,
 }
-
-
-def remote_storage(url: str, options: dict[str, Any]) -> FsspecStorage:
-    """The storage at an fsspec URL. Raises StorageError for a scheme that no installed filesystem
-    knows."""
-    if re.match(r"s3a?://", url):
-        with suppress(ImportError):  # without its client: fsspec says what to install
-            from .s3 import S3Storage
-
-            return S3Storage(url, options)
-    return FsspecStorage(url, options)
 
 
 class FsspecStorage(Storage):

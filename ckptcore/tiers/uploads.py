@@ -39,7 +39,8 @@ from ..errors import (
 )
 from ..events import SaveEvent
 from ..saving.background import Background, SaveHandle
-from ..storage.base import Storage, open_storage
+from ..storage.base import Storage
+from ..storage.opening import open_storage
 from ..storage.urls import masked_url
 from ..storage.workers import Workers
 

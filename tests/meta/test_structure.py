@@ -74,11 +74,8 @@ LATE: dict[tuple[str, str], str] = {
     ("loading.plan", "numpy"): STARTS_FAST,
     ("loading.view", "numpy"): STARTS_FAST,
     ("ranks.groups", "torch"): STARTS_FAST,
-    ("storage.base", "ckptcore.storage.remote"): "a local root needs no fsspec",
-    ("storage.base", "ckptcore.storage.local"): "local.py has open_storage's base class",
-    ("storage.remote", "ckptcore.storage.s3"): "other storages need no S3 client",
-    ("storage.s3", "fsspec"): STARTS_FAST,
-    ("storage.upload", "ckptcore.storage.s3"): "for a type",
+    ("storage.opening", "ckptcore.storage.remote"): "a local root needs no fsspec",
+    ("storage.opening", "ckptcore.storage.s3"): "other storages need no S3 client",
     ("storage.urls", "fsspec"): STARTS_FAST,
     ("state.layout", "torch"): "torch.distributed.tensor takes a second to import",
     ("state.optimizers", "torch"): "torch.distributed.tensor takes a second to import",
@@ -86,10 +83,6 @@ LATE: dict[tuple[str, str], str] = {
 }
 # Imports that close a circle, by importer and imported. This list may only shrink.
 CIRCLES: set[tuple[str, str]] = {
-    ("ckptcore.storage.base", "ckptcore.storage.local"),
-    ("ckptcore.storage.base", "ckptcore.storage.remote"),
-    ("ckptcore.storage.remote", "ckptcore.storage.s3"),
-    ("ckptcore.storage.upload", "ckptcore.storage.s3"),
     ("ckptcore.saving.apart", "ckptcore.saving.flow"),
     ("trainers.arguments.checks", "trainers.arguments.native"),
     ("trainers.arguments.trainer_checks", "trainers.arguments.native"),

@@ -13,7 +13,7 @@ import torch
 
 from ckptcore import CheckpointExists, CheckpointManager, KeepLast, StorageError, open_storage
 from ckptcore.storage.remote import PIECE_BYTES, FsspecStorage
-from ckptcore.storage.upload import BUFFERED_BYTES, PartBuffers
+from ckptcore.storage.s3 import BUFFERED_BYTES, PartBuffers
 
 MIB = 1 << 20
 

@@ -152,8 +152,7 @@ def test_a_folder_that_is_not_rooted(s3):
 
 
 def test_a_url_whose_client_is_not_installed_says_what_to_install(monkeypatch):
-    for module in ("ckptcore.storage.s3", "ckptcore.storage.upload"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delitem(sys.modules, "ckptcore.storage.s3", raising=False)
     for module in ("aiohttp.abc", "aiohttp.payload", "s3fs"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)

@@ -15,7 +15,7 @@ import torch
 import ckptcore.tiers.uploads as tiers
 from ckptcore import CheckpointManager, StorageError, Tier
 from ckptcore.catalog.folder import CheckpointInfo
-from ckptcore.storage.base import open_storage
+from ckptcore.storage.opening import open_storage
 from ckptcore.tiers.uploads import Uploads
 
 
