@@ -581,6 +581,20 @@ def export_command(
     )
 
 
+@command("report", "ckpt report runs/a -o report.html", "ckpt report runs/a/checkpoint-5 -o a.html")
+@click.argument("path", type=Place())
+@click.option(
+    "-o", "--output", "target", required=True, metavar="FILE", help="The page that is written."
+)
+@shared
+def report_command(path: str, target: str, options: Options) -> Report:
+    """Write the checkpoint PATH and its run as one self-contained HTML page: bytes by module, who
+    wrote what, phases of the save, metrics over the run, what changed since the one before."""
+    from .report import report
+
+    return report(path, options, target)
+
+
 COMPLETION = """\b
 Examples:
   eval "$(ckpt completion bash)"
