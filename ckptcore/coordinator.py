@@ -7,9 +7,9 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .arguments import (
     check_choice,
@@ -20,13 +20,15 @@ from .arguments import (
     check_threads,
     shown,
 )
+from .catalog.catalog import Catalog
+from .catalog.domain import ScanRound
 from .catalog.folder import CheckpointInfo
 from .errors import CheckpointWarning, InvalidState, RanksDisagree
 from .loading.apply import Loading, LoadReport
 from .loading.join import join_load
 from .loading.keys import Keys
 from .nodes.agreement import StorageMode
-from .ranks.communicator import Communicator
+from .ranks.communicator import Communicator, Round
 from .ranks.store import shared_communicator
 from .saving.flow import Saving
 from .saving.join import SaveRequest
@@ -38,6 +40,8 @@ from .storage.urls import split_url
 from .storage.workers import Workers
 
 __all__ = ["CheckpointCoordinator"]
+
+R = TypeVar("R", Round, ScanRound)
 
 JOIN_SECONDS = 5.0
 STEP_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,18})")
@@ -183,8 +187,12 @@ class CheckpointCoordinator:
         name: str,
         request: SaveRequest,
         components: list[StateComponent] | None = None,
+        catalog: Catalog | None = None,
     ) -> Saving:
-        """A save that has not begun, for those who do more between its steps."""
+        """A save that has not begun, for those who do more between its steps.
+
+        catalog: of `storage`, where somebody keeps it from save to save (default: a new one).
+        """
         return Saving(
             self.comm,
             components or self.components,
@@ -194,6 +202,7 @@ class CheckpointCoordinator:
             name,
             request,
             self.workers,
+            catalog or Catalog(storage),
             self.storage_mode,
         )
 
@@ -261,33 +270,30 @@ class CheckpointCoordinator:
 
 
 def meet(
-    comm: Communicator,
+    entered: AbstractContextManager[R],
     make: Callable[[], CheckpointCoordinator],
     call: Callable[[], tuple[str, Any, Any]],
-    decide: Callable[[Sequence[Sequence[Any]]], Any],
-) -> tuple[CheckpointCoordinator, Any]:
+    decide: Callable[[R, Sequence[Sequence[Any]]], Any],
+) -> tuple[CheckpointCoordinator, R]:
     """Make a coordinator on every rank, for the same call everywhere; rank 0 decides what all need
-    to know first.
+    to know first: the verdict. entered: the round, or look, in which they meet.
 
     call: what this rank calls for, in words that must be equal on all ranks, and two more things
     for `decide`. What fails on one rank (a state that makes no sense, an argument), fails on all.
     Raises RanksDisagree.
     """
-    made: list[CheckpointCoordinator] = []
-
-    def local() -> list[Any]:
-        made.append(make())
-        return [*call()]
-
-    def agree(calls: list[list[Any]]) -> Any:
-        wrong = [rank for rank, call in enumerate(calls) if call[0] != calls[0][0]]
-        if wrong:
-            what = f"rank 0 calls for a {calls[0][0]}, rank {wrong[0]} for a {calls[wrong[0]][0]}"
-            raise RanksDisagree(what, ranks=wrong)
-        return decide(calls)
-
-    decided = comm.together("checkpoint", local, agree, joining=True)
-    return made[0], decided
+    with entered as r:
+        made = make()
+        calls = r.gather([*call()])
+        if r.leads:
+            wrong = [rank for rank, call in enumerate(calls) if call[0] != calls[0][0]]
+            if wrong:
+                what = (
+                    f"rank 0 calls for a {calls[0][0]}, rank {wrong[0]} for a {calls[wrong[0]][0]}"
+                )
+                raise RanksDisagree(what, ranks=wrong)
+            r.verdict = decide(r, calls)
+    return made, r
 
 
 def check_parts(comm: Any, groups: Any, io_threads: Any, writers: Any, storage_mode: Any) -> None:

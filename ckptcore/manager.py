@@ -8,7 +8,8 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from functools import partial, wraps
 from typing import Any, Literal, TypeVar, cast
@@ -27,11 +28,12 @@ from .arguments import (
     shown,
 )
 from .catalog.branches import committed, left_by_going_back, left_by_last, merged, within
-from .catalog.catalog import best_of, candidates, choice, entry, find, with_commit
-from .catalog.folder import NOT_OURS, CheckpointInfo, checkpoint_name
+from .catalog.catalog import Location, best_of, candidates, choice, entry, find, with_commit
+from .catalog.domain import Entries, ScanRound
+from .catalog.folder import NOT_OURS, CheckpointInfo, checkpoint_name, still_there
 from .catalog.retention import RetentionPolicy, best_rule, check_policy, unknown_metric
 from .choice import load_chosen, newest_that_loads
-from .coordinator import CheckpointCoordinator, check_parts, default_io_threads, meet
+from .coordinator import CheckpointCoordinator, R, check_parts, default_io_threads, meet
 from .errors import (
     AsyncSaveError,
     CheckpointNotFound,
@@ -43,9 +45,9 @@ from .events import OnEvent, SaveEvent
 from .format.manifest import CheckpointManifest
 from .loading.apply import LoadReport
 from .loading.keys import Keys, check_keys
-from .loading.view import Problem
-from .nodes.agreement import Agreed, StorageMode
-from .ranks.communicator import Communicator
+from .loading.view import CheckpointView, Problem
+from .nodes.agreement import StorageMode, domains_of
+from .ranks.communicator import Communicator, Round
 from .ranks.store import default_communicator
 from .saves import Saves
 from .saving.background import SaveHandle
@@ -55,7 +57,7 @@ from .saving.staging import Staging
 from .storage.base import Storage
 from .storage.opening import open_storage
 from .storage.urls import masked_url
-from .tiers.root import checked_tiers, open_root
+from .tiers.root import checked_tiers, open_catalog
 from .tiers.uploads import Tier
 
 __all__ = ["CheckpointManager"]
@@ -177,19 +179,19 @@ class CheckpointManager:
         # and leaves behind.
         self._abandoned: list[list[int]] | None = None
         self._last_seen = 0
-        self._looked: Checkpoints = []
+        self._scanned: Checkpoints = []
         self._left: Checkpoints = []
         self._metrics_known = False
-        self._root, uploads = open_root(
-            self.comm,
+        self._catalog, uploads = open_catalog(
             self.storage,
-            storage_mode,
             tiers,
+            self.comm.rank == 0,
             on_error,
             drain_timeout,
             self.io_threads,
             lambda event: self._saves.tell(event),
         )
+        self._domains = domains_of(self.comm, self._catalog, storage_mode)
         self._saves = Saves(
             self.comm,
             self.io_threads,
@@ -372,40 +374,40 @@ class CheckpointManager:
             return f"load of {checked_which(step)}"
 
         if elsewhere:
-            opened: list[tuple[Storage, str]] = []
+            opened: list[Location] = []
 
             def there() -> str:  # a login that fails on one rank fails the call on all
                 words = call()
                 opened.append(
-                    self._root.named(os.fspath(step))  # type: ignore[arg-type]
-                    or (open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
+                    self._catalog.locate_url(os.fspath(step))  # type: ignore[arg-type]
+                    or Location(open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
                 )
                 return words
 
-            coordinator, _ = self._call(state, there, lambda _: None)
-            report = coordinator.load(*opened[0], **how)
-            if opened[0][0] in self._root.storages:
-                with suppress(
-                    StorageError
-                ):  # the load is done; nothing is known to be left behind then
-                    self._looked = self._root.scan() if self.comm.rank == 0 else []
+            meeting = self.comm.round("checkpoint", joining=True)
+            coordinator, _ = self._call(state, meeting, there, lambda *_: None)
+            report = coordinator.load(opened[0].storage, opened[0].folder, **how)
+            if self._catalog.has(opened[0].storage):
+                # The load is done; nothing is known to be left behind then.
+                with suppress(StorageError):
+                    self._scanned = self._catalog.scan() if self.comm.rank == 0 else []
                 self._adopt(report, goes_on=how["keys"] is None)
             return report
 
         def choose(infos: Checkpoints) -> list[Any]:
-            self._looked = infos
+            self._scanned = infos
             which = checked_which(step)
             return choice(infos, entry(infos, str(which)) if bare else self._chosen(infos, which))
 
-        coordinator, seen = self._root.meet_and_look(partial(self._call, state, call), choose)
-        if not seen.chosen[0]:  # no entry of the root, so it is a folder here
+        coordinator, seen = self._call_and_scan(state, call, choose)
+        if not seen.verdict[0]:  # no entry of the root, so it is a folder here
             try:
                 return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
             except CheckpointNotFound as error:
                 error.message += f", and {self.root} has no entry {step!r}"
                 raise
         load = partial(self._load_from, coordinator, how)
-        again = partial(self._root.look_again, choose)
+        again = partial(self._scan_again, choose)
         report = load_chosen(seen, again, load, whole=how["strict"] or how["transactional"])
         latest = isinstance(step, str) and step == "latest"
         self._adopt(report, goes_on=how["keys"] is None, back=not latest)
@@ -455,17 +457,17 @@ class CheckpointManager:
             return "restore"
 
         def choose(infos: Checkpoints) -> Any:
-            self._looked = infos
+            self._scanned = infos
             return candidates(infos, self._run_id)
 
-        coordinator, seen = self._root.meet_and_look(partial(self._call, state, call), choose)
+        coordinator, seen = self._call_and_scan(state, call, choose)
         # A damaged checkpoint is found while it is read. Where the next one, or a fresh start,
         # would not replace all of what was read by then, live state is touched only after
         # everything was verified.
         may_stay = any(not c.required or c.on_resize == "keep" for c in coordinator.components)
         how["host_first"] = bool(fresh_ok or not strict or may_stay)
         load = partial(self._load_from, coordinator, how)
-        report, skipped = newest_that_loads(seen, partial(self._root.look_again, choose), load)
+        report, skipped = newest_that_loads(seen, partial(self._scan_again, choose), load)
         # Their steps may be saved again: but for folders that look like somebody else's.
         self._found_damaged.update(
             name for name, reason in skipped.items() if NOT_OURS not in reason
@@ -498,8 +500,8 @@ class CheckpointManager:
         One rank may ask alone, unless storage_mode is "node"; what it sees may be newer than what
         another one saw.
         """
-        seen = self._look()
-        return committed(seen.infos, self._run_id or seen.run)
+        found = self._entries()
+        return committed(found.infos, self._run_id or found.run)
 
     def latest(self) -> CheckpointInfo | None:
         """The newest committed checkpoint of this run, by (step, commit sequence). Who may ask: see
@@ -515,18 +517,16 @@ class CheckpointManager:
         None when no checkpoint has the metric. Who may ask: see `list`. Raises InvalidState when it
         is not known what to go by.
         """
-        seen = self._look()
-        rule = best_rule(self.keep, metric, mode, seen.infos)
-        return best_of(seen.infos, self._run_id or seen.run, rule)
+        found = self._entries()
+        rule = best_rule(self.keep, metric, mode, found.infos)
+        return best_of(found.infos, self._run_id or found.run, rule)
 
-    def _look(self) -> Agreed:
-        """What lies in the root: a call of all ranks, with several rounds, where nodes share no
-        storage."""
-        return self._look_on_all() if self.storage_mode == "node" else self._root.look()
+    def _entries(self) -> Entries:
+        return self._entries_together() if self._domains.asks_together else self._domains.entries()
 
     @one_call("look")
-    def _look_on_all(self) -> Agreed:
-        return self._root.look()
+    def _entries_together(self) -> Entries:
+        return self._domains.entries()
 
     @one_call("pin of step ", 0)
     def pin(self, step: int) -> None:
@@ -534,13 +534,13 @@ class CheckpointManager:
 
         Raises CheckpointNotFound, StorageError.
         """
-        self._root.pin(partial(checked_which, step, paths=False), self._chosen)
+        self._act("pin", step, self._catalog.pin)
 
     @one_call("unpin of step ", 0)
     def unpin(self, step: int) -> None:
         """Let retention have the checkpoint of `step` again. On every rank. Raises
         CheckpointNotFound, StorageError."""
-        self._root.unpin(partial(checked_which, step, paths=False), self._chosen)
+        self._act("unpin", step, self._catalog.unpin)
 
     @one_call("verification of step ", 0, "latest")
     def verify(self, step: int | str = "latest") -> Sequence[Problem]:
@@ -549,9 +549,19 @@ class CheckpointManager:
 
         Empty when all is well. Raises CheckpointNotFound.
         """
-        return self._root.verify(
-            partial(checked_which, step, paths=False), self._chosen, self.io_threads
-        )
+        found = self._act("verification", step, self._verify)
+        return [Problem(*row) for rows in found for row in rows]
+
+    def _verify(self, info: CheckpointInfo) -> Sequence[Sequence[Any]]:
+        at = self._catalog.locate(info.name)
+        view = CheckpointView(at.storage, at.folder)
+        found = view.verify(self.io_threads)
+        if found and not still_there(at.storage, at.folder, view.manifest):
+            raise CheckpointNotFound(
+                f"{info.url} was deleted or replaced while it was verified", path=info.url
+            )
+        described = [replace(p, message=self._domains.describe(p.message)) for p in found]
+        return [[*astuple(problem)] for problem in described]
 
     @one_call("deletion of step ", 0)
     def delete(self, step: int) -> None:
@@ -559,7 +569,11 @@ class CheckpointManager:
 
         Raises CheckpointNotFound, InvalidState for a pinned one, StorageError.
         """
-        self._root.delete(partial(checked_which, step, paths=False), self._chosen)
+        self._act("deletion", step, self._catalog.delete)
+
+    def _act(self, topic: str, step: Any, work: Callable[[CheckpointInfo], Any]) -> Sequence[Any]:
+        wanted = partial(checked_which, step, paths=False)
+        return self._domains.act(topic, wanted, self._chosen, work)
 
     def _saving(
         self,
@@ -580,7 +594,7 @@ class CheckpointManager:
 
             asked = SaveRequest(step, self.run_id, metrics, metadata, training_args_hash, overwrite)  # type: ignore[arg-type]
             asked.found_damaged = checkpoint_name(asked.step) in self._found_damaged
-            asked.after_sequence = self._root.last_sequence()
+            asked.after_sequence = self._domains.last_sequence()
             # Sequences of what was deleted since are not used again: they may be among the
             # abandoned.
             asked.after_sequence = max(asked.after_sequence, self._last_seen)
@@ -590,7 +604,7 @@ class CheckpointManager:
                 self._saves.raise_failure()  # its warnings
             return f"save of step {asked.step}"
 
-        def judge(calls: Sequence[Sequence[Any]]) -> list[str]:
+        def judge(_: Round, calls: Sequence[Sequence[Any]]) -> list[str]:
             name = self._saves.branch_name = self._saves.branch_name or f"save-{self.comm.number}"
             if any(failed for _, _, failed in calls):
                 return ["failed", name]
@@ -605,13 +619,15 @@ class CheckpointManager:
                 )
             return ["skip", name]
 
-        coordinator, (verdict, self._saves.branch_name) = self._call(state, request, judge)
+        meeting = self.comm.round("checkpoint", joining=True)
+        coordinator, met = self._call(state, meeting, request, judge)
+        verdict, self._saves.branch_name = met.verdict
         if verdict == "failed":  # told on all ranks at once, also where its end is still to come
             self._saves.settle()
             self.comm.together("failure", self._saves.raise_failure, lambda _: None)
         skip = verdict == "skip"
         return coordinator.saving(
-            self.storage, checkpoint_name(requests[0].step), requests[0]
+            self.storage, checkpoint_name(requests[0].step), requests[0], catalog=self._catalog
         ), skip
 
     def _after_commit(self, saving: Saving, info: CheckpointInfo) -> None:
@@ -630,7 +646,7 @@ class CheckpointManager:
             self._left = []
         if self.comm.rank == 0 and info.metrics and not self._metrics_known:
             self._check_metrics(saving, info)
-        self._root.clean_up(
+        self._domains.clean_up(
             saving.comm,
             self.keep,
             self.run_id,
@@ -655,8 +671,12 @@ class CheckpointManager:
         )
 
     def _call(
-        self, state: Any, what: Callable[[], str], decide: Callable[[Sequence[Sequence[Any]]], Any]
-    ) -> tuple[CheckpointCoordinator, Any]:
+        self,
+        state: Any,
+        entered: AbstractContextManager[R],
+        what: Callable[[], str],
+        decide: Callable[[R, Sequence[Sequence[Any]]], Any],
+    ) -> tuple[CheckpointCoordinator, R]:
         """Meet the other ranks, which must make the same call; rank 0 decides what they need to
         know first, told on which of them a save is in the background.
 
@@ -672,20 +692,33 @@ class CheckpointManager:
             workers=self._saves.workers,
             storage_mode=self.storage_mode,
         )
-        mode = "" if self.storage_mode == "shared" else " with storage_mode='node'"
+        words = self._domains.words
         return meet(
-            self.comm, make, lambda: (what() + mode, self._saves.busy, self._saves.failed), decide
+            entered, make, lambda: (what() + words, self._saves.busy, self._saves.failed), decide
         )
+
+    def _call_and_scan(
+        self, state: Any, words: Callable[[], str], choose: Callable[[Checkpoints], Any]
+    ) -> tuple[CheckpointCoordinator, ScanRound]:
+        scan = self._domains.scan("checkpoint", joining=True)
+        return self._call(state, scan, words, lambda r, _: choose(r.infos))
+
+    def _scan_again(self, choose: Callable[[Checkpoints], Any]) -> ScanRound:
+        with self._domains.scan("look") as r:
+            if r.leads:
+                r.verdict = choose(r.infos)
+        return r
 
     def _load_from(
         self,
         coordinator: CheckpointCoordinator,
         how: dict[str, Any],
-        seen: Agreed,
+        seen: ScanRound,
         name: str,
         step: int | None = None,
     ) -> LoadReport:
-        return coordinator.load(*self._root.place(seen.here(name)), step=step, **how)
+        at = seen.locate(name)
+        return coordinator.load(at.storage, at.folder, step=step, **how)
 
     def _chosen(self, infos: Checkpoints, step: int | str) -> CheckpointInfo:
         if step != "best":
@@ -714,7 +747,7 @@ class CheckpointManager:
     def _begin_branch(self, loaded: CheckpointManifest | None, back: bool) -> None:
         """loaded: None for a run that begins anew. back: all that was committed after it is left;
         else what is newer than the newest that could be restored."""
-        mine = [info for info in self._looked if info.manifest and info.run_id == self.run_id]
+        mine = [info for info in self._scanned if info.manifest and info.run_id == self.run_id]
         self._last_seen = max((info.sequence or 0 for info in mine), default=0)
         if loaded is None or back:
             origin, before = (loaded.sequence, loaded.abandoned) if loaded else (0, [])
@@ -731,7 +764,7 @@ class CheckpointManager:
             for info in committed(mine, self.run_id)
             if within(info.sequence or 0, self._abandoned) and info.name not in self._found_damaged
         ]
-        self._looked = []
+        self._scanned = []
 
     def _compare_hash(self, report: LoadReport, now: str | None) -> None:
         saved = None if report.manifest is None else report.manifest.training_args_hash

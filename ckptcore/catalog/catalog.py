@@ -1,43 +1,52 @@
-"""What lies under a root."""
+"""What lies under a root and its tiers: which checkpoints there are, which one is meant, and how
+one is pinned, deleted or cleaned up after.
+
+`ckpt`, the manager and the trainers all go by this, so they cannot disagree on which checkpoint is
+the newest.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError
 from ..storage.base import Entry, Storage
 from ..storage.opening import open_storage
-from ..storage.urls import split_url
+from ..storage.urls import join_url, split_url
 from .attempt import Attempt
 from .branches import committed, mark_abandoned, newest_run
 from .folder import (
     DELETING,
     FOLDER,
     LEFTOVER_OF_OTHERS,
-    LOOKS,
+    MOST_SCANS,
     CheckpointInfo,
+    Memory,
     attempts_among,
     delete_checkpoint,
     entries_in,
     finish_deletion,
     inspect_folder,
+    pin_checkpoint,
     remove_attempt,
     remove_checkpoint_folder,
     step_of,
     unmark_attempts,
+    unpin_checkpoint,
 )
 from .retention import KeepBest, RetentionPolicy, surplus
 
 __all__ = [
+    "Catalog",
+    "Location",
     "best_of",
     "candidates",
     "choice",
-    "clean_up",
     "copies",
-    "delete_all",
     "entry",
     "find",
     "restore_candidates",
@@ -47,9 +56,161 @@ __all__ = [
     "with_commit",
 ]
 
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a checkpoint lies: a storage, and its folder there."""
+
+    storage: Storage
+    folder: str
+
+
+class Catalog:
+    """What lies under a root and its tiers, as one process sees it. Threads may use it at once.
+
+    storage: the root; tiers: other storages of the same checkpoints. An entry of a tier has its URL
+    for a name.
+    """
+
+    def __init__(self, storage: Storage, tiers: Sequence[Storage] = ()) -> None:
+        self.storage, self.tiers = storage, tuple(tiers)
+        self._memory = Memory()
+        self._tier_sequence: int | None = None
+
+    def scan(self) -> list[CheckpointInfo]:
+        """All entries of all storages, read anew, for callers that conclude something from what is
+        missing. Of equal ones that of the root is last, so that it is preferred."""
+        self._memory = Memory()
+        infos = scan(self.storage, sure=True, memory=self._memory)
+        if not self.tiers:
+            return infos
+        found = [(info, 0) for info in infos]
+        far = [
+            (replace(info, name=info.url), number)
+            for number, tier in enumerate(self.tiers, 1)
+            for info in scan(tier)
+        ]
+        self._tier_sequence = max((info.sequence or 0 for info, _ in far), default=0)
+        found += far
+        found.sort(key=lambda pair: (*pair[0].order, pair[0].status == "committed", -pair[1]))
+        return mark_abandoned(info for info, _ in found)
+
+    def recall(self) -> list[CheckpointInfo]:
+        """The entries of the root, of which only those are read that the listing does not show as
+        they were when they were read last. Good enough to count by; what is to be deleted, or
+        loaded, is read again."""
+        return scan(self.storage, memory=self._memory)
+
+    def distinct(self, infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+        """Those of `scan`, of each commit one."""
+        if not self.tiers:
+            return infos
+        return [i for i in infos if i.status != "committed" or copies(infos, i)[0] == i.name]
+
+    def locate(self, name: str) -> Location:
+        """Where an entry of `scan` lies."""
+        for tier in self.tiers:
+            folder = split_url(name)[1]
+            if tier.at(folder) == name:
+                return Location(tier, folder)
+        return Location(self.storage, name)
+
+    def locate_url(self, url: str) -> Location | None:
+        """Where what is called `url` lies, if that is here."""
+        around, folder = split_url(url)
+        for storage in (self.storage, *self.tiers):
+            if storage.at(folder) == join_url(around, folder):
+                return Location(storage, folder)
+        return None
+
+    def has(self, storage: Storage) -> bool:
+        return storage in (self.storage, *self.tiers)
+
+    def tier_sequence(self, warn: Warn) -> int:
+        """The highest commit sequence that is known of in a tier. Only a warning where that cannot
+        be known: a save does not need a tier, and does not wait for it again."""
+        if self._tier_sequence is None:
+            try:
+                self.scan()
+            except StorageError as error:
+                self._tier_sequence = 0
+                warn(f"which commits a tier of {self.storage.url} holds is not known: {error}")
+        return self._tier_sequence or 0
+
+    def pin(self, info: CheckpointInfo) -> None:
+        """Raises CheckpointNotFound, StorageError."""
+        self._each_copy(info, pin_checkpoint)
+
+    def unpin(self, info: CheckpointInfo) -> None:
+        """Raises StorageError."""
+        self._each_copy(info, unpin_checkpoint)
+
+    def delete(self, info: CheckpointInfo) -> None:
+        """Raises InvalidState for a checkpoint that is pinned, StorageError, CheckpointCorrupt."""
+        if info.pinned:
+            raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
+        self._each_copy(info, delete_checkpoint)
+
+    def _each_copy(self, info: CheckpointInfo, work: Callable[[Storage, str], None]) -> None:
+        for name in copies(self.scan(), info) if self.tiers else [info.name]:
+            at = self.locate(name)
+            work(at.storage, at.folder)
+
+    def delete_all(
+        self, infos: Iterable[CheckpointInfo], warn: Warn, deleted: Callable[[CheckpointInfo], None]
+    ) -> None:
+        """Delete checkpoints of the root; a failure is a warning."""
+        for info in infos:
+            try:
+                delete_checkpoint(self.storage, info.name)
+                deleted(info)
+            except (StorageError, CheckpointCorrupt, InvalidState) as error:
+                # pinned meanwhile, or refused
+                warn(f"{info.url} could not be deleted: {error}")
+
+    def sweep(self, infos: Iterable[CheckpointInfo], run_id: str, warn: Warn) -> list[str]:
+        """See `sweep` below."""
+        return sweep(self.storage, infos, run_id, warn)
+
+    def clean_up(
+        self,
+        policy: RetentionPolicy | None,
+        run_id: str,
+        saved: CheckpointInfo,
+        warn: Warn,
+        deleted: Callable[[CheckpointInfo], None],
+        listed: Sequence[CheckpointInfo] | None = None,
+    ) -> None:
+        """Retention and sweeping in the root, after the commit of `saved`. A failure is a warning:
+        the checkpoint is safe.
+
+        listed: what was found before that commit (default: look now).
+        """
+        try:
+            infos = self.recall() if listed is None else with_commit(listed, saved)
+            going = surplus(infos, policy, run_id, saved.name)
+            read: set[str] = set()
+            while again := {info.name for info in going} - read:
+                # Others may have saved, deleted, replaced or pinned meanwhile: what is to go is
+                # read again, the rest listed.
+                read |= again
+                kept = [info for info in infos if info.name not in again]
+                infos = scan(self.storage, known=kept)
+                going = surplus(infos, policy, run_id, saved.name)
+            self.delete_all(going, warn, deleted)
+            self.sweep(infos, run_id, warn)
+        except Exception as error:  # a policy of the user's own may raise anything
+            warn(f"{self.storage.url}: cleaning up after step {saved.step} failed: {error!r}")
+
 
 def scan(
-    storage: Storage, *, sure: bool = False, known: Iterable[CheckpointInfo] = ()
+    storage: Storage,
+    *,
+    sure: bool = False,
+    known: Iterable[CheckpointInfo] = (),
+    memory: Memory | None = None,
 ) -> list[CheckpointInfo]:
     """Every checkpoint-like entry, ordered by (step, commit sequence). A root that does not exist
     has none.
@@ -60,18 +221,20 @@ def scan(
     sure: list it a second time where none is committed, for callers that conclude something from
     that.
     known: committed checkpoints that are taken as they are where their names are still there,
-    without reading them again. Raises StorageError, also where the root changes faster than it can
-    be looked at.
+    without reading them again. memory: manifests that were read before. Raises StorageError,
+    also where the root changes faster than it can be looked at.
     """
     found = {info.name: info for info in known if info.status == "committed"}
     before: set[str] = set()
     lost_before: set[str] = set()
-    for again in range(LOOKS):
+    for again in range(MOST_SCANS):
         listed = _checkpoint_folders(storage)
+        if memory is not None:
+            memory.files = {n: read for n, read in memory.files.items() if n in listed}
         found = {name: info for name, info in found.items() if name in listed}
         new = [name for name in listed if name not in found]
         for name in sorted(new, key=_newest_first):  # these are the first that others replace
-            info = inspect_folder(storage, name, listed[name])
+            info = inspect_folder(storage, name, listed[name], memory)
             if info is not None:
                 found[name] = info
         lost = listed.keys() - found.keys()
@@ -89,7 +252,7 @@ def scan(
     )
     if newest is None or any(step_of(name) >= newest[0] for name in lost_before):
         what = (
-            f"{storage.url} changes faster than it can be looked at: after {LOOKS} looks its "
+            f"{storage.url} changes faster than it can be looked at: after {MOST_SCANS} looks its "
             "newest checkpoint is not known"
         )
         raise StorageError(what, path=storage.url, errno=errno.EAGAIN)
@@ -154,6 +317,56 @@ def scan_root(
     return scan(storage, sure=True)
 
 
+def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, warn: Warn) -> list[str]:
+    """Finish deletions and overwrites that were interrupted, and remove attempts that are provably
+    abandoned.
+
+    Returns the names removed. What cannot be removed is a warning.
+    """
+    swept = []
+    for info in infos:
+        try:
+            if _swept(storage, info, run_id):
+                swept.append(info.name)
+        except (StorageError, CheckpointCorrupt) as error:
+            warn(f"could not remove leftovers {info.url}: {error}")
+    return swept
+
+
+def _swept(storage: Storage, info: CheckpointInfo, run_id: str) -> bool:
+    """Whether an entry was a leftover, and is removed now."""
+    match = FOLDER.fullmatch(info.name)
+    if match is None or (info.reason or "").startswith(LEFTOVER_OF_OTHERS):
+        return False
+    kind, attempt = match.group(2), match.group(3)
+    if info.marked and kind is None:
+        unmark_attempts(storage, info.name)
+        return False
+    if info.status == "committed":
+        # An overwrite died between its two renames: what it put aside takes its place again.
+        if kind == "replaced" and Attempt.parse(attempt).is_abandoned(run_id):
+            storage.rename(info.name, info.name.partition(".replaced-")[0])
+            storage.sync_folder("")
+        return False
+    if kind == "replaced":
+        remove_checkpoint_folder(storage, info.name)
+        return True
+    if info.status != "partial":
+        return False
+    attempts = [attempt] if kind else attempts_among(entries_in(storage, info.name))
+    if not all(Attempt.parse(each).is_abandoned(run_id) for each in attempts):
+        return False
+    # Looked at after the marks: what another job has committed since the scan is no leftover.
+    there = inspect_folder(storage, info.name)
+    if there is None or there.status != "partial":
+        return False
+    try:
+        (remove_attempt if attempts else finish_deletion)(storage, info.name)
+    except CheckpointCorrupt:  # of the withdrawn manifest: what is left goes by its name
+        remove_attempt(storage, info.name)
+    return True
+
+
 def restore_candidates(
     infos: Sequence[CheckpointInfo], run_id: str | None = None
 ) -> list[CheckpointInfo]:
@@ -205,10 +418,10 @@ def find(
     A step that only another run of this root has is good enough when it is asked for.
     """
     passed_over = (
-        ("partial", "uncommitted", "elsewhere") if step == "latest" else ("partial", "elsewhere")
+        ("partial", "uncommitted", "incomplete") if step == "latest" else ("partial", "incomplete")
     )
     found = [i for i in infos if i.status not in passed_over]
-    stray = [i for i in infos if i.status == "elsewhere" and step in ("latest", i.step)]
+    stray = [i for i in infos if i.status == "incomplete" and step in ("latest", i.step)]
     run = run_id or newest_run(found)
     infos = [i for i in found if run is None or i.run_id in (None, run)]
     if step == "latest":
@@ -232,7 +445,9 @@ def find(
 def entry(infos: Sequence[CheckpointInfo], name: str) -> CheckpointInfo | None:
     """The entry of that name, of the first root that has one."""
     found = [
-        i for i in infos if split_url(i.url)[1] == name and i.status not in ("partial", "elsewhere")
+        i
+        for i in infos
+        if split_url(i.url)[1] == name and i.status not in ("partial", "incomplete")
     ]
     return found[-1] if found else None
 
@@ -245,105 +460,3 @@ def copies(infos: Sequence[CheckpointInfo], info: CheckpointInfo) -> list[str]:
         i for i in infos if i.manifest is not None and i.manifest.digest == info.manifest.digest
     ]
     return [i.name for i in reversed(same)]
-
-
-def clean_up(
-    storage: Storage,
-    policy: RetentionPolicy | None,
-    run_id: str,
-    saved: CheckpointInfo,
-    tell: Callable[[str], None],
-    deleted: Callable[[CheckpointInfo], None],
-    listed: Sequence[CheckpointInfo] | None = None,
-) -> None:
-    """Retention and sweeping, after the commit of `saved`. What fails is told, and no error: the
-    checkpoint is safe.
-
-    listed: what `scan` has found before that commit, so that nothing is read again. None: it looks
-    now.
-    """
-    try:
-        infos = scan(storage) if listed is None else with_commit(listed, saved)
-        going = surplus(infos, policy, run_id, saved.name)
-        fresh: set[str] = set() if listed is not None else {info.name for info in going}
-        while again := {info.name for info in going} - fresh:
-            # Others may have saved, deleted, replaced or pinned meanwhile: what is to go is read
-            # again, the rest listed.
-            fresh |= again
-            infos = scan(storage, known=[info for info in infos if info.name not in again])
-            going = surplus(infos, policy, run_id, saved.name)
-        delete_all(storage, going, tell, deleted)
-        sweep(storage, infos, run_id, tell)
-    except Exception as error:  # a policy of the user's own may raise anything
-        tell(f"{storage.url}: cleaning up after step {saved.step} failed: {error!r}")
-
-
-def delete_all(
-    storage: Storage,
-    infos: Sequence[CheckpointInfo],
-    tell: Callable[[str], None],
-    deleted: Callable[[CheckpointInfo], None],
-) -> None:
-    """Delete checkpoints; what fails is told, and no error."""
-    for info in infos:
-        try:
-            delete_checkpoint(storage, info.name)
-            deleted(info)
-        except (
-            StorageError,
-            CheckpointCorrupt,
-            InvalidState,
-        ) as error:  # pinned meanwhile, or refused
-            tell(f"{info.url} could not be deleted: {error}")
-
-
-def sweep(
-    storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, tell: Callable[[str], None]
-) -> list[str]:
-    """Finish deletions and overwrites that were interrupted, and remove attempts that are provably
-    abandoned.
-
-    Returns the names removed. What cannot be removed is told, and no error.
-    """
-    swept = []
-    for info in infos:
-        match = FOLDER.fullmatch(info.name)
-        if match is None or (
-            info.status != "partial" and match.group(2) != "replaced" and not info.marked
-        ):
-            continue
-        kind, attempt = match.group(2), match.group(3)
-        if (info.reason or "").startswith(LEFTOVER_OF_OTHERS):
-            continue
-        try:
-            if info.marked and kind is None:
-                unmark_attempts(storage, info.name)
-                continue
-            if info.status == "committed":
-                # An overwrite died between its two renames: what it put aside takes its place
-                # again.
-                if Attempt.parse(attempt).is_abandoned(run_id):
-                    storage.rename(info.name, info.name.partition(".replaced-")[0])
-                    storage.sync_folder("")
-                continue
-            if kind == "replaced":
-                remove_checkpoint_folder(storage, info.name)
-            else:
-                attempts = [attempt] if kind else attempts_among(entries_in(storage, info.name))
-                if not all(Attempt.parse(attempt).is_abandoned(run_id) for attempt in attempts):
-                    continue
-                # Looked at after the marks: what another job has committed since the scan is no
-                # leftover.
-                there = inspect_folder(storage, info.name)
-                if there is None or there.status != "partial":
-                    continue
-                try:
-                    (remove_attempt if attempts else finish_deletion)(storage, info.name)
-                except (
-                    CheckpointCorrupt
-                ):  # of the withdrawn manifest: what is left goes by its name
-                    remove_attempt(storage, info.name)
-            swept.append(info.name)
-        except (StorageError, CheckpointCorrupt) as error:
-            tell(f"could not remove leftovers {info.url}: {error}")
-    return swept

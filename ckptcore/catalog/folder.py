@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..errors import (
@@ -29,6 +30,7 @@ from ..storage.base import Entry, Storage
 
 __all__ = [
     "CheckpointInfo",
+    "Memory",
     "attempts_among",
     "check_files",
     "checkpoint_name",
@@ -56,7 +58,7 @@ WITHDRAWN_NAME = "checkpoint_manifest.withdrawn.json"
 # In a checkpoint's folder, so that a copy of it is pinned too.
 PIN_NAME = "checkpoint.pinned"
 # How often a root that changes while it is looked at is looked at again.
-LOOKS = 300
+MOST_SCANS = 300
 DELETING = "a deletion that was not finished"
 NOT_OURS = "not like a checkpoint of ckptcore"
 UNCOMMITTED = f"no {MANIFEST_NAME}: it was never committed, or damaged"
@@ -93,7 +95,7 @@ class CheckpointInfo:
     """One entry of a root; as text it is one line. `status` is "committed", "uncommitted" (no
     manifest), "damaged" (it does not verify, or a listed file is missing or of another size),
     "unsupported" (of a newer format), "unreadable" (the storage refuses), "partial" (an attempt,
-    overwrite or deletion not finished) or "elsewhere" (see nodes/agreement.py)."""
+    overwrite or deletion not finished) or "incomplete" (not on all nodes)."""
 
     name: str
     url: str
@@ -255,8 +257,26 @@ def still_there(storage: Storage, folder: str, manifest: CheckpointManifest | No
         return True  # what is wrong with it is another matter
 
 
+class Memory:
+    """Manifests that were read, for as long as a listing shows the file as it was then."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[Entry, CheckpointManifest]] = {}
+
+    def read(self, storage: Storage, folder: str, listed: Sequence[Entry]) -> CheckpointManifest:
+        """The manifest of a folder that was `listed` before. Raises as `read_manifest` does."""
+        file = next((entry for entry in listed if entry.name == MANIFEST_NAME), None)
+        before, manifest = self.files.get(folder, (None, None))
+        known = before is not None and file == before and file.version == before.version
+        if manifest is None or not known:
+            manifest = read_manifest(storage, folder)
+            if file is not None and file.version is not None:
+                self.files[folder] = file, manifest
+        return manifest
+
+
 def inspect_folder(
-    storage: Storage, name: str, listed: Sequence[Entry] | None = None
+    storage: Storage, name: str, listed: Sequence[Entry] | None = None, memory: Memory | None = None
 ) -> CheckpointInfo | None:
     """What an entry of a root is; None when it is gone, or another one by now."""
     match = FOLDER.fullmatch(name)
@@ -266,7 +286,13 @@ def inspect_folder(
         return CheckpointInfo(name, url, "partial", step, "an attempt that was not published")
     manifest = None
     try:
-        manifest = read_manifest(storage, name)
+        if memory is not None and listed is None:
+            with suppress(StorageError):  # what that is, the manifest tells
+                listed = storage.list(name)
+        if memory is None or listed is None:
+            manifest = read_manifest(storage, name)
+        else:
+            manifest = memory.read(storage, name, listed)
         names = check_files(storage, name, manifest, listed)
     except CheckpointNotFound:
         return _without_manifest(storage, name, step)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, RanksDisagree
-from ..nodes.agreement import StorageMode, know_nodes, node_name, own_node
+from ..nodes.agreement import StorageMode, node_name, own_node
 from ..ranks.communicator import Communicator
 from ..ranks.groups import own_view, partitions
 from ..state.component import StateComponent, differing_components
@@ -36,9 +36,6 @@ def join_load(
     """
     opened: list[CheckpointView] = []
     selections: list[Selection | None] = []
-
-    if mode == "node":
-        know_nodes(comm)
 
     def local() -> dict[str, Any]:
         selections.append(None if keys is None else Selection(keys))

@@ -1,46 +1,36 @@
-"""Nodes that share no storage: each holds its part of every checkpoint, and one exists where all of
-them committed it.
+"""Roots that are one on every node: each node holds its part of every checkpoint, and one exists
+where all of them committed it.
 
 The lowest rank of a node says what lies in its storage. A checkpoint is known by its id, for after
 a crash in the middle of an overwrite it may have different names on two nodes. What is not on every
-node is told as "elsewhere": it is never restored, and replaced or removed by a later save of its
-run.
+node is "incomplete": it is never restored, and replaced or removed by a later save of its run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..catalog.branches import mark_abandoned, newest_run
-from ..catalog.catalog import scan
-from ..catalog.folder import LOOKS, CheckpointInfo
-from ..ranks.communicator import Communicator
+from ..catalog.catalog import Catalog, Location
+from ..catalog.domain import Entries, ScanRound, StorageDomains
+from ..catalog.folder import CheckpointInfo, still_there
+from ..catalog.retention import RetentionPolicy, surplus
+from ..ranks.communicator import Communicator, Round
 from ..ranks.groups import group_index
-from ..storage.base import Storage
+from ..ranks.messages import message
 
-__all__ = ["Agreed", "StorageMode", "know_nodes", "leads", "look", "node_name", "own_node"]
+__all__ = ["NodeLocalRoots", "StorageMode", "domains_of", "node_name", "own_node"]
 
 StorageMode = Literal["shared", "node"]
 
 LEFT_OVER = "left over from an overwrite"
 
 
-def know_nodes(comm: Communicator) -> None:
-    """Have `comm.nodes` known. On every rank."""
-    if not comm.nodes:
-        comm.together("nodes", _nothing, _nothing, joining=True)
-
-
 def own_node(comm: Communicator) -> int:
     return group_index(comm.nodes, comm.rank)
-
-
-def leads(comm: Communicator, mode: StorageMode) -> bool:
-    """Whether this rank makes, publishes and removes checkpoints: rank 0, or the lowest rank of its
-    node."""
-    return comm.rank in [ranks[0] for ranks in comm.nodes] if mode == "node" else comm.rank == 0
 
 
 def node_name(nodes: Sequence[Sequence[int]], number: int) -> str:
@@ -49,26 +39,14 @@ def node_name(nodes: Sequence[Sequence[int]], number: int) -> str:
     return f"node {number} (rank{'s' if len(nodes[number]) > 1 else ''} {ranks})"
 
 
-@dataclass(slots=True)
-class Agreed:
-    """infos: what lies in this rank's storage, as all nodes together see it, and what only others
-    have. run: the one that committed last; sequence: the highest there is on any node; chosen: by
-    rank 0."""
-
-    infos: list[CheckpointInfo]
-    run: str | None
-    sequence: int
-    chosen: Any
-    _names: dict[str, str] = field(default_factory=dict)
-
-    def here(self, name: str) -> str:
-        """What a checkpoint that rank 0 calls `name` is called in this rank's storage."""
-        return self._names.get(name, name)
+def domains_of(comm: Communicator, catalog: Catalog, mode: StorageMode) -> StorageDomains:
+    return (NodeLocalRoots if mode == "node" else StorageDomains)(comm, catalog)
 
 
-@dataclass(slots=True)
+@message
+@dataclass(frozen=True, slots=True)
 class _Fact:
-    """What one node says of one entry of its root."""
+    """What one node says of one entry of its root. id: of the checkpoint, if it has one."""
 
     name: str
     status: str
@@ -91,95 +69,224 @@ class _Fact:
             info.pinned,
         )
 
-    def plain(self) -> list[Any]:
-        return [self.name, self.status, self.step, self.reason, self.id, self.sequence, self.pinned]
-
     @property
     def whole(self) -> bool:
         aside = self.status == "partial" and ".replaced-" in self.name
         return self.id is not None and (self.status == "committed" or aside)
 
 
-def look(
-    comm: Communicator,
-    storage: Storage,
-    choose: Callable[[list[CheckpointInfo]], Any] = lambda _: None,
-    *,
-    everyone: bool = True,
-    check: Callable[[], None] = lambda: None,
-    sure: bool = False,
-    joining: bool = False,
-) -> Agreed:
-    """What the storages of all nodes hold together; rank 0 chooses from it. On every rank.
+@message
+@dataclass(frozen=True, slots=True)
+class _Lacking:
+    """A checkpoint that is not whole on every node, as the first node that has it calls it. nodes:
+    that have it."""
 
-    everyone: every rank gets the `infos` of its storage; else only the lowest of each node. check:
-    what may raise there first. joining: ranks may not be here yet. sure: where a checkpoint is not
-    on all nodes, or none is, look until two looks agree, because nodes look at different times.
-    What one rank raises, all raise.
-    """
-    if not comm.nodes:
-        know_nodes(comm)
-        joining = False
-    previous: Any = None
-    for _ in range(LOOKS if sure else 1):
-        seen, doubtful = _look_once(comm, storage, choose, everyone, check, sure, joining)
-        joining = False
-        if doubtful is None or doubtful == previous:
-            break
-        previous = doubtful
-    return seen
+    name: str
+    status: str
+    step: int | None
+    reason: str
+    nodes: list[int]
 
 
-def _look_once(
-    comm: Communicator,
-    storage: Storage,
-    choose: Callable[[list[CheckpointInfo]], Any],
-    everyone: bool,
-    check: Callable[[], None],
-    sure: bool,
-    joining: bool,
-) -> tuple[Agreed, Any]:
-    """One look, and what leaves doubts in it, if anything does."""
-    own: list[CheckpointInfo] = []
-    lowest = leads(comm, "node")
+@message
+@dataclass(frozen=True, slots=True)
+class _Judgement:
+    """What the nodes hold together. names: of each checkpoint that is on all nodes, its name on
+    each. whole: ids of all that are, also where a newer one has the name. lacking: the others, by
+    id. nameless: what has no id. pinned: ids, somewhere. sequence: the highest on any node."""
 
-    def local() -> list[list[Any]]:
-        if lowest:
-            check()
-            own.extend(scan(storage, sure=sure))
-        return [_Fact.of(info).plain() for info in own]
+    names: list[list[str]]
+    whole: list[str]
+    lacking: dict[str, _Lacking]
+    nameless: list[_Lacking]
+    pinned: list[str]
+    sequence: int
 
-    def decide(found: list[list[list[Any]]]) -> dict[str, Any]:
-        by_node = [[_Fact(*fact) for fact in found[ranks[0]]] for ranks in comm.nodes]
-        verdict = _judge(comm.nodes, by_node)
-        infos = _revised(storage, own, 0, verdict)
-        newest = max((fact.sequence for facts in by_node for fact in facts), default=0)
-        return {**verdict, "run": newest_run(infos), "sequence": newest, "chosen": choose(infos)}
+    @property
+    def doubtful(self) -> bool:
+        """Whether a second look may show more: nodes look at different times."""
+        return bool(self.lacking) or not self.names
 
-    verdict = comm.together("look", local, decide, joining=joining)
-    if everyone:  # not before the lowest rank has: it may still have been cleaning up
-        comm.together("look again", lambda: None if lowest else own.extend(scan(storage)), _nothing)
-    node = own_node(comm)
-    names = {row[0]: row[node] for row in verdict["whole"]}
-    doubtful = (
-        [verdict["whole"], verdict["lacking"]]
-        if verdict["lacking"] or not verdict["whole"]
-        else None
-    )
-    seen = Agreed(
-        _revised(storage, own, node, verdict),
-        verdict["run"],
-        verdict["sequence"],
-        verdict["chosen"],
-        names,
-    )
-    return seen, doubtful
+    def revised(
+        self, catalog: Catalog, own: Sequence[CheckpointInfo], node: int
+    ) -> list[CheckpointInfo]:
+        """One node's entries with the status that they have on all nodes together, and those that
+        only others have."""
+        here = {row[node] for row in self.names}
+        result = [self._revised(info, info.name in here) for info in own]
+        there = {info.name for info in own}
+        others = [each for each in self.lacking.values() if node not in each.nodes]
+        result += [
+            CheckpointInfo(o.name, catalog.storage.at(o.name), o.status, o.step, o.reason)
+            for o in (*others, *self.nameless)
+            if o.name not in there
+        ]
+        return mark_abandoned(sorted(result, key=lambda info: (*info.order, info.name)))
+
+    def _revised(self, info: CheckpointInfo, counts: bool) -> CheckpointInfo:
+        fact = _Fact.of(info)
+        if not fact.whole or fact.id is None:
+            return info
+        pinned = fact.id in self.pinned
+        if counts:
+            return replace(info, status="committed", reason=None, pinned=pinned)
+        if fact.id in self.whole:
+            return replace(info, status="partial", reason=LEFT_OVER)
+        why = self.lacking[fact.id]
+        return replace(info, status=why.status, reason=why.reason, pinned=pinned)
 
 
-def _judge(nodes: Sequence[Sequence[int]], by_node: Sequence[Sequence[_Fact]]) -> dict[str, Any]:
-    """whole: of each checkpoint that is on all nodes, its name on each. lacking: id -> [status,
-    reason, name, step, nodes that have it] of the others. known: ids on all nodes. pinned: ids,
-    somewhere. apart: what has no id, by name."""
+class NodeScanRound(ScanRound):
+    """The round of the caller, which ends before rank 0 looks; then rounds in which the nodes say
+    what they hold; and one in which rank 0 decides."""
+
+    def __init__(self, catalog: Catalog, comm: Communicator, recall: bool) -> None:
+        self._catalog, self._comm, self._recall = catalog, comm, recall
+        self._stack = ExitStack()
+        self._judgement: _Judgement | None = None
+        self._here: list[CheckpointInfo] = []
+
+    @contextmanager
+    def begun(self, topic: str, joining: bool) -> Iterator[NodeScanRound]:
+        with self._stack:
+            self._round = self._stack.enter_context(self._comm.round(topic, joining=joining))
+            super().__init__(self._catalog, self._round, self._recall)
+            yield self
+            self.see()
+            self._round.verdict = self.verdict
+        self.verdict = self._round.verdict
+
+    def see(self) -> _Judgement:
+        """What the nodes hold together. Where a checkpoint is not on all of them, or none is, until
+        two looks agree, because nodes look at different times."""
+        if self._judgement is None:
+            self._stack.close()
+            before = None
+            while self._judgement is None:
+                with self._comm.round("look") as r:
+                    self._scan(r)
+                seen: _Judgement = r.verdict
+                if self._recall or not seen.doubtful or seen == before:
+                    self._judgement = seen
+                before = seen
+            self._round = self._stack.enter_context(self._comm.round("choice"))
+        return self._judgement
+
+    def _scan(self, r: Round) -> None:
+        comm = self._comm
+        if leads_node(comm):
+            self._here = self._catalog.recall() if self._recall else self._catalog.scan()
+        found = r.gather([_Fact.of(info) for info in self._here])
+        if r.leads:
+            r.verdict = _judge(comm.nodes, [found[ranks[0]] for ranks in comm.nodes])
+
+    @property
+    def infos(self) -> list[CheckpointInfo]:
+        """On the lowest rank of each node, the entries of its storage as all nodes see them."""
+        self.see()
+        return self.revised(self._here)
+
+    def revised(self, entries: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        """Entries of this node as all nodes see them."""
+        return self.see().revised(self._catalog, entries, own_node(self._comm))
+
+    @property
+    def sequence(self) -> int:
+        return self.see().sequence
+
+    def locate(self, name: str) -> Location:
+        return self._catalog.locate(self._name_here(name))
+
+    def find(self, name: str) -> CheckpointInfo | None:
+        if not leads_node(self._comm):
+            return None
+        here = self._name_here(name)
+        return next(info for info in self.infos if info.name == here)
+
+    def _name_here(self, name: str) -> str:
+        node = own_node(self._comm)
+        return next((row[node] for row in self.see().names if row[0] == name), name)
+
+
+def leads_node(comm: Communicator) -> bool:
+    """Whether this rank is the lowest of its node."""
+    return comm.rank == comm.nodes[own_node(comm)][0]
+
+
+class NodeLocalRoots(StorageDomains):
+    """One domain a node. Every method is a call of all ranks."""
+
+    words = " with storage_mode='node'"
+    asks_together = True
+
+    def ranks(self, comm: Communicator) -> Sequence[Sequence[int]]:
+        return comm.nodes
+
+    def domain_ranks(self, comm: Communicator) -> Sequence[int]:
+        return comm.nodes[own_node(comm)]
+
+    def describe(self, text: str) -> str:
+        return f"{node_name(self.comm.nodes, own_node(self.comm))}: {text}"
+
+    def scan(
+        self,
+        topic: str,
+        comm: Communicator | None = None,
+        *,
+        joining: bool = False,
+        recall: bool = False,
+    ) -> AbstractContextManager[NodeScanRound]:
+        return NodeScanRound(self.catalog, comm or self.comm, recall).begun(topic, joining)
+
+    def entries(self) -> Entries:
+        with self.scan("look", joining=True) as r:
+            if r.leads:
+                r.verdict = newest_run(r.infos)
+        with self.comm.round("look again"):
+            # Not before the lowest rank has: it may still have been cleaning up.
+            infos = r.infos if leads_node(self.comm) else r.revised(self.catalog.scan())
+        return Entries(infos, r.verdict)
+
+    def clean_up(
+        self,
+        comm: Communicator,
+        policy: RetentionPolicy | None,
+        run_id: str,
+        saved: CheckpointInfo,
+        warn: Callable[[str], None],
+        deleted: Callable[[CheckpointInfo], None],
+        listed: Sequence[CheckpointInfo] | None = None,
+    ) -> None:
+        """What is of this run and not on all nodes goes, too."""
+        catalog = self.catalog
+        try:
+            with self.scan("clean up", comm, recall=True) as r:
+                if r.leads:
+                    going = surplus(r.infos, policy, run_id, saved.name)
+                    r.verdict = [info.name for info in going]
+            if leads_node(comm):
+                infos = r.infos
+                stray = [i for i in infos if i.status == "incomplete"]
+                mine = [i for i in stray if i.run_id == run_id and i.name != saved.name]
+                with self.comm.keep_alive():
+                    found = [info for name in r.verdict if (info := r.find(name)) is not None]
+                    # It went by what it remembers; what is to go is read again.
+                    storage = catalog.storage
+                    sure = [i for i in found if still_there(storage, i.name, i.manifest)]
+                    catalog.delete_all(sure, warn, deleted if comm.rank == 0 else _nothing)
+                    catalog.delete_all([i for i in mine if not i.pinned], warn, _nothing)
+                    catalog.sweep([i for i in infos if i not in stray], run_id, warn)
+        except Exception as error:  # a policy of the user's own may raise anything
+            warn(
+                f"{self.catalog.storage.url}: cleaning up after step {saved.step} failed: {error!r}"
+            )
+
+
+def _nothing(_: CheckpointInfo) -> None:
+    return None
+
+
+def _judge(nodes: Sequence[Sequence[int]], by_node: Sequence[Sequence[_Fact]]) -> _Judgement:
     held: dict[str, dict[int, _Fact]] = {}
     for node, facts in enumerate(by_node):
         for fact in facts:
@@ -187,42 +294,39 @@ def _judge(nodes: Sequence[Sequence[int]], by_node: Sequence[Sequence[_Fact]]) -
                 first = held.setdefault(fact.id, {}).get(node)
                 if first is None or (fact.whole and not first.whole):
                     held[fact.id][node] = fact
-    known = [
+    whole = [
         i
         for i, at in held.items()
         if len(at) == len(nodes) and all(fact.whole for fact in at.values())
     ]
     newest: dict[str, str] = {}
-    for identity in known:
+    for identity in whole:
         base = held[identity][0].name.partition(".replaced-")[0]
         if base not in newest or held[newest[base]][0].sequence < held[identity][0].sequence:
             newest[base] = identity
-    lacking = {
-        i: [*_why(nodes, by_node, at), sorted(at)] for i, at in held.items() if i not in known
-    }
     names = {fact.name for facts in by_node for fact in facts if fact.id is not None}
-    apart = {
-        fact.name: [fact.status, f"on {node_name(nodes, node)}: {fact.reason}", fact.step]
+    nameless = {
+        fact.name: _Lacking(
+            fact.name, fact.status, fact.step, f"on {node_name(nodes, node)}: {fact.reason}", []
+        )
         for node, facts in enumerate(by_node)
         for fact in facts
         if fact.id is None and fact.status != "partial" and fact.name not in names
     }
-    return {
-        "whole": [
-            [held[identity][node].name for node in range(len(nodes))]
-            for identity in newest.values()
-        ],
-        "known": known,
-        "lacking": lacking,
-        "pinned": [i for i, at in held.items() if any(fact.pinned for fact in at.values())],
-        "apart": apart,
-    }
+    return _Judgement(
+        [[held[i][node].name for node in range(len(nodes))] for i in newest.values()],
+        whole,
+        {i: _lacking(nodes, by_node, at) for i, at in held.items() if i not in whole},
+        [*nameless.values()],
+        [i for i, at in held.items() if any(fact.pinned for fact in at.values())],
+        max((fact.sequence for facts in by_node for fact in facts), default=0),
+    )
 
 
-def _why(
+def _lacking(
     nodes: Sequence[Sequence[int]], by_node: Sequence[Sequence[_Fact]], at: dict[int, _Fact]
-) -> list[Any]:
-    """Status, reason, name and step of a checkpoint that is not whole on every node."""
+) -> _Lacking:
+    """Why a checkpoint is not whole on every node."""
     first = at[min(at)]
     broken: list[str] = []
     absent: list[str] = []
@@ -237,44 +341,7 @@ def _why(
             broken.append(f"{same.status} on {node_name(nodes, node)}: {same.reason}")
             status = "unreadable" if same.status == "unreadable" else status
     reason = "; ".join(([f"not on {', '.join(absent)}"] if absent else []) + broken)
-    return ["elsewhere" if absent else status, reason, first.name, first.step]
+    return _Lacking(first.name, "incomplete" if absent else status, first.step, reason, sorted(at))
 
 
 _UNUSABLE = ("damaged", "unsupported", "unreadable")
-
-
-def _revised(
-    storage: Storage, own: Sequence[CheckpointInfo], node: int, verdict: dict[str, Any]
-) -> list[CheckpointInfo]:
-    """One storage's entries with the status that they have on all nodes together, and those that
-    only others have."""
-    names = {row[node] for row in verdict["whole"]}
-    result = []
-    for info in own:
-        fact = _Fact.of(info)
-        if fact.whole and info.name in names:
-            info = replace(
-                info, status="committed", reason=None, pinned=fact.id in verdict["pinned"]
-            )
-        elif fact.whole and fact.id in verdict["known"]:
-            info = replace(info, status="partial", reason=LEFT_OVER)
-        elif fact.whole and fact.id in verdict["lacking"]:
-            status, reason, *_ = verdict["lacking"][fact.id]
-            info = replace(info, status=status, reason=reason, pinned=fact.id in verdict["pinned"])
-        result.append(info)
-    there = {info.name for info in own}
-    others = [
-        [name, status, reason, step]
-        for status, reason, name, step, has in verdict["lacking"].values()
-        if node not in has and name not in there
-    ]
-    others += [[name, *rest] for name, rest in verdict["apart"].items() if name not in there]
-    result += [
-        CheckpointInfo(name, storage.at(name), status, step, reason)
-        for name, status, reason, step in others
-    ]
-    return mark_abandoned(sorted(result, key=lambda info: (*info.order, info.name)))
-
-
-def _nothing(*_: Any) -> None:
-    return None

@@ -19,7 +19,7 @@ from ..replicas.shard_table import ShardTable
 from ..state.layout import LocalShard, TensorBytes, torch_dtype
 from ..state.streams import synchronize
 from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
-from .agreement import leads
+from .agreement import leads_node
 
 __all__ = ["on_node", "part_of", "pass_on"]
 
@@ -93,7 +93,7 @@ def pass_on(comm: Communicator, captured: Mapping[str, StateSnapshot]) -> dict[s
     rows = comm.together(
         "global state", lambda: _described(captured) if comm.rank == 0 else {}, lambda all: all[0]
     )
-    keeps = comm.rank != 0 and leads(comm, "node")
+    keeps = comm.rank != 0 and leads_node(comm)
     made = {key: _made(key, *row) for key, row in rows.items()} if keeps else {}
     state = captured if comm.rank == 0 else made
     synchronize(

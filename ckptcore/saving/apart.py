@@ -17,7 +17,7 @@ from ..catalog.folder import CheckpointInfo
 from ..catalog.transaction import Transaction, check_place
 from ..errors import CheckpointExists, InvalidState, RankLost, StorageError
 from ..format.manifest import CheckpointManifest
-from ..nodes.agreement import leads, look, node_name, own_node
+from ..nodes.agreement import NodeLocalRoots, leads_node, node_name, own_node
 from ..ranks.communicator import Communicator
 
 if TYPE_CHECKING:
@@ -48,14 +48,18 @@ def agree_place(saving: Saving) -> tuple[int, bool]:
             what = f"{where} is a committed checkpoint; pass overwrite=True to replace it"
             raise CheckpointExists(what, path=where, step=step)
         return any(
-            (i.status in ("elsewhere", "damaged") or i in left) and not i.pinned for i in there
+            (i.status in ("incomplete", "damaged") or i in left) and not i.pinned for i in there
         )
 
-    def check() -> None:
-        check_place(storage, name, step, saving.joined.run_id, True)
-
-    agreed = look(comm, storage, choose, everyone=False, check=check)
-    return max(agreed.sequence, saving.request.after_sequence) + 1, bool(agreed.chosen)
+    with NodeLocalRoots(comm, saving.catalog).scan("place", recall=True) as r:
+        if leads_node(comm):
+            check_place(storage, name, step, saving.joined.run_id, True)
+        r.gather()
+        if r.leads:
+            sequence = max(r.sequence, saving.request.after_sequence) + 1
+            r.verdict = [sequence, choose(r.infos)]
+    sequence, gives_way = r.verdict
+    return sequence, gives_way
 
 
 def begin_on_node(comm: Communicator, transaction: Transaction) -> None:
@@ -101,7 +105,7 @@ def commit_apart(
 ) -> bytes:
     """Write and publish the parts of all nodes; this node's manifest. What one rank raises, all
     raise."""
-    lowest = leads(comm, "node")
+    lowest = leads_node(comm)
     encoded: list[bytes] = []
     placed = False
 

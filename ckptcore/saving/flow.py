@@ -22,7 +22,7 @@ import torch
 
 from ..catalog.attempt import Attempt
 from ..catalog.branches import left_by_last
-from ..catalog.catalog import scan
+from ..catalog.catalog import Catalog
 from ..catalog.folder import CheckpointInfo
 from ..catalog.transaction import Transaction, check_place, open_transaction
 from ..errors import InvalidState, NoSpace, RankLost
@@ -76,6 +76,7 @@ class Saving:
     name: str
     request: SaveRequest
     workers: Workers
+    catalog: Catalog
     mode: StorageMode = "shared"
     told: list[str] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
@@ -305,7 +306,7 @@ class Saving:
         return str(Attempt.new(self.request.run_id))
 
     def _next_sequence(self) -> int:
-        self.seen = scan(self.storage)
+        self.seen = self.catalog.recall()
         self.follow(self.seen)
         last = max((info.sequence or 0 for info in self.seen), default=0)
         return max(last, self.request.after_sequence) + 1

@@ -12,7 +12,7 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import NoSpace, StorageError
@@ -25,11 +25,13 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name in a folder; `size` in bytes, None for folders."""
+    """One name in a folder; `size` in bytes, None for folders. version: differs where the file was
+    replaced; None where the storage does not say."""
 
     name: str
     is_folder: bool
     size: int | None
+    version: str | None = field(default=None, compare=False)
 
 
 class FileWriter(ABC):

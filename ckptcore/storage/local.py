@@ -121,10 +121,14 @@ class LocalStorage(Storage):
             for item in found:
                 folder = item.is_dir(follow_symlinks=False)
                 try:
-                    size = None if folder else item.stat(follow_symlinks=False).st_size
+                    info = None if folder else item.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue  # removed by somebody else between the two calls
-                entries.append(Entry(item.name, folder, size))
+                if info is None:
+                    entries.append(Entry(item.name, True, None))
+                else:
+                    version = f"{info.st_ino} {info.st_mtime_ns} {info.st_ctime_ns}"
+                    entries.append(Entry(item.name, False, info.st_size, version))
         return sorted(entries, key=lambda entry: entry.name)
 
     def list_folders(self, beginning: str) -> dict[str, Sequence[Entry] | None]:

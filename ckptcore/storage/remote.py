@@ -162,7 +162,8 @@ class FsspecStorage(Storage):
             for item in found:
                 name = item["name"].rstrip("/").rsplit("/", 1)[-1]
                 if item["name"].strip("/") != full.strip("/"):
-                    entries[name] = Entry(name, item["type"] == "directory", self._size_of(item))
+                    folder, size = item["type"] == "directory", self._size_of(item)
+                    entries[name] = Entry(name, folder, size, version_in(item))
         return [entries[name] for name in sorted(entries)]
 
     def _size_of(self, item: dict[str, Any]) -> int | None:
@@ -388,6 +389,14 @@ _NUMBERS = (
 # Of the network or the service, not of the bytes: EIO would say that what is stored there is
 # damaged.
 _ELSEWHERE = getattr(errno, "EREMOTEIO", errno.ECONNABORTED)
+
+
+def version_in(item: dict[str, Any]) -> str | None:
+    """What tells one content of a file from the next one, of what a listing says of it. A time in
+    whole seconds does not."""
+    tags = [str(item[key]) for key in ("ETag", "etag", "generation") if item.get(key)]
+    made = item.get("created")
+    return " ".join(tags) or (repr(made) if isinstance(made, float) else None)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from fsspec.asyn import sync
 
 from ..errors import StorageError
 from .base import Entry, FileReader, FileWriter
-from .remote import PIECE_BYTES, FsspecStorage, translating
+from .remote import PIECE_BYTES, FsspecStorage, translating, version_in
 from .retry import http_code
 
 __all__ = ["PartBuffers", "S3Storage"]
@@ -249,7 +249,9 @@ class S3Storage(FsspecStorage):
                     entries[name] = Entry(name, True, None)
                 # A key that ends in "/" is how some programs say that there is a folder.
                 elif name := item["Key"][len(where["Prefix"]) :]:
-                    entries.setdefault(name, Entry(name, False, int(item["Size"])))
+                    entries.setdefault(
+                        name, Entry(name, False, int(item["Size"]), version_in(item))
+                    )
             if not entries:
                 raise FileNotFoundError(errno.ENOENT, "nothing there")
         return [entries[name] for name in sorted(entries)]
@@ -263,7 +265,9 @@ class S3Storage(FsspecStorage):
                 name, deeper, _ = name.partition("/")
                 if slash and name:
                     entry = (
-                        Entry(name, True, None) if deeper else Entry(name, False, int(item["Size"]))
+                        Entry(name, True, None)
+                        if deeper
+                        else Entry(name, False, int(item["Size"]), version_in(item))
                     )
                     found.setdefault(folder, {})[name] = entry
         return {

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from ..arguments import check_count, check_path, checked_options
 from ..catalog.branches import committed, mark_abandoned
-from ..catalog.catalog import clean_up, scan
+from ..catalog.catalog import Catalog, scan
 from ..catalog.folder import CheckpointInfo, read_manifest
 from ..catalog.retention import RetentionPolicy, check_policy
 from ..coordinator import JOIN_SECONDS
@@ -220,6 +220,7 @@ class _Lane:
     ) -> None:
         self.source, self.tier, self.storage, self.release = source, tier, tier.storage, release
         self.on_error, self.drain_timeout, self.tell = on_error, drain_timeout, tell
+        self._there = Catalog(tier.storage)
         self._lock = threading.RLock()
         self._waiting: dict[str, CheckpointInfo] = {}
         self._handles: list[_UploadHandle] = []
@@ -318,12 +319,12 @@ class _Lane:
             started = time.perf_counter()
             try:
                 if there is None:
-                    there = committed(scan(self.storage), run_id)
+                    there = committed(self._there.recall(), run_id)
                 if self._wanted(info, there, handle):
                     last = self._upload(info, run_id, handle)
                     there.append(info)
                     self._event("uploaded", info, started)
-                    clean_up(self.storage, self.tier.keep, run_id, last, handle.told, self._deleted)
+                    self._there.clean_up(self.tier.keep, run_id, last, handle.told, self._deleted)
             except BaseException as error:
                 tried.append(info)
                 if self._replaced(info):

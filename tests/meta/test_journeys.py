@@ -25,11 +25,11 @@ LIMITS = {
     },
     "manifests read": {
         "save 2, keeping 5": 1,
-        "save 10, keeping 5": 6,
-        "save 30, keeping 5": 6,
+        "save 10, keeping 5": 2,
+        "save 30, keeping 5": 2,
         "save 2, keeping all": 1,
-        "save 10, keeping all": 9,
-        "save 30, keeping all": 29,
+        "save 10, keeping all": 1,
+        "save 30, keeping all": 1,
     },
 }
 

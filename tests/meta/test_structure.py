@@ -30,9 +30,9 @@ arguments
 events
 format
 storage
+ranks
 catalog
 state
-ranks
 replicas
 nodes
 saving loading

@@ -67,6 +67,30 @@ def test_a_save_that_deletes_lists_once_more_and_reads_only_what_it_deletes(
     assert marked.files(root).keys() == {f"checkpoint-{step}" for step in range(2, 12)}
 
 
+@pytest.mark.parametrize("kind", ["local", "memory"])
+@pytest.mark.parametrize("keep", [None, KeepLast(10)])
+def test_later_saves_read_no_manifest_that_has_not_changed(
+    make_root: Callable[[str], Any], marked: Any, kind: str, keep: RetentionPolicy | None
+) -> None:
+    root = make_root(kind)
+    filled(root, marked)
+    faults = FaultStorage(root)
+    reads: list[Counter[int]] = []
+    with CheckpointManager(faults, run_id="run", keep=keep, io_threads=1) as ckpt:
+        for step in range(11, 16):
+            before = Counter(read_manifests(faults))
+            ckpt.save(step, marked.state(step))
+            reads.append(Counter(read_manifests(faults)) - before)
+    for step, read in zip(range(12, 16), reads[1:], strict=True):
+        # What was committed last, by itself or by others; and what is deleted, before and while.
+        gone = {} if keep is None else {step - 10: 1}
+        assert read == {step - 1: 1} | gone
+
+
+def read_manifests(faults: FaultStorage) -> dict[int, int]:
+    return {n: faults.count("open", f"checkpoint-{n}/{MANIFEST_NAME}") for n in range(1, 16)}
+
+
 class Held:
     """A save of step 11 that waits between its listing and its commit, while others work on the
     root."""
@@ -112,6 +136,23 @@ def test_what_is_pinned_while_a_save_is_written_stays_without_a_word(
 ) -> None:
     Held(root, marked, KeepLast(3)).during(lambda: pin_checkpoint(root, "checkpoint-4"))
     assert steps(root) == {f"checkpoint-{step}" for step in (4, 9, 10, 11)}
+
+
+def test_what_others_pin_replace_and_delete_between_two_saves_counts(
+    root: Any, marked: Any
+) -> None:
+    """Also where the new one has the same sizes, so that only the version of its manifest tells."""
+    with CheckpointManager(root, run_id="run", keep=KeepLast(4), io_threads=1) as ckpt:
+        ckpt.save(11, marked.state(11))
+        assert steps(root) == {f"checkpoint-{step}" for step in (8, 9, 10, 11)}
+        with CheckpointManager(root, run_id="run", io_threads=1) as other:
+            other.save(10, marked.state(10), overwrite=True)  # has sequence 12 now
+            other.pin(8)
+            other.delete(9)
+        assert ckpt.save(12, marked.state(12)).sequence == 13
+        assert steps(root) == {f"checkpoint-{step}" for step in (8, 10, 11, 12)}
+        assert ckpt.save(13, marked.state(13)).sequence == 14
+        assert steps(root) == {f"checkpoint-{step}" for step in (8, 10, 11, 12, 13)}
 
 
 def test_what_another_job_puts_in_a_place_while_a_save_is_written_is_not_deleted(

@@ -21,7 +21,7 @@ from ckptcore import (
     scan_root,
 )
 from ckptcore.catalog.catalog import scan
-from ckptcore.catalog.folder import LOOKS, WITHDRAWN_NAME
+from ckptcore.catalog.folder import MOST_SCANS, WITHDRAWN_NAME
 from ckptcore.storage.local import LocalStorage
 from ckptcore.testing import run_ranks
 
@@ -243,7 +243,7 @@ def test_a_root_that_never_stands_still_is_an_error_that_says_so(tmp_path):
         with pytest.raises(StorageError, match="changes faster than it can be looked at") as caught:
             call(reader(str(tmp_path), meanwhile))
         assert caught.value.errno == errno.EAGAIN
-    assert writer.step == 1 + 2 * LOOKS
+    assert writer.step == 1 + 2 * MOST_SCANS
 
 
 @pytest.mark.parametrize(

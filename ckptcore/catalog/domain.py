@@ -1,0 +1,180 @@
+"""The catalog of a run as its ranks see it together.
+
+A storage domain is a set of ranks that see one storage. A root that all ranks share is one domain;
+roots that are one on every node are one a node (nodes/roots.py). Of each domain the lowest rank
+looks and acts for the others, and rank 0 decides for all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..errors import RanksDisagree
+from ..ranks.communicator import Communicator, Round
+from .branches import newest_run
+from .catalog import Catalog, Location
+from .folder import CheckpointInfo
+from .retention import RetentionPolicy
+
+__all__ = ["Entries", "ScanRound", "StorageDomains"]
+
+log = logging.getLogger("ckptcore")
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """infos: what lies in this rank's storage, as all domains together see it. run: the one that
+    committed last."""
+
+    infos: list[CheckpointInfo]
+    run: str | None
+
+
+class ScanRound:
+    """A round in which rank 0 sees what lies in all domains. leads, gather, verdict: of a Round.
+
+    infos: on rank 0, the entries of its storage as all domains together see them; of each commit
+    one.
+    """
+
+    def __init__(self, catalog: Catalog, round_: Round, recall: bool) -> None:
+        self._catalog, self._recall = catalog, recall
+        self.leads, self.gather = round_.leads, round_.gather
+        self.verdict: Any = None
+
+    @cached_property
+    def infos(self) -> list[CheckpointInfo]:
+        return self._catalog.recall() if self._recall else self._catalog.scan()
+
+    @property
+    def sequence(self) -> int:
+        """The highest commit sequence among all entries."""
+        return max((info.sequence or 0 for info in self.infos), default=0)
+
+    def locate(self, name: str) -> Location:
+        """Where this rank finds a checkpoint that rank 0 calls `name`. After the block."""
+        return self._catalog.locate(name)
+
+    def find(self, name: str) -> CheckpointInfo | None:
+        """The entry that rank 0 calls `name`, on the lowest rank of each domain; elsewhere None."""
+        if not self.leads:
+            return None
+        return next(info for info in self.infos if info.name == name)
+
+
+class StorageDomains:
+    """One domain: a root that all ranks share. Every method is a call of all ranks, but for
+    `entries`.
+
+    comm: of the calls that the run makes. catalog: of this rank's storage.
+    """
+
+    words = ""  # what a call adds to its words, so that all ranks mean the same
+    asks_together = False  # whether `entries` is a call of all ranks, too
+
+    def __init__(self, comm: Communicator, catalog: Catalog) -> None:
+        self.comm, self.catalog = comm, catalog
+
+    def ranks(self, comm: Communicator) -> Sequence[Sequence[int]]:
+        """The ranks of each domain."""
+        return [range(comm.world_size)]
+
+    def domain_ranks(self, comm: Communicator) -> Sequence[int]:
+        """The ranks that see the same storage as this one."""
+        return self.ranks(comm)[0]
+
+    def leads(self, comm: Communicator) -> bool:
+        """Whether this rank acts for its domain."""
+        return comm.rank == self.domain_ranks(comm)[0]
+
+    def describe(self, text: str) -> str:
+        """What happened in this domain, where there are several."""
+        return text
+
+    def scan(
+        self,
+        topic: str,
+        comm: Communicator | None = None,
+        *,
+        joining: bool = False,
+        recall: bool = False,
+    ) -> AbstractContextManager[ScanRound]:
+        """A round in which rank 0 may look what lies there: `with domains.scan("pin") as r`.
+
+        comm: default that of the run. joining: see Communicator.round. recall: see Catalog.recall;
+        good enough to count by, not to load by.
+        """
+        return self._scan((comm or self.comm).round(topic, joining=joining), recall)
+
+    @contextmanager
+    def _scan(self, entered: AbstractContextManager[Round], recall: bool) -> Iterator[ScanRound]:
+        with entered as r:
+            scan = ScanRound(self.catalog, r, recall)
+            yield scan
+            r.verdict = scan.verdict
+        scan.verdict = r.verdict
+
+    def entries(self) -> Entries:
+        """What lies there."""
+        infos = self.catalog.distinct(self.catalog.scan())
+        return Entries(infos, newest_run(infos))
+
+    def act(
+        self,
+        topic: str,
+        wanted: Callable[[], int | str],
+        choose: Callable[[list[CheckpointInfo], int | str], CheckpointInfo],
+        work: Callable[[CheckpointInfo], Any],
+    ) -> list[Any]:
+        """Do `work` with the checkpoint that is `wanted`, once in each domain.
+
+        What it returns there, which must be plain values, is for all, in order of the domains; and
+        what one raises, all raise. Raises RanksDisagree for different steps.
+        """
+        with self.scan(topic, joining=True) as r:
+            steps = r.gather(wanted())
+            if r.leads:
+                r.verdict = choose(self.catalog.distinct(r.infos), _same_step(topic, steps)).name
+        info = r.find(r.verdict)
+        with self.comm.round(topic) as each:
+            found = each.gather(None if info is None else work(info))
+            if each.leads:
+                each.verdict = [found[ranks[0]] for ranks in self.ranks(self.comm)]
+        results: list[Any] = each.verdict
+        return results
+
+    def last_sequence(self) -> int:
+        """The highest commit sequence that rank 0 knows of beside those of the root."""
+        asks = self.catalog.tiers and self.comm.rank == 0
+        return self.catalog.tier_sequence(log.warning) if asks else 0
+
+    def clean_up(
+        self,
+        comm: Communicator,
+        policy: RetentionPolicy | None,
+        run_id: str,
+        saved: CheckpointInfo,
+        warn: Callable[[str], None],
+        deleted: Callable[[CheckpointInfo], None],
+        listed: Sequence[CheckpointInfo] | None = None,
+    ) -> None:
+        """Retention and sweeping after the commit of `saved`, in every domain; rank 0 decides,
+        talking over `comm`. A failure is a warning. listed: what the save has found, on rank 0."""
+        if self.leads(comm):
+            with self.comm.keep_alive():
+                self.catalog.clean_up(policy, run_id, saved, warn, deleted, listed)
+
+
+def _same_step(topic: str, steps: Sequence[int | str]) -> int | str:
+    if wrong := [rank for rank, step in enumerate(steps) if step != steps[0]]:
+        calls = (
+            f"rank 0 calls for a {topic} of step {steps[0]}, rank {wrong[0]} for one of step "
+            f"{steps[wrong[0]]}"
+        )
+        raise RanksDisagree(calls, ranks=wrong)
+    return steps[0]
