@@ -8,20 +8,25 @@ looks and acts for the others, and rank 0 decides for all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import RanksDisagree
+from ..errors import InvalidState, RanksDisagree
+from ..format.manifest import CheckpointManifest, Copy
 from ..ranks.communicator import Communicator, Round
-from .branches import newest_run
+from ..ranks.groups import group_index, node_name
+from .branches import Ranges, left_by_last, newest_run
 from .catalog import Catalog, Location
 from .folder import CheckpointInfo
 from .retention import RetentionPolicy
+from .transaction import Transaction, check_place
 
-__all__ = ["Entries", "ScanRound", "StorageDomains"]
+__all__ = ["ActingRound", "Destination", "Entries", "SaveTarget", "ScanRound", "StorageDomains"]
+
+T = TypeVar("T")
 
 log = logging.getLogger("ckptcore")
 
@@ -33,6 +38,46 @@ class Entries:
 
     infos: list[CheckpointInfo]
     run: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTarget:
+    """What a save is to make. after_sequence: commits up to this one are known elsewhere.
+    abandoned: [first, last] commit sequences that the run has left behind; None: those that its
+    last commit says. The rest: see check_place."""
+
+    name: str
+    step: int
+    run_id: str
+    overwrite: bool
+    after_sequence: int
+    abandoned: Ranges | None
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """What is known of all domains before a checkpoint is written. sequence: of its commit.
+    overwrites: whether a committed checkpoint gives way to it. abandoned: commits that the run has
+    left behind. listed: the entries that there are, on rank 0."""
+
+    sequence: int
+    overwrites: bool
+    abandoned: Ranges
+    listed: list[CheckpointInfo]
+
+
+class ActingRound:
+    """A round in which rank 0 decides, and then one rank of each domain acts. leads, gather,
+    verdict: of a Round."""
+
+    def __init__(self, round_: Round) -> None:
+        self.leads, self.gather = round_.leads, round_.gather
+        self.verdict: Any = None
+
+    def acts(self) -> bool:
+        """Whether this rank is to act on the verdict, for its domain, before the block ends. Every
+        rank asks once; what fails then, fails on all."""
+        return self.leads
 
 
 class ScanRound:
@@ -76,6 +121,7 @@ class StorageDomains:
 
     words = ""  # what a call adds to its words, so that all ranks mean the same
     asks_together = False  # whether `entries` is a call of all ranks, too
+    marked = False  # see Transaction
 
     def __init__(self, comm: Communicator, catalog: Catalog) -> None:
         self.comm, self.catalog = comm, catalog
@@ -118,6 +164,67 @@ class StorageDomains:
             yield scan
             r.verdict = scan.verdict
         scan.verdict = r.verdict
+
+    def round(self, topic: str, comm: Communicator) -> AbstractContextManager[ActingRound]:
+        """A round in which the domains act: `with domains.round("write", comm) as r`."""
+        return _acting(comm.round(topic))
+
+    def check(self, target: SaveTarget) -> None:
+        """On rank 0, long before anything is written: raises CheckpointExists, StorageError."""
+        check_place(
+            self.catalog.storage,
+            target.name,
+            target.step,
+            target.run_id,
+            target.overwrite,
+            abandoned=target.abandoned or (),
+        )
+
+    def agree_on_destination(self, target: SaveTarget, comm: Communicator) -> Destination | None:
+        """The destination, where it takes rounds to know it."""
+        return None
+
+    def destination(self, target: SaveTarget) -> Destination:
+        """On rank 0, just before anything is written."""
+        infos, abandoned = self.catalog.recall(), target.abandoned
+        if abandoned is None:
+            abandoned = left_by_last(infos, target.run_id)
+        last = max((info.sequence or 0 for info in infos), default=0)
+        sequence = max(last, target.after_sequence) + 1
+        return Destination(sequence, target.overwrite, abandoned, infos)
+
+    def begin(self, transaction: Transaction) -> None:
+        """On the rank that acts for its domain. Raises as Transaction.begin does."""
+        transaction.begin()
+
+    def check_begun(self, transaction: Transaction, comm: Communicator) -> None:
+        """Raises InvalidState where this rank, the lowest of its node, does not see the storage
+        that the acting rank writes to."""
+        number = group_index(comm.nodes, comm.rank)
+        if number == 0 or comm.rank != comm.nodes[number][0] or transaction.is_here():
+            return
+        where = f"{transaction.storage.url} on {node_name(comm.nodes, number)}"
+        raise InvalidState(
+            f"{where} is not the storage that rank 0 writes to, and storage_mode is 'shared': pass "
+            "storage_mode='node' where nodes do not share their disks, or a root that all nodes "
+            "see",
+            ranks=comm.nodes[number],
+        )
+
+    def numbered(self, manifests: Sequence[CheckpointManifest]) -> None:
+        """Make the manifests of all domains say which one they are of."""
+
+    def tables(self, tables: dict[str, T], comm: Communicator, *, spread: bool) -> dict[str, T]:
+        """Shard tables as this domain stores them. spread: over ranks that hold the same."""
+        return tables
+
+    def pass_on(self, snapshots: Mapping[str, T], comm: Communicator) -> dict[str, T]:
+        """Rank 0's snapshots of global state, where another rank has to write them too."""
+        return {}
+
+    def groups(self, groups: Sequence[Copy], comm: Communicator) -> list[Copy]:
+        """Replica groups as this domain stores them."""
+        return list(groups)
 
     def entries(self) -> Entries:
         """What lies there."""
@@ -168,6 +275,15 @@ class StorageDomains:
         if self.leads(comm):
             with self.comm.keep_alive():
                 self.catalog.clean_up(policy, run_id, saved, warn, deleted, listed)
+
+
+@contextmanager
+def _acting(entered: AbstractContextManager[Round]) -> Iterator[ActingRound]:
+    with entered as r:
+        acting = ActingRound(r)
+        yield acting
+        r.verdict = acting.verdict
+    acting.verdict = r.verdict
 
 
 def _same_step(topic: str, steps: Sequence[int | str]) -> int | str:

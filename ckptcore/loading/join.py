@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, RanksDisagree
-from ..nodes.agreement import StorageMode, node_name, own_node
+from ..nodes.agreement import StorageMode
 from ..ranks.communicator import Communicator
-from ..ranks.groups import own_view, partitions
+from ..ranks.groups import node_name, own_node, own_view, partitions
 from ..state.component import StateComponent, differing_components
 from ..storage.base import Storage
 from .keys import Keys, Selection

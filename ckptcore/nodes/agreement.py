@@ -8,35 +8,37 @@ node is "incomplete": it is never restored, and replaced or removed by a later s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from ..catalog.branches import mark_abandoned, newest_run
+from ..catalog.branches import Ranges, left_by_last, mark_abandoned, newest_run, within
 from ..catalog.catalog import Catalog, Location
-from ..catalog.domain import Entries, ScanRound, StorageDomains
+from ..catalog.domain import (
+    ActingRound,
+    Destination,
+    Entries,
+    SaveTarget,
+    ScanRound,
+    StorageDomains,
+)
 from ..catalog.folder import CheckpointInfo, still_there
 from ..catalog.retention import RetentionPolicy, surplus
+from ..catalog.transaction import Transaction, check_place
+from ..errors import CheckpointExists, InvalidState, StorageError
+from ..format.manifest import CheckpointManifest, Copy
 from ..ranks.communicator import Communicator, Round
-from ..ranks.groups import group_index
+from ..ranks.groups import leads_node, node_name, own_node
 from ..ranks.messages import message
+from .parts import on_node, part_of, pass_on
 
 __all__ = ["NodeLocalRoots", "StorageMode", "domains_of", "node_name", "own_node"]
 
 StorageMode = Literal["shared", "node"]
 
 LEFT_OVER = "left over from an overwrite"
-
-
-def own_node(comm: Communicator) -> int:
-    return group_index(comm.nodes, comm.rank)
-
-
-def node_name(nodes: Sequence[Sequence[int]], number: int) -> str:
-    """How messages name a node."""
-    ranks = ", ".join(map(str, nodes[number][:8])) + (", ..." if len(nodes[number]) > 8 else "")
-    return f"node {number} (rank{'s' if len(nodes[number]) > 1 else ''} {ranks})"
 
 
 def domains_of(comm: Communicator, catalog: Catalog, mode: StorageMode) -> StorageDomains:
@@ -208,16 +210,35 @@ class NodeScanRound(ScanRound):
         return next((row[node] for row in self.see().names if row[0] == name), name)
 
 
-def leads_node(comm: Communicator) -> bool:
-    """Whether this rank is the lowest of its node."""
-    return comm.rank == comm.nodes[own_node(comm)][0]
+class NodeActingRound(ActingRound):
+    """A round that ends with the verdict, and another one in which the lowest rank of each node
+    acts on it."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self._stack = comm, ExitStack()
+
+    @contextmanager
+    def begun(self, topic: str) -> Iterator[NodeActingRound]:
+        with self._stack:
+            self._topic = topic
+            self._round = self._stack.enter_context(self._comm.round(topic))
+            super().__init__(self._round)
+            yield self
+            self._round.verdict = self.verdict
+
+    def acts(self) -> bool:
+        self._round.verdict = self.verdict
+        self._stack.close()
+        self.verdict = self._round.verdict
+        self._round = self._stack.enter_context(self._comm.round(f"{self._topic} on each node"))
+        return leads_node(self._comm)
 
 
 class NodeLocalRoots(StorageDomains):
     """One domain a node. Every method is a call of all ranks."""
 
     words = " with storage_mode='node'"
-    asks_together = True
+    asks_together = marked = True
 
     def ranks(self, comm: Communicator) -> Sequence[Sequence[int]]:
         return comm.nodes
@@ -237,6 +258,84 @@ class NodeLocalRoots(StorageDomains):
         recall: bool = False,
     ) -> AbstractContextManager[NodeScanRound]:
         return NodeScanRound(self.catalog, comm or self.comm, recall).begun(topic, joining)
+
+    def round(self, topic: str, comm: Communicator) -> AbstractContextManager[ActingRound]:
+        return NodeActingRound(comm).begun(topic)
+
+    def check(self, target: SaveTarget) -> None:
+        """Nothing yet: one node does not say what there is."""
+
+    def agree_on_destination(self, target: SaveTarget, comm: Communicator) -> Destination:
+        """What is not on every node gives way without being asked. Raises CheckpointExists,
+        StorageError."""
+        storage, name, step = self.catalog.storage, target.name, target.step
+        with self.scan("destination", comm, recall=True) as r:
+            if leads_node(comm):
+                check_place(storage, name, step, target.run_id, True)
+            r.gather()
+            if r.leads:
+                sequence = max(r.sequence, target.after_sequence) + 1
+                r.verdict = [sequence, *self._gives_way(target, r.infos)]
+        sequence, overwrites, abandoned = r.verdict
+        return Destination(sequence, overwrites, abandoned, r.infos if r.leads else [])
+
+    def _gives_way(
+        self, target: SaveTarget, infos: Sequence[CheckpointInfo]
+    ) -> tuple[bool, Ranges]:
+        """Whether what has the name gives way, and what the run has left behind."""
+        behind = target.abandoned
+        if behind is None:
+            behind = [[*ends] for ends in left_by_last(infos, target.run_id)]
+        named = [info for info in infos if info.name == target.name]
+        left = [
+            i
+            for i in named
+            if i.manifest and i.run_id == target.run_id and within(i.manifest.sequence, behind)
+        ]
+        committed = any(i.status == "committed" and i not in left for i in named)
+        if committed and not target.overwrite:
+            where = self.catalog.storage.at(target.name)
+            what = f"{where} is a committed checkpoint; pass overwrite=True to replace it"
+            raise CheckpointExists(what, path=where, step=target.step)
+        useless = [i for i in named if i.status in ("incomplete", "damaged") or i in left]
+        return target.overwrite or any(not i.pinned for i in useless), behind
+
+    def begin(self, transaction: Transaction) -> None:
+        try:
+            transaction.begin()
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            nodes, number = self.comm.nodes, own_node(self.comm)
+            where = f"{transaction.storage.url} on {node_name(nodes, number)}"
+            raise InvalidState(
+                f"{where} is the storage of another node too, and storage_mode is 'node': pass "
+                "storage_mode='shared' for storage that all nodes share, or a root of its own on "
+                "every node",
+                ranks=nodes[number],
+            ) from None
+
+    def check_begun(self, transaction: Transaction, comm: Communicator) -> None:
+        """Nothing: every node has begun its own."""
+
+    def numbered(self, manifests: Sequence[CheckpointManifest]) -> None:
+        first = manifests[0]
+        for node, manifest in enumerate(manifests):
+            manifest.node = node
+            manifest.checkpoint_id, manifest.created = first.checkpoint_id, first.created
+
+    def tables(self, tables: dict[str, Any], comm: Communicator, *, spread: bool) -> dict[str, Any]:
+        ranks = self.domain_ranks(comm)
+        return {key: on_node(table, ranks, spread=spread) for key, table in tables.items()}
+
+    def pass_on(self, snapshots: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
+        """On the lowest rank of every node but that of rank 0."""
+        if len(comm.nodes) == 1:
+            return {}
+        return pass_on(comm, snapshots if comm.rank == 0 else {})
+
+    def groups(self, groups: Sequence[Copy], comm: Communicator) -> list[Copy]:
+        return [part_of(group, self.domain_ranks(comm)) for group in groups]
 
     def entries(self) -> Entries:
         with self.scan("look", joining=True) as r:

@@ -15,11 +15,11 @@ from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, MeshLayout, W
 from ..format.manifest import Copy
 from ..format.tensorfile import tensor_nbytes
 from ..ranks.communicator import Communicator
+from ..ranks.groups import leads_node
 from ..replicas.shard_table import ShardTable
 from ..state.layout import LocalShard, TensorBytes, torch_dtype
 from ..state.streams import synchronize
 from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
-from .agreement import leads_node
 
 __all__ = ["on_node", "part_of", "pass_on"]
 

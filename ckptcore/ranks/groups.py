@@ -9,8 +9,9 @@ from typing import Any
 
 from ..arguments import shown
 from ..errors import InvalidState
+from .communicator import Communicator
 
-__all__ = ["group_index", "own_view", "partitions"]
+__all__ = ["group_index", "leads_node", "node_name", "own_node", "own_view", "partitions"]
 
 
 def own_view(name: str, group: Any, rank: int, world_size: int) -> list[list[int]]:
@@ -103,3 +104,19 @@ def partitions(views: Sequence[Mapping[str, list[list[int]]]]) -> dict[str, list
 def group_index(partition: Sequence[Sequence[int]], rank: int) -> int:
     """Which group a rank belongs to."""
     return next(index for index, group in enumerate(partition) if rank in group)
+
+
+def node_name(nodes: Sequence[Sequence[int]], number: int) -> str:
+    """How messages name a node."""
+    ranks = ", ".join(map(str, nodes[number][:8])) + (", ..." if len(nodes[number]) > 8 else "")
+    return f"node {number} (rank{'s' if len(nodes[number]) > 1 else ''} {ranks})"
+
+
+def own_node(comm: Communicator) -> int:
+    """The number of the node that this rank is on. Nodes are known after the first round."""
+    return group_index(comm.nodes, comm.rank)
+
+
+def leads_node(comm: Communicator) -> bool:
+    """Whether this rank is the lowest of its node."""
+    return comm.rank == comm.nodes[own_node(comm)][0]

@@ -17,8 +17,9 @@ from ..catalog.folder import CheckpointInfo
 from ..catalog.transaction import Transaction, check_place
 from ..errors import CheckpointExists, InvalidState, RankLost, StorageError
 from ..format.manifest import CheckpointManifest
-from ..nodes.agreement import NodeLocalRoots, leads_node, node_name, own_node
+from ..nodes.agreement import NodeLocalRoots
 from ..ranks.communicator import Communicator
+from ..ranks.groups import leads_node, node_name, own_node
 
 if TYPE_CHECKING:
     from .flow import Saving

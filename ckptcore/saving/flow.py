@@ -27,9 +27,10 @@ from ..catalog.folder import CheckpointInfo
 from ..catalog.transaction import Transaction, check_place, open_transaction
 from ..errors import InvalidState, NoSpace, RankLost
 from ..format.manifest import CheckpointManifest, Copy, check_readable, private_json
-from ..nodes.agreement import StorageMode, own_node
+from ..nodes.agreement import StorageMode
 from ..nodes.parts import on_node, part_of, pass_on
 from ..ranks.communicator import Communicator
+from ..ranks.groups import own_node
 from ..replicas.compare import Replicas, validate
 from ..replicas.shard_table import PlainValues, ShardTable, ShardTables, agree_layouts
 from ..state.adapters import metadata_of
