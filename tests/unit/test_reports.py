@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptcore import CheckpointManager, CheckpointNotFound, CheckpointWarning, InvalidState
+from ckptcore import (
+    CheckpointManager,
+    CheckpointNotFound,
+    CheckpointWarning,
+    InvalidState,
+    scan_root,
+)
 
 
 def state(**more) -> dict:
@@ -41,7 +47,7 @@ def test_one_line_each(tmp_path: Path) -> None:
         str(report)
         == "restored checkpoint-30 (step 30, 2 components); 1 missing; 1 unexpected; 1 cast"
     )
-    damaged = CheckpointManager(tmp_path)._root.scan()[-1]
+    damaged = scan_root(tmp_path)[-1]
     assert str(damaged).startswith("checkpoint-40 (damaged, step 40") and "\n" not in repr(damaged)
     handle = ckpt.save_async(50, state())
     assert repr(handle).startswith("<SaveHandle: step 50 (") and "\n" not in repr(handle)
