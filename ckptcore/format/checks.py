@@ -57,13 +57,13 @@ __all__ = [
 
 DIMENSIONS = 64  # as many as numpy has; each costs a level of recursion where boxes are cut
 
-_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
+PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def only_plain(items: Iterable[Any]) -> bool:
     """Whether nothing is in any of `items`: none is a container, a tensor or an object. Without a
     step of Python for each, for a list may have millions."""
-    return _PLAIN_TYPES.issuperset(map(type, items))
+    return PLAIN_TYPES.issuperset(map(type, items))
 
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

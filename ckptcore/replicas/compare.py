@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,7 +27,7 @@ from ..ranks.communicator import Communicator
 from ..ranks.messages import message
 from ..state.component import StateComponent, ValidationLevel
 from ..state.layout import TensorBytes, torch_dtype
-from ..state.tree import StateSnapshot, TensorLeaf
+from ..state.tree import StateSnapshot, Structure, TensorLeaf
 from .device_digest import fingerprints, on_accelerator
 from .shard_table import ShardTable, holders_of, ranks_in_words, value_in_words
 
@@ -43,7 +44,7 @@ __all__ = [
     "replica_digest",
     "report",
     "some_keys",
-    "take_fingerprints",
+    "take_digests",
     "validate",
 ]
 
@@ -120,7 +121,9 @@ class ReplicaVerdict:
 
 def report(replicas: Replicas) -> ReplicaReport:
     """What this rank says of its replicas."""
-    take_fingerprints([*replicas.whole, *replicas.sharded], replicas.snapshots)
+    for component in replicas.whole:
+        if component.key in replicas.snapshots:
+            take_digests(component, replicas.snapshots[component.key].tensors)
     whole = {
         c.key: combined_digest(_leaf_digests(c, replicas.snapshots[c.key], replicas.chunks))
         for c in replicas.whole
@@ -188,20 +191,28 @@ def validate(comm: Communicator, replicas: Replicas) -> None:
     explain(comm, replicas, r.verdict)
 
 
-def take_fingerprints(
-    components: Iterable[StateComponent], captured: Mapping[str, StateSnapshot]
-) -> None:
-    """Give tensors on accelerators what they are compared by, all at once, where they have nothing
-    yet."""
-    for component in components:
-        if component.key in captured:
-            tensors = captured[component.key].tensors
-            away = [t for t in tensors if t.digest is None and on_accelerator(t.tensor)]
-            sampled = component.validated is ValidationLevel.QUICK
-            for t, digest in zip(
-                away, fingerprints([t.tensor for t in away], sampled=sampled), strict=True
-            ):
-                t.digest = digest
+def take_digests(component: StateComponent, leaves: Iterable[TensorLeaf]) -> None:
+    """Give leaves that have none yet what they are compared by, where that is quicker for many at
+    once: all that lie on accelerators, and of QUICK the small ones on the host."""
+    wanted = [leaf for leaf in leaves if leaf.digest is None and not leaf.tensor.is_meta]
+    away = [leaf for leaf in wanted if on_accelerator(leaf.tensor)]
+    sampled = component.validated is ValidationLevel.QUICK
+    digests = fingerprints([leaf.tensor for leaf in away], sampled=sampled)
+    for leaf, digest in zip(away, digests, strict=True):
+        leaf.digest = digest
+    by_dtype: dict[torch.dtype, list[TensorLeaf]] = {}
+    for leaf in wanted if sampled else ():
+        small = leaf.tensor.is_cpu and 0 < leaf.spec.nbytes <= SAMPLES * SAMPLE_BYTES
+        if small and not leaf.tensor.is_complex() and not leaf.tensor.is_neg():
+            by_dtype.setdefault(leaf.tensor.dtype, []).append(leaf)
+    for together in by_dtype.values():
+        with torch.no_grad():
+            items = torch.cat([leaf.tensor.reshape(-1) for leaf in together])
+        data = items.view(torch.uint8).numpy().data
+        at = 0
+        for leaf in together:
+            leaf.digest = content_hash(data[at : at + leaf.spec.nbytes])
+            at += leaf.spec.nbytes
 
 
 def chunk_digests(tensor: TensorLeaf) -> bytes:
@@ -226,7 +237,7 @@ def _sample(tensor: TensorLeaf) -> bytes:
     """A digest of bytes spread over the tensor, both ends included."""
     nbytes = tensor.nbytes
     if nbytes <= SAMPLES * SAMPLE_BYTES:
-        return chunk_digests(tensor)
+        return content_hash(_bytes_of(tensor, 0, nbytes) if nbytes else b"")
     source = TensorBytes(tensor.tensor)
     buffer = memoryview(bytearray(SAMPLE_BYTES))
     size = max(1, tensor.tensor.element_size())
@@ -335,17 +346,41 @@ def _parts(
 ) -> dict[str, dict[str, tuple[bytes, tuple[int, ...]]]]:
     """What this rank's tensors (or parts) that other ranks hold too are compared by, and who holds
     them: by a name for those ranks and the component, then by tensor."""
-    table, snapshot = replicas.tables[component.key], replicas.snapshots[component.key]
-    numbers = {t.name: number for number, t in enumerate(table.tensors)}
+    leaves = replicas.snapshots[component.key].tensors
+    shared = _shared(replicas, component)
+    take_digests(component, [leaves[at] for at, *_ in shared])
     found: dict[str, dict[str, tuple[bytes, tuple[int, ...]]]] = {}
-    for tensor in snapshot.tensors:
-        part, number = tensor.part, numbers[tensor.name]
-        if table.tensors[number].alias_of is None and part.box is not None and volume(part.box[1]):
-            holders = holders_of(table.layouts[number], part.shape, part.box, replicas.rank)
+    for at, number, holders, tag in shared:
+        digest = replica_digest(component, leaves[at], number, replicas.chunks)
+        found.setdefault(tag, {})[leaves[at].name] = content_hash(digest), holders
+    return found
+
+
+# Which leaves of a structure other ranks hold too, by the table that says so.
+_known_shared: WeakKeyDictionary[Structure, tuple[ShardTable, list[Any]]] = WeakKeyDictionary()
+
+
+def _shared(
+    replicas: Replicas, component: StateComponent
+) -> list[tuple[int, int, tuple[int, ...], str]]:
+    """The leaves (by their own numbers, and by those of the table) that other ranks hold too, these
+    ranks, and a name for them and the component."""
+    table, snapshot = replicas.tables[component.key], replicas.snapshots[component.key]
+    if snapshot.structure is not None:
+        known = _known_shared.get(snapshot.structure)
+        if known is not None and known[0] is table:
+            return known[1]
+    numbers = {t.name: number for number, t in enumerate(table.tensors)}
+    found = []
+    for at, leaf in enumerate(snapshot.tensors):
+        spec, number = leaf.spec, numbers[leaf.spec.name]
+        if table.tensors[number].alias_of is None and spec.box is not None and volume(spec.box[1]):
+            holders = holders_of(table.layouts[number], spec.global_shape, spec.box, replicas.rank)
             if len(holders) > 1:
                 tag = f"{content_digest(repr(holders).encode())} {component.key}"
-                digest = replica_digest(component, tensor, number, replicas.chunks)
-                found.setdefault(tag, {})[tensor.name] = content_hash(digest), holders
+                found.append((at, number, holders, tag))
+    if snapshot.structure is not None:
+        _known_shared[snapshot.structure] = table, found
     return found
 
 

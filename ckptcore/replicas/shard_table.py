@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import Repr
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..errors import InvalidState, ReplicationMismatch
 from ..format.codecs import Opaque, keyed
@@ -37,7 +38,7 @@ from ..format.tensorfile import tensor_nbytes
 from ..format.values import TensorRef, decode, encode, join_path
 from ..ranks.communicator import Communicator
 from ..ranks.messages import message
-from ..state.tree import StateSnapshot
+from ..state.tree import StateSnapshot, Structure
 
 __all__ = [
     "Description",
@@ -130,28 +131,35 @@ class StructureVerdict:
 
 def describe(snapshot: StateSnapshot) -> Description:
     """What this rank says of a sharded component."""
+    known = None if snapshot.structure is None else _described.get(snapshot.structure)
+    if known is None:
+        text = _described_structure(snapshot)
+        known = text, content_hash(text)
+        if snapshot.structure is not None:
+            _described[snapshot.structure] = known
+    values = PlainValues(snapshot.tree, snapshot.versions)
+    return Description(
+        known[0], values, known[1], content_hash(encode([values.tree, values.versions]))
+    )
+
+
+# What the same structure is described by at every save, and the hash of that.
+_described: WeakKeyDictionary[Structure, tuple[bytes, bytes]] = WeakKeyDictionary()
+
+
+def _described_structure(snapshot: StateSnapshot) -> bytes:
     meshes: dict[Mesh, int] = {}
     rows = []
-    for tensor in snapshot.tensors:
-        part = tensor.part
+    for leaf in snapshot.tensors:
+        spec = leaf.spec
         layout: Any = None
-        if isinstance(part.layout, MeshLayout):
-            layout = [
-                meshes.setdefault(part.layout.mesh, len(meshes)),
-                list(part.layout.placements),
-            ]
-        elif part.layout == "box":
-            layout = {"box": part.box}
-        rows.append([tensor.name, tensor.dtype, list(part.shape), tensor.alias_of, layout])
-    structure = encode(
-        {"tensors": rows, "meshes": [[list(m.shape), list(m.ranks)] for m in meshes]}
-    )
-    return Description(
-        structure,
-        PlainValues(snapshot.tree, snapshot.versions),
-        content_hash(structure),
-        content_hash(encode([snapshot.tree, snapshot.versions])),
-    )
+        if isinstance(spec.layout, MeshLayout):
+            mesh = meshes.setdefault(spec.layout.mesh, len(meshes))
+            layout = [mesh, list(spec.layout.placements)]
+        elif spec.layout == "box":
+            layout = {"box": spec.box}
+        rows.append([spec.name, spec.dtype, list(spec.global_shape), spec.alias_of, layout])
+    return encode({"tensors": rows, "meshes": [[list(m.shape), list(m.ranks)] for m in meshes]})
 
 
 def decide(reports: Sequence[StructureReport], *, spread: bool) -> StructureVerdict:

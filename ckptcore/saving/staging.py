@@ -17,7 +17,8 @@ from itertools import islice
 import numpy as np
 import torch
 
-from ..replicas.compare import compared_digest, take_fingerprints
+from ..replicas.compare import compared_digest, take_digests
+from ..replicas.device_digest import on_accelerator
 from ..state.component import StateComponent
 from ..state.layout import words
 from ..state.tree import StateSnapshot, TensorLeaf
@@ -199,12 +200,13 @@ def _keep_digests(
 ) -> None:
     """Digests, taken now, of what is compared and not copied, and of all that is compared on its
     accelerator."""
-    take_fingerprints(compared, captured)
     for c in compared:
-        if c.key in captured:
-            for t in captured[c.key].tensors:
-                if id(t) not in wanted and t.spec.alias_of is None and t.digest is None:
-                    t.digest = compared_digest(c, t)
+        leaves = captured[c.key].tensors if c.key in captured else []
+        left = [t for t in leaves if id(t) not in wanted and t.spec.alias_of is None]
+        take_digests(c, [*left, *(t for t in leaves if on_accelerator(t.tensor))])
+        for t in left:
+            if t.digest is None:
+                t.digest = compared_digest(c, t)
 
 
 def _settle(state: StateSnapshot, wanted: set[int]) -> None:

@@ -14,11 +14,11 @@ from torch import nn
 
 from ..arguments import shown
 from ..errors import InvalidState, StateMismatch
-from ..format.checks import only_plain
+from ..format.checks import PLAIN_TYPES, only_plain
 from ..format.codecs import BY_NAME, Opaque
 from ..format.values import TensorRef
 from .component import SharingPattern, StateComponent, Stateful, StatefulProvider
-from .layout import Shard, is_dtensor
+from .layout import Shard, is_dtensor_class
 from .names import EXTRA_STATE, Models, Names, one_walk, parameter_table, prefixed
 from .optimizers import OptimizerState, OwnOptimizerState, inside, is_ordinary, split_over_ranks
 from .plain import changeable, fixed_parts, owned_elsewhere, put_back
@@ -82,8 +82,7 @@ class ModelState:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters and buffers, without asking for a state_dict."""
         for _, module in self._models:
-            yield from module.parameters()
-            yield from module.buffers()
+            yield from _tensors_in(module)
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters and buffers themselves. `metadata` has the versions of the modules
@@ -367,7 +366,8 @@ def _pattern(value: Any, world_size: int) -> SharingPattern:
     state, and several have replicas."""
     if (own := _own_pattern(value)) is not None:
         return SharingPattern.of(own)
-    sharded = any(is_dtensor(leaf) or isinstance(leaf, Shard) for leaf in _tensors_of(value))
+    kinds: Any = set(map(type, _tensors_of(value)))
+    sharded = any(issubclass(kind, Shard) or is_dtensor_class(kind) for kind in kinds)
     if sharded or (world_size > 1 and _is_split(value)):
         return SharingPattern.SHARDED
     return SharingPattern.GLOBAL if world_size == 1 else SharingPattern.REPLICATED
@@ -377,8 +377,7 @@ def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any
     """Tensors of modules, optimizers and plain nested values, without asking anybody for a
     state_dict."""
     if isinstance(value, nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
+        yield from _tensors_in(value)
     elif isinstance(value, torch.optim.Optimizer):
         groups = getattr(value, "param_groups", None) or [
             g for o in inside(value) for g in o.param_groups
@@ -390,8 +389,11 @@ def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any
         yield from value.tensors()
     elif isinstance(value, Mapping | list | tuple):
         items = value.values() if isinstance(value, Mapping) else value
+        kinds = set(map(type, items))
+        if all(issubclass(kind, torch.Tensor | Shard) for kind in kinds):
+            yield from items
         # What contains itself is refused by name by whoever takes it apart.
-        if not only_plain(items) and id(value) not in above:
+        elif not kinds <= PLAIN_TYPES and id(value) not in above:
             within = above | {id(value)}
             for item in items:
                 if type(item) not in (list, tuple) or not only_plain(item):
@@ -400,6 +402,13 @@ def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any
         yield from _tensors_of(value.value, above)
     elif isinstance(value, torch.Tensor | Shard):
         yield value
+
+
+def _tensors_in(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers; one that two modules have comes twice."""
+    for inner in module.modules():
+        for held in (inner._parameters, inner._buffers):
+            yield from (tensor for tensor in held.values() if tensor is not None)
 
 
 def _is_model(value: Any) -> bool:

@@ -181,7 +181,7 @@ class _Node:
     wire: bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Structure:
     """What stays of a component's state while its names, dtypes, shapes, layouts and aliases do:
     the same object from save to save. leaves: in order of their names.
