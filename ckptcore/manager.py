@@ -87,8 +87,8 @@ def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F
                 step = masked_url(step)
             elif at is not None:
                 step = shown(step)
-            words = f"{what}{step}"
-            return self.comm.exclusively(words, partial(method, self, *args, **named))
+            with self.comm.call(f"{what}{step}"):
+                return method(self, *args, **named)
 
         return cast(F, call)
 

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ from .errors import CoordinationError, InvalidState, RankLost
 from .manager import CheckpointManager
 from .ranks.board import Board, BoardLost
 from .ranks.communicator import Communicator
+from .ranks.messages import message
 from .ranks.rounds import BoardCommunicator
 from .ranks.store import shared_communicator
 
@@ -112,7 +114,11 @@ class PreemptionGuard:
         if self.comm.world_size == 1:
             return self.signaled
         if not isinstance(self.comm, BoardCommunicator):
-            return bool(self.comm.together("stop", lambda: [step, self.signaled], _stop))
+            with self.comm.round("stop") as r:
+                reports = r.gather(_Asked(step, self.signaled))
+                if r.leads:
+                    r.verdict = _stop(reports)
+            return bool(r.verdict)
         try:
             return self._agreed(self.comm, self.comm.board, step)
         except BoardLost as error:
@@ -183,14 +189,23 @@ def _checked_signals(signals: Any) -> tuple[signal.Signals, ...]:
     return found
 
 
-def _stop(told: list[list[Any]]) -> bool:
-    """Whether a signal came to any rank, by [step, whether one came here] of all ranks."""
-    steps = [step for step, _ in told]
+@message
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a rank says after a step. signaled: whether a signal came to it."""
+
+    step: int
+    signaled: bool
+
+
+def _stop(reports: list[_Asked]) -> bool:
+    """Whether a signal came to any rank."""
+    steps = [report.step for report in reports]
     if len(set(steps)) > 1:
         raise CoordinationError(
             f"should_stop must be called after every step, on every rank; they are at {steps}"
         )
-    return any(signaled for _, signaled in told)
+    return any(report.signaled for report in reports)
 
 
 # Guards that have handlers installed in this process.

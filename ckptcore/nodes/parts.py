@@ -90,9 +90,11 @@ def pass_on(comm: Communicator, captured: Mapping[str, StateSnapshot]) -> dict[s
 
     Nothing on rank 0, which has it, and on ranks that do not write.
     """
-    rows = comm.together(
-        "global state", lambda: _described(captured) if comm.rank == 0 else {}, lambda all: all[0]
-    )
+    with comm.round("global state") as r:
+        r.gather()
+        if r.leads:
+            r.verdict = _described(captured)
+    rows = r.verdict
     keeps = comm.rank != 0 and leads_node(comm)
     made = {key: _made(key, *row) for key, row in rows.items()} if keeps else {}
     state = captured if comm.rank == 0 else made
@@ -106,7 +108,8 @@ def pass_on(comm: Communicator, captured: Mapping[str, StateSnapshot]) -> dict[s
         if alias is None
     ]
 
-    def send() -> None:
+    failed: Exception | None = None
+    try:
         for window in _windows(sizes):
             buffer = memoryview(bytearray(sum(length for *_, length in window)))
             if comm.rank == 0:
@@ -114,23 +117,14 @@ def pass_on(comm: Communicator, captured: Mapping[str, StateSnapshot]) -> dict[s
             comm.share(buffer, 0)
             if keeps:
                 _copy(state, window, buffer, out=False)
-
-    failed: list[Exception] = []
-    try:
-        send()
     except CheckpointError:
         raise
-    except (
-        Exception
-    ) as error:  # of the transport: which rank is to blame is told by who joins the next round
-        failed.append(error)
-
-    def check() -> None:
-        if failed:
-            raise failed[0]
-
+    except Exception as error:  # of the transport: the round says on which ranks
+        failed = error
     if sizes:
-        comm.together("global state is passed on", check, lambda _: None)
+        with comm.round("global state is passed on"):
+            if failed is not None:
+                raise failed
     return made
 
 

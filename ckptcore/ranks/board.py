@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 __all__ = ["Board", "BoardLost", "MemoryBoard", "PartOfBoard"]
 
@@ -59,27 +60,55 @@ class MemoryBoard(Board):
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.awaited: dict[str, list[_Waiter]] = {}
 
     def put(self, key: str, value: bytes) -> None:
-        with self.changed:
+        with self.lock:
             self.values[key] = value
-            self.changed.notify_all()
+            for waiter in self.awaited.pop(key, ()):
+                waiter.missing.discard(key)
+                if not waiter.missing:
+                    waiter.event.set()
 
     def get(self, key: str) -> bytes | None:
-        with self.changed:
-            return self.values.get(key)
+        return self.values.get(key)
 
     def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
-        with self.changed:
-            self.changed.wait_for(lambda: all(key in self.values for key in keys), seconds)
+        with self.lock:
+            if self.values.keys() >= {*keys}:
+                return [self.values[key] for key in keys]
+            waiter = _Waiter({key for key in keys if key not in self.values}, threading.Event())
+            for key in waiter.missing:
+                self.awaited.setdefault(key, []).append(waiter)
+        try:
+            waiter.event.wait(seconds)
+        finally:
+            self._forget(waiter)
+        with self.lock:
             found = [value for key in keys if (value := self.values.get(key)) is not None]
             return found if len(found) == len(keys) else None
 
+    def _forget(self, waiter: _Waiter) -> None:
+        with self.lock:
+            for key in waiter.missing:
+                self.awaited[key].remove(waiter)
+                if not self.awaited[key]:
+                    del self.awaited[key]
+
     def delete(self, keys: Sequence[str]) -> None:
-        with self.changed:
+        with self.lock:
             for key in keys:
                 self.values.pop(key, None)
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A thread that waits, woken when no key is missing any more: many ranks in one process do not
+    wake each other with every word."""
+
+    missing: set[str]
+    event: threading.Event
 
 
 class PartOfBoard(Board):

@@ -5,7 +5,9 @@ A message is built in the same class on the rank that gets it, so both sides rea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgpack
@@ -19,14 +21,16 @@ __all__ = ["Failure", "message", "packed", "unpacked"]
 M = TypeVar("M", bound=type)
 
 _classes: dict[str, type] = {}
-_names: dict[type, str] = {}
+_fields: dict[type, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {}  # name, and its values
 
 
 def message(cls: M) -> M:
     """Mark a frozen dataclass as one that ranks may send to each other, alone or in lists, tuples
     and dicts, with plain values or other messages in its fields."""
     name = f"{cls.__module__}.{cls.__qualname__}"
-    _classes[name], _names[cls] = cls, name
+    _classes[name], names = cls, [field.name for field in fields(cls)]
+    # attrgetter of two names or more gives a tuple
+    _fields[cls] = name, attrgetter("__class__", *names)
     return cls
 
 
@@ -36,15 +40,18 @@ def packed(value: Any) -> bytes:
     found: list[Any] = []
 
     def number_of(_: tuple[Any, ...], item: Any) -> TensorRef | None:
-        if type(item) not in _names:
+        if type(item) not in _fields:
             return None
         found.append(item)
         return TensorRef(len(found) - 1)
 
-    parts = [encode(value, number_of)]
+    if number_of((), value) is None:
+        parts = [encode(value, number_of)]
+    else:
+        parts = [b""]  # the first message
     for item in found:  # it grows: messages hold messages
-        names = [field.name for field in fields(item)]
-        parts.append(encode([_names[type(item)], *(getattr(item, n) for n in names)], number_of))
+        name, values = _fields[type(item)]
+        parts.append(encode([name, *values(item)[1:]], number_of))
     return bytes(msgpack.packb(parts))
 
 
@@ -55,7 +62,7 @@ def unpacked(data: bytes) -> Any:
     for number in reversed(range(len(rest))):  # those that a message holds come after it
         name, *values = decode(rest[number], lambda ref: made[ref.index])
         made[number] = _classes[name](*values)
-    return decode(first, lambda ref: made[ref.index])
+    return decode(first, lambda ref: made[ref.index]) if first else made[0]
 
 
 @message

@@ -32,27 +32,24 @@ class _Board(MemoryBoard):
             super().put(key, value)
 
     def offer(self, key: str, value: bytes) -> None:
-        with self.changed:
+        with self.lock:
             if key not in self.values:
                 self.put(key, value)
 
     def gone(self, rank: int) -> None:
-        with self.changed:
+        with self.lock:
             self.values[f"alive/{rank}"] = GONE
             self._woken += 1
-            self.changed.notify_all()
+            for waiter in {waiter for found in self.awaited.values() for waiter in found}:
+                waiter.event.set()
 
     def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
-        with self.changed:
-            seen = getattr(self._seen, "count", 0)
-            values = self.values
-            self.changed.wait_for(
-                lambda: all(key in values for key in keys) or self._woken > seen, seconds
-            )
-            if all(key in values for key in keys):
-                return [values[key] for key in keys]
-            self._seen.count = self._woken
-            return None
+        woken = self._woken
+        looks = woken > getattr(self._seen, "count", 0)
+        found = super().wait(keys, 0 if looks else seconds)
+        if found is None:
+            self._seen.count = woken
+        return found
 
 
 def run_ranks(

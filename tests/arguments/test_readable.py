@@ -121,11 +121,8 @@ def test_no_path_publishes_a_manifest_that_it_has_not_decoded(
         folder = tmp_path if mode == "shared" else tmp_path / str(comm.rank)
         with CheckpointManager(folder, comm=comm, storage_mode=mode) as ckpt:
             ckpt.save(1, state(1.0))
-            comm.together(
-                "go on",
-                lambda: monkeypatch.setattr(commit, "ComponentManifest", lying),
-                lambda _: None,
-            )
+            with comm.round("go on"):
+                monkeypatch.setattr(commit, "ComponentManifest", lying)
             try:
                 ckpt.save(1, state(2.0), overwrite=True)
             except CheckpointError as error:

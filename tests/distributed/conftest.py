@@ -55,9 +55,8 @@ def errors_of() -> Callable[..., list[Any]]:
             except Exception as error:
                 return error
             finally:
-                comm.together(
-                    "every rank has its verdict", lambda: None, lambda _: None, joining=True
-                )
+                with comm.round("every rank has its verdict", joining=True):
+                    pass
 
         return run_ranks(world_size, caught, **how)
 

@@ -298,7 +298,8 @@ def loading(tmp_path, errors_of, arm=None, live_of=None, step=2, size=SIZE):
                 )
             if arm is not None:
                 arm(faults, comm.rank)
-            comm.together("damaged", lambda: None, lambda _: None)
+            with comm.round("damaged"):
+                pass
             live = {"x": torch.full((4,), -1.0)}
             stateful = live_of(comm.rank) if live_of is not None else live
             try:
@@ -378,7 +379,8 @@ def test_ranks_that_see_different_checkpoints(tmp_path, errors_of, on_all):
         alone = CheckpointManager(root, comm=None)
         if comm.rank in (0, 2):
             alone.save(1, [StateComponent("own", {"x": torch.zeros(4)})])
-        comm.together("saved", lambda: None, lambda _: None)
+        with comm.round("saved"):
+            pass
         with CheckpointManager(root, comm=comm) as ckpt:
             ckpt.load([StateComponent("own", {"x": torch.ones(4)})])
 

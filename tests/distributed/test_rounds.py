@@ -195,8 +195,11 @@ def test_a_store_that_answers_again_is_found_again_and_hearts_beat():
     found = [None, None]
 
     def run(rank):
-        work = (lambda: threading.Event().wait(0.7)) if rank else (lambda: True)
-        found[rank] = ranks[rank].together("slow", work, lambda told: told)
+        with ranks[rank].round("slow") as r:
+            values = r.gather(threading.Event().wait(0.7) if rank else True)
+            if r.leads:
+                r.verdict = values
+        found[rank] = r.verdict
 
     both = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
     for thread in both:
@@ -255,23 +258,41 @@ def test_a_rank_that_leaves_a_call_and_lives_on(where, victim, kind):
                 raise kind
 
         def call():
-            comm.together("first", lambda: None, lambda _: None, joining=True)
+            with comm.round("first", joining=True):
+                pass
             if bad and where == "waiting":
                 board.armed = kind()
-            comm.together("second", lambda: interrupt("local"), lambda _: interrupt("decide"))
+            with comm.round("second") as r:
+                interrupt("local")
+                r.gather()
+                if r.leads:
+                    interrupt("decide")
             interrupt("between")
-            comm.together("third", lambda: None, lambda _: None)
+            with comm.round("third"):
+                pass
             interrupt("at the end")
             return "done"
 
+        def following():
+            with comm.round("next") as r:
+                ranks = r.gather(comm.rank)
+                if r.leads:
+                    r.verdict = ranks
+            return r.verdict
+
         outcomes = []
-        for work in (call, lambda: comm.together("next", lambda: comm.rank, lambda told: told)):
+        for work in (call, following):
             try:
-                outcomes.append(comm.exclusively("save of step 1", work))
+                with comm.call("save of step 1"):
+                    outcomes.append(work())
             except BaseException as error:
                 outcomes.append(error)
-        comm.together("and on", lambda: None, lambda _: None)
-        comm.together("and on", lambda: None, lambda _: sizes.append(sorted(comm.board.values)))
+        with comm.round("and on"):
+            pass
+        with comm.round("and on") as r:
+            r.gather()
+            if r.leads:
+                sizes.append(sorted(comm.board.values))
         return outcomes
 
     started = time.monotonic()
@@ -359,9 +380,11 @@ def test_what_cannot_be_posted_fails_the_round_on_all(bad, what, errors_of, on_a
         return object() if rank == bad and what == "value" else rank
 
     def program(comm):
-        return comm.together(
-            "x", lambda: local(comm.rank), lambda told: object() if what == "verdict" else told
-        )
+        with comm.round("x") as r:
+            values = r.gather(local(comm.rank))
+            if r.leads:
+                r.verdict = object() if what == "verdict" else values
+        return r.verdict
 
     kind = UnsupportedValue if what in ("value", "verdict") else RankFailed
     on_all(errors_of(SIZE, program, join_timeout=60), kind)
@@ -538,8 +561,8 @@ def test_work_that_rank_0_announced_and_does_no_more_does_not_keep_others_waitin
         if comm.rank == 0:
             comm.board.put("works/0", b"5")
         else:
-            with pytest.raises(JoinTimeout):
-                comm.together("x", lambda: None, lambda _: None, joining=True)
+            with pytest.raises(JoinTimeout), comm.round("x", joining=True):
+                pass
         through.wait(DEADLINE)
 
     started = time.monotonic()

@@ -631,9 +631,8 @@ def test_a_rank_prints_one_traceback_with_the_reason_last(tmp_path):
             except Exception as error:
                 return traceback.format_exception(error), error
             finally:
-                comm.together(
-                    "every rank has its verdict", lambda: None, lambda _: None, joining=True
-                )
+                with comm.round("every rank has its verdict", joining=True):
+                    pass
 
     for lines, _ in run_ranks(2, lambda comm: program(comm, lambda rank: {"m": {"n": rank}})):
         text = "".join(lines)

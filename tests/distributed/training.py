@@ -68,7 +68,11 @@ def train_while_saving(job: Job, steps: int, seeds: list[int]) -> dict[str, Any]
                     ckpt.save(step, components(job, Trap(job.rank), float(step)))
                     step += 1
                     # One rank decides, through the engine's own channel, when all stop.
-                    over = ckpt.comm.together("enough", finished.is_set, all)
+                    with ckpt.comm.round("enough") as r:
+                        answers = r.gather(finished.is_set())
+                        if r.leads:
+                            r.verdict = all(answers)
+                    over = r.verdict
                 saves.append(step)
             except BaseException as error:
                 failed.append(error)

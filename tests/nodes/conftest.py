@@ -124,7 +124,8 @@ class Job:
         have their verdict."""
 
         def caught(comm: Any) -> Any:
-            comm.together("nodes", lambda: None, lambda _: None, joining=True)
+            with comm.round("nodes", joining=True):
+                pass
             try:
                 return program(comm)
             except Exception as error:
@@ -132,9 +133,8 @@ class Job:
                     raise
                 return error
             finally:
-                comm.together(
-                    "every rank has its verdict", lambda: None, lambda _: None, joining=True
-                )
+                with comm.round("every rank has its verdict", joining=True):
+                    pass
 
         return run_ranks(sum(map(len, self.nodes)), caught, nodes=self.nodes, **how)
 

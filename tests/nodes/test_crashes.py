@@ -124,16 +124,19 @@ def failing(job, node, at, *, overwrite, storage=lambda s: s, error=errno.EIO, a
             ckpt.save(10, job.state(10, comm.rank))
             if overwrite:
                 ckpt.save(20, job.state(19, comm.rank))
-            comm.together("begin", lambda: mine.log.clear(), lambda _: None)
+            with comm.round("begin"):
+                mine.log.clear()
             if comm.rank == 2 * node and at:
                 mine.fail(at, error=error, kind=WRITE_OPERATIONS, after=after)
-            comm.together("armed", lambda: None, lambda _: None)
+            with comm.round("armed"):
+                pass
             try:
                 ckpt.save(20, job.state(20, comm.rank), overwrite=overwrite)
                 raised = None
             except (StorageError, CheckpointExists) as found:
                 raised = found
-            comm.together("over", lambda: None, lambda _: None)
+            with comm.round("over"):
+                pass
             took = mine.count(WRITE_OPERATIONS)
             mine.clear()
             with job.manager(comm, root=mine) as fresh:

@@ -191,11 +191,13 @@ def test_a_run_after_the_one_that_was_stopped_is_not_stopped_by_the_same_signal(
             guard.signaled = signaled and comm.rank == 1
             stopped = None
             for step in steps:
-                comm.together("a step", lambda: None, lambda _: None)
+                with comm.round("a step"):
+                    pass
                 if guard.should_stop(step):
                     stopped = step
                     break
-            comm.together("all have stopped", lambda: None, lambda _: None)
+            with comm.round("all have stopped"):
+                pass
             guard.__exit__()
             stops.append(stopped)
         return stops

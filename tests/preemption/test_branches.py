@@ -26,8 +26,13 @@ def test_the_second_branch_of_a_name_does_not_hear_what_was_said_in_the_first() 
         heard = []
         for number in (1, 2, 3):
             branch = comm.branch("talk")
-            heard.append(branch.together("number", lambda: number, lambda numbers: sum(numbers)))  # noqa: B023
-            comm.together("heard", lambda: None, lambda _: None)
+            with branch.round("number") as r:
+                numbers = r.gather(number)
+                if r.leads:
+                    r.verdict = sum(numbers)
+            heard.append(r.verdict)
+            with comm.round("heard"):
+                pass
             branch.close()
         return heard
 

@@ -48,14 +48,17 @@ def save_with_fault(storage, marked, errors_of, how, bad=None, at=0, error=errno
             except StorageError as found:
                 raised = found
             # Retention is rank 0's, and goes on while the others return from the save.
-            comm.together("the attempt is over", lambda: None, lambda _: None)
+            with comm.round("the attempt is over"):
+                pass
             took = mine.count(WRITE_OPERATIONS)
             mine.clear()
             with manager_of(storage, comm, how) as fresh:
                 restored = marked.loaded(fresh.restore, rank)
-            left = comm.together(
-                "what is left", lambda: sorted(marked.files(storage)), lambda found: found[0]
-            )
+            with comm.round("what is left") as r:
+                r.gather()
+                if r.leads:
+                    r.verdict = sorted(marked.files(storage))
+            left = r.verdict
             if raised is not None:
                 ckpt.save(20, marked.parts(21, rank), overwrite=overwrite or after)
                 assert marked.loaded(ckpt.load, rank) == (20, 21)

@@ -131,16 +131,19 @@ def test_b48_saves_of_four_ranks_fill_the_disk(disk, marked, errors_of):
             for step in (10, 20, 30):
                 ckpt.save(step, marked.parts(step, comm.rank, items))
             for _ in range(3):
-                before = comm.together(
-                    "before", lambda: list(left_on(disk)), lambda found: found[0]
-                )
+                with comm.round("before") as r:
+                    r.gather()
+                    if r.leads:
+                        r.verdict = list(left_on(disk))
+                before = r.verdict
                 with pytest.raises(NoSpace) as caught:
                     ckpt.save(40, marked.parts(40, comm.rank, items))
                 seen.append(caught.value)
-                assert (
-                    comm.together("after", lambda: list(left_on(disk)), lambda found: found[0])
-                    == before
-                )
+                with comm.round("after") as r:
+                    r.gather()
+                    if r.leads:
+                        r.verdict = list(left_on(disk))
+                assert r.verdict == before
                 assert marked.loaded(ckpt.restore, comm.rank, items) == (30, 30)
             older = [
                 marked.loaded(lambda s, n=n: ckpt.load(s, n), comm.rank, items)
