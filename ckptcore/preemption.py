@@ -35,18 +35,21 @@ NEVER_CAUGHT = frozenset({"SIGKILL", "SIGSTOP"})
 
 
 class PreemptionGuard:
-    """Catches signals, and lets all ranks agree on the step to stop after, without a collective.
+    """Catches signals, and has all ranks stop after the same step, without a collective.
 
-    of: the manager, or communicator, of the job. signals: which ones mean "save and stop"; a second
-    one of the same kind, `repeat_after` seconds later or more, does what it did before the guard.
-    Until then it is the same request, come twice: a scheduler signals every process of a job, and
-    torchrun passes on what it gets. Make it on every rank at the same point of the program, in the
-    main thread. Raises InvalidState in another thread.
+    Make it on every rank at the same point of the program, in the main thread. At a step boundary
+    every rank says how far it is, then asks whether there is something to stop for. Rank 0, when a
+    signal came to any rank, first announces that there is, then reads how far the others are, and
+    names the step after the furthest. A rank that asked before the announcement has said its step
+    before it, too, so it is counted.
 
-    At a step boundary every rank says how far it is, then asks whether there is something to stop
-    for. Rank 0, when a signal came to any rank, first announces that there is, then looks how far
-    the others are, and names the step after the furthest. A rank that asked before the announcement
-    has said its step before it, too, so it is counted.
+    of: the CheckpointManager, or Communicator, of the job (default None: the running
+        torch.distributed job).
+    signals: sequence of signals that mean "save and stop" (default SIGTERM and SIGUSR1).
+    repeat_after: seconds for which more signals are the same request; later ones act as without a
+        guard (default 5).
+
+    Raises InvalidState in another thread than the main one.
     """
 
     def __init__(
@@ -106,10 +109,11 @@ class PreemptionGuard:
 
     def should_stop(self, step: int) -> bool:
         """Whether this step is the last one: save it, and leave. The same answer at the same step
-        on every rank.
+        on every rank, after each of which it is called.
 
-        Call it after every step, on every rank, with steps that grow by one. Raises RankLost,
-        CoordinationError.
+        step: int, the one just done; from call to call it grows by one.
+
+        Raises RankLost, CoordinationError.
         """
         if self.comm.world_size == 1:
             return self.signaled

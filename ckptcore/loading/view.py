@@ -35,8 +35,17 @@ PORTION = 256 << 20  # bytes that `verify` checks between two words of progress
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One logical tensor. `path` is its name in parts; `alias_of` the name of the tensor that holds
-    its bytes; `layout` how a sharded one is cut over ranks, in words."""
+    """One logical tensor.
+
+    component: text, the key of its component.
+    name: text, its path in the component, joined with `/`.
+    dtype: text, as safetensors files have it.
+    shape: tuple of int, items of the whole tensor.
+    nbytes: int, bytes of the whole tensor.
+    file: text, the file that has it; None for one that is stored in several, or an alias.
+    alias_of: text, the tensor that holds its bytes; None where it has its own.
+    layout: text, how a sharded one is cut over ranks; None for others.
+    """
 
     component: str
     name: str
@@ -58,8 +67,16 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A part of a tensor as it lies in a file: where it begins in the tensor, its shape and bytes,
-    the file and where in it, who wrote it; digests: 8 bytes for each 4 MiB."""
+    """A box of a tensor, as it lies in a file.
+
+    offset: tuple of int, where it begins in the tensor, in items.
+    shape: tuple of int, in items.
+    nbytes: int, its bytes.
+    file: text, the name of the file.
+    start: int, the byte of the file where it begins.
+    writer: int, the rank that wrote it.
+    digests: bytes, 8 for each 4 MiB.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -93,8 +110,15 @@ class StoredComponent:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with one file: kind is "missing", "size", "digest", "header", "format" or
-    "storage"."""
+    """What is wrong with one file.
+
+    file: text, its name in the checkpoint.
+    kind: "missing", "size", "digest", "header", "format" or "storage".
+    message: text, for people.
+    tensor: text, the tensor that it is about; None for a whole file.
+    expected: size in bytes or digest that the manifest or index has; None where there is none.
+    actual: size in bytes or digest that was found; None where there is none.
+    """
 
     file: str
     kind: str
@@ -324,10 +348,14 @@ class CheckpointView:
         return [info for name, stored in self._copies() for info in _infos(name, stored)]
 
     def boxes(self, component: str, copy: int = 0) -> dict[str, list[StoredBox]]:
-        """The parts that each tensor of a component is stored in, by the tensor's name; those of
+        """The boxes that each tensor of a component is stored in, by the tensor's name; those of
         the tensor that it is an alias of. Reads indexes, and no tensor bytes.
 
-        copy: which of several (one per rank, group or node; default 0). Raises what `values` does.
+        component: text, its key.
+        copy: int, which stored copy (one a rank, group or node), in order of their lowest rank
+            (default 0).
+
+        Raises what `values` raises.
         """
         self._check_copy(component, copy)
         stored = self.component(component, copy)
@@ -350,17 +378,24 @@ class CheckpointView:
         return found
 
     def dtypes(self, component: str, copy: int = 0) -> list[str]:
-        """Those of a component's tensors. Arguments and errors are those of `values`."""
+        """The dtypes of a component's tensors. Raises what `values` raises.
+
+        component: text, its key.
+        copy: int, which stored copy, as for `values` (default 0).
+        """
         self._check_copy(component, copy)
         return sorted({tensor.dtype for tensor in self.component(component, copy).tensors})
 
     def values(self, component: str, copy: int = 0) -> Any:
-        """The component's state as it was saved, with TensorInfo where there was a tensor.
+        """The component's state as it was saved, with TensorInfo where there was a tensor, and
+        Opaque where no codec is registered.
 
-        copy: which of several (one per rank, group or node), in order of their lowest rank. Values
-        of unregistered codecs come as `Opaque`. Raises UnknownName (a KeyError, and an IndexError)
-        where there is no such component or copy, InvalidState for a copy that is no whole number,
-        CheckpointCorrupt, StorageError.
+        component: text, its key.
+        copy: int, which stored copy (one a rank, group or node), in order of their lowest rank
+            (default 0).
+
+        Raises UnknownName (a KeyError, and an IndexError) where there is no such component or copy,
+        InvalidState for a copy that is no whole number, CheckpointCorrupt, StorageError.
         """
         self._check_copy(component, copy)
         stored = self.component(component, copy)
@@ -386,11 +421,12 @@ class CheckpointView:
             )
 
     def values_bytes(self, component: str) -> int:
-        """The size of a component's plain values as they are stored, of all its copies that are
-        here.
+        """Bytes of a component's plain values as they are stored, of all its copies that this
+        storage has. Reads their indexes.
 
-        Reads their indexes. KeyError when there is no such component, CheckpointCorrupt,
-        StorageError.
+        component: text, its key.
+
+        Raises UnknownName when there is no such component, CheckpointCorrupt, StorageError.
         """
         if self.manifest.components[component].pattern == "SHARDED":
             return len(self.component(component).tree)
@@ -402,14 +438,17 @@ class CheckpointView:
         )
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Any:
-        """A tensor, or the part of it that `box` says (one slice of step 1 per dimension), as a
-        numpy array, verified.
+        """A tensor, or a box of it, as a verified numpy array. Only what is needed is read,
+        whatever layout it was saved in.
 
-        `name` is "component/name". Only what is needed is read, whatever layout the tensor was
-        saved in. Dtypes that numpy lacks come as unsigned integers of the same width
-        (`torch.from_numpy(array).view(dtype)` gives the values). Raises UnknownName (a KeyError)
-        where there is no such tensor, InvalidState (a ValueError) for a box that does not fit,
-        CheckpointCorrupt, StorageError.
+        Dtypes that numpy lacks come as unsigned integers of the same width
+        (`torch.from_numpy(array).view(dtype)` gives values).
+
+        name: text, "component/name".
+        box: sequence of slices of step 1, one a dimension (default None: all).
+
+        Raises UnknownName (a KeyError) where there is no such tensor, InvalidState (a ValueError)
+        for a box that does not fit, CheckpointCorrupt, StorageError.
         """
         import numpy as np
 
@@ -530,8 +569,8 @@ class CheckpointView:
     ) -> list[Problem]:
         """Read and check every byte that the manifest lists. Empty when all is as it was saved.
 
-        io_threads: how many read (default 2). progress: called now and then with the bytes of
-        tensors that were checked, and those that are to be (default None).
+        io_threads: int, how many threads read (default 2).
+        progress: function of tensor bytes checked and tensor bytes in all (default None).
         """
         problems: list[Problem] = []
         checked: set[str] = set()

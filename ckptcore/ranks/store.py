@@ -212,11 +212,22 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
 
 
 class StoreCommunicator(BoardCommunicator):
-    """The ranks of a torch.distributed job, over its store (or `store`), whatever the backend.
+    """The ranks of a torch.distributed job, over its store, whatever the backend.
 
     Make one (or one CheckpointManager) at the same point of the program on every rank: the n-th of
-    one rank talks to the n-th of the others. node: by default CKPTCORE_NODE, else torchrun's
-    GROUP_RANK, else the host's name.
+    one rank talks to the n-th of the others.
+
+    store: torch.distributed.Store (default None: that of the running job).
+    rank: int, of this process (default None: that of the running job).
+    world_size: int, number of ranks (default None: that of the running job).
+    name: text, of the conversation (default None: a number that counts up).
+    node: text, the same on all ranks of one node (default None: CKPTCORE_NODE, else torchrun's
+        GROUP_RANK, else the host's name).
+    join_timeout: seconds that a rank may come to a call later than others (default 600).
+    error_join_timeout: seconds as join_timeout, for a call made while an exception is handled
+        (default 30).
+    liveness_timeout: seconds of silence after which a rank counts as lost (default 60).
+    work_timeout: seconds that ranks which live may work on one round (default 21600).
     """
 
     def __init__(

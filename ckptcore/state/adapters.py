@@ -43,8 +43,10 @@ class ModelState:
     """A module's state under canonical keys: those of the bare module, however it is compiled or
     wrapped.
 
-    models: a module, several with distinct names (the stages of one rank of a pipeline), or a dict
-    of them, whose keys become prefixes. Raises InvalidState when two tensors have one name.
+    models: a module, several with distinct names (pipeline stages of a rank), or a dict of them,
+        whose keys become prefixes.
+
+    Raises InvalidState when two tensors have one name.
     """
 
     def __init__(self, models: Models) -> None:

@@ -121,10 +121,13 @@ def _dispatch(of: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A slice of a logical tensor, for code without DTensor: `tensor` is the box at `offset` of
-    `global_shape`.
+    """A slice of a logical tensor, for code without DTensor.
 
-    Raises InvalidState when the box is not inside the global shape.
+    tensor: torch.Tensor, the values of the slice.
+    global_shape: tuple of int, shape of the whole tensor, in items.
+    offset: tuple of int, where the slice begins in it, in items.
+
+    Raises InvalidState when the slice is not inside the global shape.
     """
 
     tensor: torch.Tensor

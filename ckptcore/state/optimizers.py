@@ -222,13 +222,16 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 class OptimizerState:
     """An optimizer's state keyed by parameter name, so that order, stages and sharding may change.
 
-    optimizer: one, or several that together train the models: they are one state.
-    models: the module that holds the parameters, several of them with distinct names (pipeline
-    stages), or a dict whose keys become prefixes ("generator.0.weight"); a dict may hold tensors,
-    too, under their names. By default the names that the optimizer was given with its parameters.
     Tied parameters go by their first name. An optimizer that wraps or holds others is stored by the
-    state of those. Raises InvalidState when a parameter has no name, two share one, or the class
-    keeps state that this does not store.
+    state of those.
+
+    optimizer: an optimizer, or several that train the models as one and are one state.
+    models: module with the parameters, several with distinct names (pipeline stages), or dict of
+        modules and tensors whose keys become prefixes, "generator.0.weight" (default: the names
+        that the optimizer was given with its parameters).
+
+    Raises InvalidState when a parameter has no name, two share one, or the class keeps state that
+    this does not store.
     """
 
     _hint = (

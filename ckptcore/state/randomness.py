@@ -17,14 +17,15 @@ __all__ = ["RNGState"]
 
 
 class RNGState:
-    """The random streams of python, numpy and torch: CPU and every accelerator. One of its own per
-    rank.
+    """The random streams of python, numpy and torch, on the CPU and every accelerator. Each rank
+    has its own.
 
     Restored after everything else, so that nothing draws between restoring and the first step.
 
-    on_resize: what happens on another number of ranks: "error" (default), "keep" (the streams stay
-    as they are, with a warning), or a function (new rank, new size, old size) -> old rank. Raises
-    InvalidState for anything else.
+    on_resize: what happens on another number of ranks: "error" (default), "keep" (the streams go on
+        as they are, with a warning), or a function (new rank, new size, old size) -> old rank.
+
+    Raises InvalidState for anything else.
     """
 
     sharing_pattern = SharingPattern.PER_RANK
