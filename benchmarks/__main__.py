@@ -316,6 +316,14 @@ def run_plan(folder: Path, given: dict[str, Any]) -> Report:
     return plan.run(rounds=given["rounds"] or 5, progress=progress)
 
 
+def run_ranks(folder: Path, given: dict[str, Any]) -> Report:
+    from . import ranks
+
+    return ranks.run(
+        folder, tensors=given["tensors"], rounds=given["rounds"] or 3, progress=progress
+    )
+
+
 def run_validate(folder: Path, given: dict[str, Any]) -> Report:
     from . import validate
 
@@ -483,6 +491,14 @@ def remote_command(**given: Any) -> None:
 def plan_command(**given: Any) -> None:
     """Planning and metadata at 8, 256 and 4,096 ranks, simulated."""
     carry_out([run_plan], given)
+
+
+@main.command("ranks")
+@common
+@click.option("--tensors", type=click.IntRange(1), default=1000, show_default=True)
+def ranks_command(**given: Any) -> None:
+    """64 virtual ranks that save tensors cut over all of them, and what they say to each other."""
+    carry_out([run_ranks], given)
 
 
 @main.command("validate")
