@@ -175,7 +175,7 @@ def test_requests_of_a_run(s3, proxy, through, state_of):
     assert costs[4] == {
         "list": 8,
         "put": 5,
-        "get": 4,
+        "get": 3,
         "delete": 4,
         "delete many": 1,
         "list uploads": 1,

@@ -14,6 +14,7 @@ import torch
 
 import ckptcore.tiers.uploads as tiers
 from ckptcore import CheckpointManager, StorageError, Tier
+from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.folder import CheckpointInfo
 from ckptcore.storage.opening import open_storage
 from ckptcore.tiers.uploads import Uploads
@@ -77,7 +78,8 @@ def test_three_threads_lose_nothing_and_raise_nothing(
     collected: list[int] = []
     failures: list[BaseException] = []
     monkeypatch.setattr(tiers, "scan", lambda storage: [])
-    monkeypatch.setattr(tiers, "clean_up", lambda *_, **__: None)
+    monkeypatch.setattr(Catalog, "recall", lambda self: [])
+    monkeypatch.setattr(Catalog, "clean_up", lambda *_, **__: None)
     monkeypatch.setattr(lane, "_replaced", lambda info: False)
     monkeypatch.setattr(lane, "_upload", lambda info, *_: uploaded.append(info.name) or info)
     monkeypatch.setattr(tiers._UploadHandle, "collect", lambda self: collected.append(id(self)))
