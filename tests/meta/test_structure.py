@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -324,3 +325,15 @@ def test_only_the_transaction_asks_whether_folders_can_be_renamed() -> None:
         if "atomic_rename" in path.read_text() and room(name_of(path)) not in ("storage", "testing")
     }
     assert asking == {"catalog.transaction"}
+
+
+def test_every_package_is_installed() -> None:
+    """A folder that pyproject.toml does not list is there in this copy, and missing in a wheel."""
+    listed = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {alias: package for package, alias in listed["package-dir"].items()}
+    found = {
+        ".".join([folders[parts[0]], *parts[1:]])
+        for path in PRODUCT
+        if path.name == "__init__.py" and (parts := name_of(path).split("."))
+    }
+    assert found == set(listed["packages"])
