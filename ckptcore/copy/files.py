@@ -34,10 +34,10 @@ CopyProgress = Callable[[int, int, int], Any]
 
 @dataclass(slots=True)
 class Counted:
-    """What `progress` is told, from all threads."""
+    """What `progress` is called with, from all threads."""
 
     total: int
-    tell: CopyProgress | None
+    progress: CopyProgress | None
     copied: int = 0
     kept: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -46,8 +46,8 @@ class Counted:
         with self.lock:
             self.copied += copied
             self.kept += kept
-            if self.tell is not None:
-                self.tell(self.copied, self.kept, self.total)
+            if self.progress is not None:
+                self.progress(self.copied, self.kept, self.total)
 
 
 class _Stored:
