@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ..errors import InvalidState, RanksDisagree
-from ..format.manifest import CheckpointManifest, Copy
+from ..format.manifest import CheckpointManifest, ReplicaGroup
 from ..ranks.communicator import Communicator, Round
 from ..ranks.groups import group_index, node_name
 from .branches import Ranges, left_by_last, newest_run
@@ -222,7 +222,7 @@ class StorageDomains:
         """Rank 0's snapshots of global state, where another rank has to write them too."""
         return {}
 
-    def groups(self, groups: Sequence[Copy], comm: Communicator) -> list[Copy]:
+    def groups(self, groups: Sequence[ReplicaGroup], comm: Communicator) -> list[ReplicaGroup]:
         """Replica groups as this domain stores them."""
         return list(groups)
 

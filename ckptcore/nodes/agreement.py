@@ -28,7 +28,7 @@ from ..catalog.folder import CheckpointInfo, still_there
 from ..catalog.retention import RetentionPolicy, surplus
 from ..catalog.transaction import Transaction, check_place
 from ..errors import CheckpointExists, InvalidState, StorageError
-from ..format.manifest import CheckpointManifest, Copy
+from ..format.manifest import CheckpointManifest, ReplicaGroup
 from ..ranks.communicator import Communicator, Round
 from ..ranks.groups import leads_node, node_name, own_node
 from ..ranks.messages import message
@@ -334,7 +334,7 @@ class NodeLocalRoots(StorageDomains):
             return {}
         return pass_on(comm, snapshots if comm.rank == 0 else {})
 
-    def groups(self, groups: Sequence[Copy], comm: Communicator) -> list[Copy]:
+    def groups(self, groups: Sequence[ReplicaGroup], comm: Communicator) -> list[ReplicaGroup]:
         return [part_of(group, self.domain_ranks(comm)) for group in groups]
 
     def entries(self) -> Entries:

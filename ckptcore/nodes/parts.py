@@ -12,7 +12,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, MeshLayout, WholeLayout, volume
-from ..format.manifest import Copy
+from ..format.manifest import ReplicaGroup
 from ..format.tensorfile import tensor_nbytes
 from ..ranks.communicator import Communicator
 from ..ranks.groups import leads_node
@@ -26,7 +26,7 @@ __all__ = ["on_node", "part_of", "pass_on"]
 WINDOW_BYTES = 4 << 20
 
 
-def part_of(copy: Copy, ranks: Sequence[int]) -> Copy:
+def part_of(copy: ReplicaGroup, ranks: Sequence[int]) -> ReplicaGroup:
     """A copy as the node of `ranks` stores it: for those of its members that are there."""
     return replace(copy, members=[rank for rank in ranks if rank in copy.members])
 

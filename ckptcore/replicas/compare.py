@@ -21,7 +21,7 @@ from ..format.digest import (
     content_hash,
 )
 from ..format.layout import volume
-from ..format.manifest import Copy
+from ..format.manifest import ReplicaGroup
 from ..format.values import Numbered, TensorRef, decode, encode, join_path
 from ..ranks.communicator import Communicator
 from ..ranks.messages import message
@@ -68,7 +68,7 @@ class Replicas:
     world_size: int
     components: Sequence[StateComponent]
     snapshots: Mapping[str, StateSnapshot]
-    groups: Mapping[str, Sequence[Copy]]
+    groups: Mapping[str, Sequence[ReplicaGroup]]
     tables: Mapping[str, ShardTable]
     chunks: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
@@ -293,7 +293,7 @@ def _leaf_digests(
 def _explain_whole(
     comm: Communicator,
     component: StateComponent,
-    copy: Copy,
+    copy: ReplicaGroup,
     captured: StateSnapshot | None,
     known: dict[tuple[str, int], bytes],
 ) -> None:
@@ -432,7 +432,7 @@ def _explain_parts(
 
 def _details(
     comm: Communicator,
-    copy: Copy,
+    copy: ReplicaGroup,
     wrong: list[list[Any]],
     numbers: dict[str, Any],
     captured: StateSnapshot | None,
@@ -514,7 +514,7 @@ def some_keys(keys: Sequence[str]) -> str:
 
 
 def _mismatch(
-    component: StateComponent, copy: Copy, wrong: list[list[Any]], details: dict[str, Any]
+    component: StateComponent, copy: ReplicaGroup, wrong: list[list[Any]], details: dict[str, Any]
 ) -> ReplicationMismatch:
     ranks = sorted({rank for _, _, found in wrong for rank in found})
     keys = list(dict.fromkeys(name or "value" for _, name, _ in wrong))
