@@ -105,7 +105,7 @@ OLD_WORDS: dict[str, int] = {
     "settle": 10,
     "settled": 3,
     "stay": 2,
-    "tell": 24,
+    "tell": 20,
     "together": 29,
     "told": 33,
     "truth": 7,
