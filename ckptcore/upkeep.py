@@ -40,26 +40,36 @@ Url = str | os.PathLike[str]
 
 
 def pin_checkpoint(url: Url, storage_options: Options = None) -> None:
-    """Keep the checkpoint at `url`, whatever a retention policy says, until `unpin_checkpoint`.
+    """Keep a checkpoint, whatever a retention policy says, until `unpin_checkpoint`.
 
-    storage_options: of the storage of `url` (default None). Raises CheckpointNotFound,
-    CheckpointCorrupt, StorageError.
+    url: local path or fsspec URL of the checkpoint's folder.
+    storage_options: dict for its filesystem (default None).
+
+    Raises CheckpointNotFound, CheckpointCorrupt, StorageError.
     """
     pin_folder(*_there(url, storage_options))
 
 
 def unpin_checkpoint(url: Url, storage_options: Options = None) -> None:
-    """Let retention and `delete_checkpoint` have the checkpoint at `url` again; arguments and
-    errors as of `pin_checkpoint`."""
+    """Let retention and `delete_checkpoint` have a checkpoint again.
+
+    url: local path or fsspec URL of the checkpoint's folder.
+    storage_options: dict for its filesystem (default None).
+
+    Raises CheckpointNotFound, CheckpointCorrupt, StorageError.
+    """
     unpin_folder(*_there(url, storage_options))
 
 
 def delete_checkpoint(url: Url, storage_options: Options = None, *, damaged: bool = False) -> None:
-    """Remove the checkpoint at `url`: its manifest first, then the files that it names; what others
-    have put there stays.
+    """Remove a checkpoint: its manifest first, then the files that it names; what others have put
+    there is left alone.
 
-    storage_options: of the storage of `url` (default None). damaged: also one without a manifest
-    that says what is its own; then what has a name that only ckptcore gives goes (default False).
+    url: local path or fsspec URL of the checkpoint's folder.
+    storage_options: dict for its filesystem (default None).
+    damaged: bool, also one without a manifest; then what has a name that only ckptcore gives goes
+        (default False).
+
     Raises InvalidState for a pinned one, CheckpointNotFound, CheckpointCorrupt, StorageError.
     """
     storage, name = _place(url, storage_options)

@@ -92,10 +92,21 @@ _FOREIGN = tuple(
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckpointInfo:
-    """One entry of a root; as text it is one line. `status` is "committed", "uncommitted" (no
-    manifest), "damaged" (it does not verify, or a listed file is missing or of another size),
-    "unsupported" (of a newer format), "unreadable" (the storage refuses), "partial" (an attempt,
-    overwrite or deletion not finished) or "incomplete" (not on all nodes)."""
+    """One entry of a root; as text it is one line.
+
+    name: text, the folder in the root.
+    url: text, its path or URL.
+    status: "committed", "uncommitted" (no manifest), "damaged" (it does not verify, or a listed
+        file is missing or of another size), "unsupported" (of a newer format), "unreadable" (the
+        storage refuses), "partial" (an attempt, overwrite or deletion not finished) or "elsewhere"
+        (another node has it, this one has not).
+    step: int of the manifest; None where none was read.
+    reason: text, why it is not committed; None where it is.
+    manifest: CheckpointManifest; None where none was read.
+    marked: bool, the mark of an attempt lies in it.
+    pinned: bool, retention leaves it alone.
+    abandoned: bool, the run has gone back behind it.
+    """
 
     name: str
     url: str
@@ -419,13 +430,8 @@ def unmark_attempts(storage: Storage, folder: str) -> None:
 
 
 def pin_checkpoint(storage: Storage, folder: str) -> None:
-    """Keep a checkpoint, whatever a retention policy says, until `unpin_checkpoint`.
-
-    url: local path or fsspec URL of the checkpoint's folder.
-    storage_options: dict for its filesystem (default None).
-
-    Raises CheckpointNotFound, CheckpointCorrupt, StorageError.
-    """
+    """Keep retention from deleting a checkpoint. Raises CheckpointNotFound when it was deleted
+    meanwhile, StorageError."""
     made = True
     try:
         storage.write(join(folder, PIN_NAME), b"")
@@ -444,27 +450,17 @@ def pin_checkpoint(storage: Storage, folder: str) -> None:
 
 
 def unpin_checkpoint(storage: Storage, folder: str) -> None:
-    """Let retention and `delete_checkpoint` have a checkpoint again.
-
-    url: local path or fsspec URL of the checkpoint's folder.
-    storage_options: dict for its filesystem (default None).
-
-    Raises CheckpointNotFound, CheckpointCorrupt, StorageError.
-    """
     storage.remove(join(folder, PIN_NAME))
     storage.sync_folder(folder)
 
 
 def delete_checkpoint(storage: Storage, folder: str) -> None:
-    """Remove a checkpoint: its manifest first, then the files that it names; what others have put
-    there is left alone.
+    """Withdraw the manifest, then remove the files that it names, then the folder if nothing
+    foreign is in it.
 
-    url: local path or fsspec URL of the checkpoint's folder.
-    storage_options: dict for its filesystem (default None).
-    damaged: bool, also one without a manifest; then what has a name that only ckptcore gives goes
-        (default False).
-
-    Raises InvalidState for a pinned one, CheckpointNotFound, CheckpointCorrupt, StorageError.
+    Killed anywhere, it leaves the checkpoint whole or a folder that `sweep` finishes. Raises
+    InvalidState when it is pinned by now, StorageError, CheckpointCorrupt when the manifest cannot
+    say which files are the checkpoint's.
     """
     if any(entry.name == PIN_NAME for entry in entries_in(storage, folder)):
         raise InvalidState(f"{storage.at(folder)} is pinned; unpin it before it is deleted")

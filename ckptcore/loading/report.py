@@ -42,11 +42,16 @@ class LoadedValues(dict[str, Any]):
 class LoadReport:
     """What a load or restore did. As text it is one line.
 
-    fresh: there was no checkpoint and nothing was touched. values: the loaded plain values by
-    component key; dicts, lists and the like are those of the state, which were given what was
-    loaded. missing, unexpected: full names that only the live state, or only the checkpoint, has
-    (not strict). cast: full name -> "saved dtype -> live dtype". skipped: newer entries that
-    `restore` passed over, and why.
+    fresh: bool, there was no checkpoint and nothing was touched.
+    step: int, of the checkpoint; None for a fresh start.
+    path: text, path or URL of the checkpoint; None for a fresh start.
+    manifest: CheckpointManifest; None for a fresh start.
+    values: dict of component key -> loaded plain values; dicts, lists and the like are those of the
+        state, filled in place.
+    missing: list of full names that only the live state has (with strict=False).
+    unexpected: list of full names that only the checkpoint has (with strict=False).
+    cast: dict of full name -> "saved dtype -> live dtype".
+    skipped: dict of newer entries that `restore` passed over -> why.
     """
 
     fresh: bool = False
