@@ -34,17 +34,6 @@ UNDESCRIBED: dict[str, set[str]] = {
     "CheckpointCoordinator.save": {"components", "name", "request", "storage"},
     "CheckpointCoordinator.saving": {"components", "name", "request", "storage"},
     "CheckpointCoordinator.load": {"cast", "name", "storage", "strict", "whole"},
-    "CheckpointInfo": {
-        "abandoned",
-        "manifest",
-        "marked",
-        "name",
-        "pinned",
-        "reason",
-        "status",
-        "step",
-        "url",
-    },
     "CheckpointManager": {
         "comm",
         "drain_timeout",
@@ -92,22 +81,9 @@ UNDESCRIBED: dict[str, set[str]] = {
     "CheckpointView.component": {"copy", "key"},
     "CheckpointView.check_files": {"files"},
     "CheckpointView.reads_of": {"index"},
-    "LoadReport": {
-        "cast",
-        "manifest",
-        "missing",
-        "path",
-        "skipped",
-        "step",
-        "unexpected",
-        "values",
-    },
     "SaveHandle.result": {"timeout"},
     "SaveHandle.wait": {"timeout"},
     "SaveHandle.end": {"error", "info"},
-    "delete_checkpoint": {"damaged", "url"},
-    "pin_checkpoint": {"url"},
-    "unpin_checkpoint": {"storage_options", "url"},
 }
 
 
