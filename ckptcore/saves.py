@@ -20,6 +20,7 @@ from .replicas.shard_table import ShardTables
 from .saving.background import Background, SaveHandle, at_exit
 from .saving.flow import Saving
 from .saving.staging import HostPool, Staging
+from .state.tree import Structure
 from .storage.workers import Workers
 from .tiers.uploads import Uploads
 
@@ -65,6 +66,7 @@ class Saves:
         self.failed_steps: list[int] = []
         self._pool = HostPool(staging)
         self._tables: ShardTables | None = None
+        self._structures: dict[str, Structure] = {}
         self._background = Background()
         self._branch: Communicator | None = None
         # Rank 0 says it. Ranks count no branches: one that was interrupted in an earlier call may
@@ -136,7 +138,7 @@ class Saves:
         """Do all of a save."""
         started = _Start.of(saving)
         try:
-            saving.tables = self._kept_tables(saving)
+            saving.tables, saving.structures = self._kept_tables(saving), self._structures
             saving.begin()
             info = saving.finish(self.comm)
         except BaseException as error:
@@ -186,7 +188,7 @@ class Saves:
         handle = SaveHandle(saving.request.step, saving, self.on_error, self.drain_timeout)
         with _no_garbage_collection():
             try:
-                saving.tables = self._kept_tables(saving)
+                saving.tables, saving.structures = self._kept_tables(saving), self._structures
                 saving.begin()
             except BaseException as error:
                 handle.give_up()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -40,9 +40,8 @@ __all__ = [
 ]
 
 Staging = Literal["auto", "copy", "overlap"]
-# What is copied, as words on the device, and what makes its place on the host.
-Item = tuple[torch.Tensor, Callable[[], torch.Tensor]]
-Pair = tuple[torch.Tensor, torch.Tensor]  # place on the host, copy on the device
+# What is copied, on the device, and where to on the host; both as words.
+Item = tuple[torch.Tensor, torch.Tensor]
 
 BLOCK_BYTES = 256 << 20
 ALIGNMENT = 512  # bytes, as the allocator's own blocks
@@ -53,14 +52,14 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 class Room:
-    """A block of bytes in which tensors are laid out."""
+    """A block of bytes in which tensors are laid out, in C order."""
 
     def __init__(self, block: torch.Tensor) -> None:
         self.block = block
         self.views: dict[torch.dtype, torch.Tensor] = {}
 
     def like(self, source: torch.Tensor, at: int) -> torch.Tensor:
-        """The place, from byte `at` on, of what has dtype and shape of `source`, in C order."""
+        """The memory, from byte `at` on, of what has dtype and shape of `source`."""
         view = self.views.get(source.dtype)
         if view is None:
             view = self.views[source.dtype] = self.block.view(source.dtype)
@@ -141,8 +140,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def start_copies(items: Iterable[Item], staging: Staging) -> list[DeviceCopy]:
-    """Begin to copy every item; one DeviceCopy for each device. When this returns all places were
-    made."""
+    """Begin to copy every item; one DeviceCopy for each device."""
     by_device: dict[torch.device, list[Item]] = {}
     for item in items:
         by_device.setdefault(item[0].device, []).append(item)
@@ -168,7 +166,7 @@ def warm_up(devices: Iterable[torch.device]) -> None:
         if device.type == "cuda":
             for word in (torch.uint8, torch.int16, torch.int32, torch.int64):
                 item = torch.zeros(1, dtype=word, device=device)
-                _snapshot_of([(item, item.clone)], 1 << 20)
+                _snapshot_of([(item, item)], 1 << 20)
             torch.cuda.synchronize(device)
 
 
@@ -177,13 +175,13 @@ class DeviceCopy:
 
     def __init__(self, device: torch.device, items: Sequence[Item], staging: Staging) -> None:
         self.device = device
-        self.snapshot: list[list[Pair]] = []
+        self.snapshot: list[list[Item]] = []
         self.sources: list[torch.Tensor] = []
         self.ended = threading.Event()
         self.returns_at_once = staging != "copy" and device.type == "cuda"
         if device.type != "cuda":
-            for source, place in items:
-                place().copy_(source)
+            for source, target in items:
+                target.copy_(source)
             self.ended.set()
             return
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -198,7 +196,6 @@ class DeviceCopy:
         current, side = torch.cuda.current_stream(device), side_stream(device)
         blocks: list[list[Item]] = []
         rest = list(items)
-        # The device is given its work first, and has it while the places are made.
         with torch.no_grad(), torch.cuda.stream(current):
             if staging == "auto":
                 blocks, rest = _snapshot_of(rest, _safe_bytes(device))
@@ -214,7 +211,7 @@ class DeviceCopy:
         self.sources = [source for source, _ in rest]
         if late and self.returns_at_once:
             _fences.append(self)
-        self.snapshot = [[(place(), copy) for copy, place in block] for block in blocks]
+        self.snapshot = blocks
 
     def returnable(self) -> None:
         """Return when the caller may go on: in "copy" mode when everything is copied."""
@@ -238,8 +235,8 @@ class DeviceCopy:
         stream = side_stream(self.device)  # of the thread that drains
         while self.snapshot:
             with torch.cuda.stream(stream):
-                for place, copy in self.snapshot.pop():
-                    place.copy_(copy, non_blocking=True)
+                for copy, target in self.snapshot.pop():
+                    target.copy_(copy, non_blocking=True)
             stream.synchronize()
         self.ended.set()
 
@@ -262,7 +259,7 @@ class DeviceCopy:
 
 def _snapshot_of(items: list[Item], budget: int) -> tuple[list[list[Item]], list[Item]]:
     """Copy on the device what fits into `budget` bytes, first what no optimizer owns. Returns the
-    copies, each with what makes its place, in blocks of memory that go back one by one; and the
+    copies, each with where it goes to, in blocks of memory that go back one by one; and the
     items that do not fit."""
     if sum(source.nbytes for source, _ in items) > budget > 0:
         fenced = _fenced_memory()
@@ -302,10 +299,10 @@ def _block_of(items: list[Item]) -> list[Item]:
     copies: list[Item] = []
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     at = 0
-    for source, place in items:
+    for source, target in items:
         copy = room.like(source, at)
         at += aligned(source.nbytes)
-        copies.append((copy, place))
+        copies.append((copy, target))
         targets, sources = by_dtype.setdefault(source.dtype, ([], []))
         targets.append(copy)
         sources.append(source)
@@ -315,8 +312,8 @@ def _block_of(items: list[Item]) -> list[Item]:
 
 
 def _enqueue(items: Iterable[Item]) -> None:
-    for source, place in items:
-        place().copy_(source, non_blocking=True)
+    for source, target in items:
+        target.copy_(source, non_blocking=True)
 
 
 def _safe_bytes(device: torch.device) -> int:

@@ -37,7 +37,7 @@ from ..state.adapters import metadata_of
 from ..state.component import SharingPattern, StateComponent, ValidationLevel
 from ..state.names import one_walk
 from ..state.streams import synchronize
-from ..state.tree import StateSnapshot, capture, check_values_fit
+from ..state.tree import StateSnapshot, Structure, capture, check_values_fit
 from ..storage.base import Storage
 from ..storage.workers import Workers
 from ..version import __version__
@@ -85,7 +85,9 @@ class Saving:
     number: int = 0  # of the call that it is, among those of the communicator that it began on
     joined: JoinedSave = field(init=False)
     captured: dict[str, StateSnapshot] = field(default_factory=dict)
-    tables: ShardTables | None = None  # that outlive the save, where another one may follow
+    # What outlives the save, where another one may follow.
+    tables: ShardTables | None = None
+    structures: dict[str, Structure] = field(default_factory=dict)
     sharded: dict[str, ShardTable] = field(default_factory=dict)
     values: dict[str, PlainValues] = field(default_factory=dict)  # of sharded components
     truths: dict[str, StateSnapshot] = field(
@@ -329,7 +331,11 @@ class Saving:
                     state,
                     sharded=component.sharded,
                     metadata=metadata_of(component.stateful),
+                    last=self.structures.get(component.key),
                 )
+        found = {key: state.structure for key, state in self.captured.items()}
+        self.structures.clear()
+        self.structures.update((key, kept) for key, kept in found.items() if kept is not None)
 
     def _looked_at(self, component: StateComponent) -> bool:
         one_truth = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)

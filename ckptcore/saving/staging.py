@@ -21,7 +21,7 @@ from ..replicas.compare import compared_digest, take_digests
 from ..replicas.device_digest import on_accelerator
 from ..state.component import StateComponent
 from ..state.layout import words
-from ..state.tree import StateSnapshot, TensorLeaf
+from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
 from ..storage.workers import Workers
 from .commit import Share
 from .devices import (
@@ -46,8 +46,32 @@ PIECE_BYTES = 16 << 20
 # Tensors smaller than this are copied many at a time by one thread: each costs more to hand over
 # than to copy.
 SMALL_BYTES = 256 << 10
+# Types of which torch copies every bit. Others are copied as words.
+_COPIED_AS_THEY_ARE = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    }
+)
 # torch copies so many items in one thread.
 ALONE_ITEMS = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """Where in a block the copies of leaves lie."""
+
+    block: torch.Tensor
+    specs: list[LeafSpec]
+    offsets: list[int]
+    targets: list[torch.Tensor]
 
 
 class HostPool:
@@ -59,6 +83,7 @@ class HostPool:
         watch_optimizers()
         self.block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.pinned = False
+        self._kept: _Targets | None = None
         # Set where nobody waits for new memory. Large pages take the system longer to find, and
         # then every save is hashed and written with less work.
         self.large_pages = False
@@ -75,7 +100,26 @@ class HostPool:
             self.pinned = pinned
         return self.block
 
+    def targets(
+        self, block: torch.Tensor, places: Sequence[tuple[TensorLeaf, int]]
+    ) -> list[torch.Tensor]:
+        """Memory in `block` for the copy of each leaf, from its byte on: the same tensors from save
+        to save, while leaves and places stay."""
+        specs, offsets = [t.spec for t, _ in places], [at for _, at in places]
+        kept = self._kept
+        if (
+            kept is None
+            or kept.block is not block
+            or kept.specs != specs
+            or kept.offsets != offsets
+        ):
+            room = Room(block)
+            targets = [room.like(t.tensor, at) for t, at in places]
+            kept = self._kept = _Targets(block, specs, offsets, targets)
+        return kept.targets
+
     def release(self) -> None:
+        self._kept = None
         if self.pinned:
             unpin(self.block)
         self.block, self.pinned = torch.empty(0, dtype=torch.uint8, device="cpu"), False
@@ -122,21 +166,23 @@ def stage(
     wanted = {id(t) for t, _ in places}
     _keep_digests(compared, captured, wanted)
     on_devices = any(t.tensor.is_cuda for t, _ in places)
-    room = Room(pool.reserve(size, pinned=on_devices, workers=workers))
+    block = pool.reserve(size, pinned=on_devices, workers=workers)
+    targets = pool.targets(block, places)
     host: list[tuple[torch.Tensor, torch.Tensor]] = []
     away: list[Item] = []
-    for t, at in places:
-        source = words(t.tensor)
-        if source.is_cpu:
-            host.append((_give(room, t, at, source), source))
-        elif t.spec.nbytes:
-            away.append((source, partial(_give, room, t, at, source)))
+    for (t, _), target in zip(places, targets, strict=True):
+        source = t.tensor
+        if not source.is_cpu:
+            away.append((words(source), words(target)))
+        elif source.dtype in _COPIED_AS_THEY_ARE:
+            host.append((target, source))
         else:
-            _give(room, t, at, source)
+            host.append((words(target), words(source)))
+        t.tensor, t.live = target, None
     copies = start_copies(away, pool.staging)
     try:
         for state in captured.values():
-            _settle(state, wanted)
+            _let_go(state, wanted)
         workers.run(list(_copy_jobs(host)))
         for copy in copies:
             copy.returnable()
@@ -144,17 +190,6 @@ def stage(
         release(copies)  # nobody else knows of them
         raise
     return StagedCopy(size, copies)
-
-
-def _give(room: Room, t: TensorLeaf, at: int, source: torch.Tensor) -> torch.Tensor:
-    """The tensor's place, as words, from byte `at` on; from now on it stands for the tensor."""
-    place = room.like(source, at)
-    # Words are as good as items, but where they have a dimension more.
-    mine = (
-        place if source.shape == t.tensor.shape else place.view(t.tensor.dtype).view(t.tensor.shape)
-    )
-    t.tensor, t.live = mine, None
-    return place
 
 
 def _places(
@@ -209,7 +244,7 @@ def _keep_digests(
                 t.digest = compared_digest(c, t)
 
 
-def _settle(state: StateSnapshot, wanted: set[int]) -> None:
+def _let_go(state: StateSnapshot, wanted: set[int]) -> None:
     """Let go of live memory: aliases follow what they are one with, the rest keeps its shape
     alone."""
     for t in state.tensors:
@@ -265,6 +300,7 @@ def _copy_jobs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[C
         yield partial(_copy, some)
 
 
+@torch.no_grad()  # of this thread: nothing that is trained is to remember its copy
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     alone = [pair for pair in pairs if pair[0].numel() < ALONE_ITEMS]
     if alone:
@@ -274,6 +310,6 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             continue
         if source.is_contiguous():
             # Not torch's copy, which would start threads of its own in each of ours.
-            np.copyto(target.numpy(), source.numpy())
+            np.copyto(words(target).numpy(), words(source).numpy())
         else:
             target.copy_(source)

@@ -78,10 +78,7 @@ def test_copies_of_the_other_devices_go_back_when_one_cannot_begin(
         return begun[0]
 
     monkeypatch.setattr(devices, "DeviceCopy", begin)
-    items = [
-        (torch.ones(1), lambda: torch.ones(1)),
-        (torch.ones(1, device="meta"), lambda: torch.ones(1)),
-    ]
+    items = [(torch.ones(1), torch.ones(1)), (torch.ones(1, device="meta"), torch.ones(1))]
     with pytest.raises(type(error)):
         start_copies(items, "auto")
     assert nothing_held(begun[0])

@@ -1,5 +1,7 @@
 """The pool of host memory: allocated and touched once, for all saves of a run."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -134,3 +136,23 @@ def test_prewarm_on_several_ranks(tmp_path, sharded_part, monkeypatch, pattern, 
         assert all(whole <= size < whole + 4 * 64 for size in sizes)
     elif pattern is PATTERNS.REPLICATED:
         assert whole <= sum(sizes) < whole + 4 * 64
+
+
+def test_what_is_trained_does_not_remember_its_copy(tmp_path: Path) -> None:
+    """The copies are the same tensors from save to save: a history would grow, and make the next
+    copy fail."""
+    small, large = torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(70_000))
+    turned = torch.nn.Parameter(torch.randn(300, 300).t())
+    state = {"small": small, "large": large, "turned": turned}
+    with CheckpointManager(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save_async(step, {"m": state}).result()
+            kept = ckpt._saves._pool._kept
+            assert kept is not None and not any(t.requires_grad for t in kept.targets)
+            with torch.no_grad():
+                for parameter in state.values():
+                    parameter.add_(1.0)
+        live = {name: torch.zeros_like(parameter) for name, parameter in state.items()}
+        ckpt.load({"m": live}, step=3)
+        for name, parameter in state.items():
+            assert torch.equal(live[name], parameter.detach() - 1.0)
