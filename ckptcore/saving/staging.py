@@ -101,11 +101,11 @@ class HostPool:
         return self.block
 
     def targets(
-        self, block: torch.Tensor, places: Sequence[tuple[TensorLeaf, int]]
+        self, block: torch.Tensor, copied: Sequence[tuple[TensorLeaf, int]]
     ) -> list[torch.Tensor]:
         """Memory in `block` for the copy of each leaf, from its byte on: the same tensors from save
-        to save, while leaves and places stay."""
-        specs, offsets = [t.spec for t, _ in places], [at for _, at in places]
+        to save, while leaves and offsets stay."""
+        specs, offsets = [t.spec for t, _ in copied], [at for _, at in copied]
         kept = self._kept
         if (
             kept is None
@@ -114,7 +114,7 @@ class HostPool:
             or kept.offsets != offsets
         ):
             room = Room(block)
-            targets = [room.like(t.tensor, at) for t, at in places]
+            targets = [room.like(t.tensor, at) for t, at in copied]
             kept = self._kept = _Targets(block, specs, offsets, targets)
         return kept.targets
 
@@ -162,15 +162,15 @@ def stage(
     the digest is kept that they are compared by; but everything of those in `whole`, which may have
     to be compared item by item.
     """
-    places, size = _places(rank, captured, shares, whole)
-    wanted = {id(t) for t, _ in places}
+    copied, size = _offsets(rank, captured, shares, whole)
+    wanted = {id(t) for t, _ in copied}
     _keep_digests(compared, captured, wanted)
-    on_devices = any(t.tensor.is_cuda for t, _ in places)
+    on_devices = any(t.tensor.is_cuda for t, _ in copied)
     block = pool.reserve(size, pinned=on_devices, workers=workers)
-    targets = pool.targets(block, places)
+    targets = pool.targets(block, copied)
     host: list[tuple[torch.Tensor, torch.Tensor]] = []
     away: list[Item] = []
-    for (t, _), target in zip(places, targets, strict=True):
+    for (t, _), target in zip(copied, targets, strict=True):
         source = t.tensor
         if not source.is_cpu:
             away.append((words(source), words(target)))
@@ -192,7 +192,7 @@ def stage(
     return StagedCopy(size, copies)
 
 
-def _places(
+def _offsets(
     rank: int, captured: Mapping[str, StateSnapshot], shares: Iterable[Share], whole: set[str]
 ) -> tuple[list[tuple[TensorLeaf, int]], int]:
     """What is copied, each with the byte of the pool where its copy begins, and the bytes of all.

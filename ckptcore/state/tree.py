@@ -331,7 +331,7 @@ def capture(
     if last is not None and last.sharded == sharded and not live_only:
         # What fails there is found out again, and told, below.
         with suppress(_Changed, RuntimeError):
-            return _captured_again(key, state, metadata, last)
+            return _known_again(key, state, metadata, last)
     walk = _Walk(metadata, live_only)
     tree = encode(
         state, walk.leaf, component=key, renumber=walk.renumber, large=walk.large, many=walk.many
@@ -350,7 +350,7 @@ def capture(
     return StateSnapshot(key, tree, tensors, _encoded(walk.versions), structure)
 
 
-def _captured_again(
+def _known_again(
     key: str, state: Any, metadata: Mapping[str, Any] | None, last: Structure
 ) -> StateSnapshot:
     """The same of a state that has the structure `last`. Raises _Changed where it has another."""
