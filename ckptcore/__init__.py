@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .interop.importing import ImportReport as ImportReport
     from .interop.importing import import_checkpoint as import_checkpoint
     from .interop.importing import load_foreign as load_foreign
-    from .loading.apply import LoadReport as LoadReport
+    from .loading.load import LoadReport as LoadReport
     from .loading.view import CheckpointView as CheckpointView
     from .loading.view import Problem as Problem
     from .loading.view import StoredBox as StoredBox
@@ -81,7 +81,7 @@ _HOMES = {
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
     "interop.exporting": ["ExportReport", "export_checkpoint"],
     "interop.importing": ["ImportReport", "import_checkpoint", "load_foreign"],
-    "loading.apply": ["LoadReport"],
+    "loading.load": ["LoadReport"],
     "loading.view": ["CheckpointView", "Problem", "StoredBox", "TensorInfo", "open_checkpoint"],
     "manager": ["CheckpointManager"],
     "preemption": ["PreemptionGuard"],

@@ -11,22 +11,13 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from .arguments import (
-    check_choice,
-    check_flags,
-    check_mapping,
-    check_name,
-    check_path,
-    check_threads,
-    shown,
-)
-from .catalog.catalog import Catalog
+from .arguments import check_choice, check_mapping, check_name, check_path, check_threads, shown
+from .catalog.catalog import Catalog, Location
 from .catalog.domain import ScanRound
 from .catalog.folder import CheckpointInfo
 from .errors import CheckpointWarning, InvalidState, RanksDisagree
-from .loading.apply import Loading, LoadReport
-from .loading.join import join_load
 from .loading.keys import Keys
+from .loading.load import LoadJob, LoadReport, LoadRequest, load, same_call
 from .nodes.agreement import StorageMode
 from .ranks.communicator import Communicator, Round
 from .ranks.store import shared_communicator
@@ -139,17 +130,16 @@ class CheckpointCoordinator:
     ) -> LoadReport:
         """Load from the folder `path`. A call of all ranks. storage_options: of `path`. The other
         arguments, and what is raised, are those of `CheckpointManager.load`."""
-        made: list[Storage] = []
-
-        def check() -> None:
-            check_flags(strict=strict, cast=cast, transactional=transactional)
-            check_path("path", path)
-            made.append(open_storage(path, storage_options))
-
-        self.comm.together("load_checkpoint", check, _nothing, joining=True)
-        return self.load(
-            made[0], "", strict=strict, cast=cast, transactional=transactional, keys=keys
+        job = LoadJob(
+            self.comm, self.components, self.process_groups, self.io_threads, self.storage_mode
         )
+        with self.comm.round("join", joining=True) as r:
+            request = LoadRequest(strict, cast, transactional, keys=keys)
+            storage = open_storage(check_path("path", path), storage_options)
+            calls = r.gather(job.call("load_checkpoint", request))
+            if r.leads:
+                r.verdict = same_call(calls)
+        return load(job, r.verdict, Location(storage, ""), request)
 
     def save(
         self,
@@ -206,68 +196,6 @@ class CheckpointCoordinator:
             self.storage_mode,
         )
 
-    def load(
-        self,
-        storage: Storage,
-        name: str,
-        *,
-        strict: bool = True,
-        cast: bool = False,
-        transactional: bool = False,
-        broadcast: bool = False,
-        host_first: bool = False,
-        step: int | None = None,
-        keys: Keys | None = None,
-        whole: bool = False,
-    ) -> LoadReport:
-        """Load the components from the checkpoint `name` of `storage`, verified, on all ranks or on
-        none.
-
-        broadcast: what every rank needs is read by one of them and passed on, for storage that is
-        slow or billed.
-        transactional: live state is as before after any failure, on all ranks; it takes host memory
-        for both states.
-        host_first: all is read and verified in host memory before live state is touched.
-        step: the one that the checkpoint must be of, where it is known; another is
-        CheckpointCorrupt.
-        keys: see `CheckpointManager.load`. whole: components of the checkpoint that were not given
-        are an error.
-
-        What one rank raises, all raise: CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion,
-        StateMismatch, StorageError. Live state is not touched before structure, sizes and every
-        rank's agreement are checked.
-        """
-        comm = self.comm
-        view, partitions, selection = join_load(
-            comm, storage, name, self.components, self.process_groups, self.storage_mode, keys
-        )
-        loading = Loading(
-            view,
-            self.components,
-            comm,
-            partitions,
-            self.io_threads,
-            strict=strict,
-            cast=cast,
-            transactional=transactional,
-            host_first=host_first,
-            step=step,
-            keys=selection,
-            whole=whole,
-        )
-        on_no_rank = comm.together("check", loading.check, loading.compared)
-        comm.together("judge", lambda: loading.judge(on_no_rank), _nothing)
-        if broadcast:
-            loading.read_once()
-        comm.together("read", loading.read, _nothing)
-        try:
-            comm.together("apply", loading.apply, _nothing)
-        except BaseException as error:
-            if transactional:
-                loading.put_back(error)
-            raise
-        return loading.report
-
 
 def meet(
     entered: AbstractContextManager[R],
@@ -286,11 +214,9 @@ def meet(
         made = make()
         calls = r.gather([*call()])
         if r.leads:
-            wrong = [rank for rank, call in enumerate(calls) if call[0] != calls[0][0]]
-            if wrong:
-                what = (
-                    f"rank 0 calls for a {calls[0][0]}, rank {wrong[0]} for a {calls[wrong[0]][0]}"
-                )
+            called = [str(call[0] if isinstance(call, list) else call.words) for call in calls]
+            if wrong := [rank for rank, words in enumerate(called) if words != called[0]]:
+                what = f"rank 0 calls for a {called[0]}, rank {wrong[0]} for a {called[wrong[0]]}"
                 raise RanksDisagree(what, ranks=wrong)
             r.verdict = decide(r, calls)
     return made, r

@@ -3,6 +3,7 @@ background."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -30,21 +31,23 @@ from .arguments import (
 from .catalog.branches import committed, left_by_going_back, left_by_last, merged, within
 from .catalog.catalog import Location, best_of, candidates, choice, entry, find, with_commit
 from .catalog.domain import Entries, ScanRound
-from .catalog.folder import NOT_OURS, CheckpointInfo, checkpoint_name, still_there
+from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, checkpoint_name, still_there
 from .catalog.retention import RetentionPolicy, best_rule, check_policy, unknown_metric
-from .choice import load_chosen, newest_that_loads
 from .coordinator import CheckpointCoordinator, R, check_parts, default_io_threads, meet
 from .errors import (
     AsyncSaveError,
+    CheckpointCorrupt,
+    CheckpointError,
     CheckpointNotFound,
     CheckpointWarning,
     NoUsableCheckpoint,
     StorageError,
+    UnsupportedVersion,
 )
 from .events import OnEvent, SaveEvent
 from .format.manifest import CheckpointManifest
-from .loading.apply import LoadReport
-from .loading.keys import Keys, check_keys
+from .loading.keys import Keys
+from .loading.load import PARTLY_OVERWRITTEN, LoadJob, LoadReport, LoadRequest, load, same_call
 from .loading.view import CheckpointView, Problem
 from .nodes.agreement import StorageMode, domains_of
 from .ranks.communicator import Communicator, Round
@@ -54,6 +57,8 @@ from .saving.background import SaveHandle
 from .saving.flow import Saving
 from .saving.join import SaveRequest
 from .saving.staging import Staging
+from .state.adapters import as_components
+from .state.component import process_groups_of
 from .storage.base import Storage
 from .storage.opening import open_storage
 from .storage.urls import masked_url
@@ -65,6 +70,11 @@ __all__ = ["CheckpointManager"]
 log = logging.getLogger("ckptcore")
 
 Checkpoints = list[CheckpointInfo]
+
+# What the storage says of bytes that are lost, and of a file that went, or became something else,
+# meanwhile: another checkpoint may still be whole. Anything else (no permission, no connection) is
+# no verdict on this one.
+LOST = frozenset({errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -341,12 +351,7 @@ class CheckpointManager:
         Raises InvalidState (an argument), CheckpointNotFound, CheckpointCorrupt,
         UnsupportedVersion, StateMismatch, StorageError.
         """
-        how: dict[str, Any] = {
-            "strict": strict,
-            "cast": cast,
-            "transactional": transactional,
-            "keys": keys,
-        }
+        how = {"strict": strict, "cast": cast, "transactional": transactional, "keys": keys}
         report = self._load(state, step, how, training_args_hash)
         self._compare_hash(report, training_args_hash)
         return report
@@ -358,60 +363,151 @@ class CheckpointManager:
         how: dict[str, Any],
         args_hash: str | None,
     ) -> LoadReport:
-        flags = {name: how[name] for name in ("strict", "cast", "transactional")}
         self._saves.settle()
-        how["broadcast"] = self.load_broadcast
-        text = step if isinstance(step, str) else ""
-        bare = text.startswith("checkpoint-") and "/" not in text
-        elsewhere = isinstance(step, os.PathLike) or (
-            isinstance(step, str) and text not in ("latest", "best") and not bare
-        )
-
-        def call() -> str:  # checked where what is wrong on one rank is an error on all
-            check_flags(**flags)
+        choose = partial(self._to_load, step)
+        with self._domains.scan("join", joining=True) as r:
+            request = LoadRequest(**how, broadcast=self.load_broadcast)
             check_hash(args_hash)
-            check_keys(how["keys"])
-            return f"load of {checked_which(step)}"
-
-        if elsewhere:
-            opened: list[Location] = []
-
-            def there() -> str:  # a login that fails on one rank fails the call on all
-                words = call()
-                opened.append(
-                    self._catalog.locate_url(os.fspath(step))  # type: ignore[arg-type]
-                    or Location(open_storage(step, self.storage_options), "")  # type: ignore[arg-type]
-                )
-                return words
-
-            meeting = self.comm.round("checkpoint", joining=True)
-            coordinator, _ = self._call(state, meeting, there, lambda *_: None)
-            report = coordinator.load(opened[0].storage, opened[0].folder, **how)
-            if self._catalog.has(opened[0].storage):
-                # The load is done; nothing is known to be left behind then.
+            which = checked_which(step)
+            # A login that fails on one rank fails the call on all.
+            location = self._location(step) if _is_path(step) else None
+            job = self._load_job(state)
+            calls = r.gather(job.call(f"load of {which}", request))
+            if r.leads:
+                groups = same_call(calls)
+                r.verdict = [groups, choose(r.infos) if location is None else None]
+        partitions, r.verdict = r.verdict
+        loads = partial(load, job, partitions, request=request)
+        goes_on = request.keys is None
+        if location is not None:
+            report = loads(location)
+            if self._catalog.has(location.storage):
+                # The load is done; where this fails nothing is known to be left behind.
                 with suppress(StorageError):
                     self._scanned = self._catalog.scan() if self.comm.rank == 0 else []
-                self._adopt(report, goes_on=how["keys"] is None)
+                self._adopt(report, goes_on=goes_on)
             return report
-
-        def choose(infos: Checkpoints) -> list[Any]:
-            self._scanned = infos
-            which = checked_which(step)
-            return choice(infos, entry(infos, str(which)) if bare else self._chosen(infos, which))
-
-        coordinator, seen = self._call_and_scan(state, call, choose)
-        if not seen.verdict[0]:  # no entry of the root, so it is a folder here
+        if not r.verdict[0]:  # no entry of the root, so it is a folder here
             try:
-                return coordinator.load(open_storage(step, self.storage_options), "", **how)  # type: ignore[arg-type]
+                return loads(Location(open_storage(step, self.storage_options), ""))  # type: ignore[arg-type]
             except CheckpointNotFound as error:
                 error.message += f", and {self.root} has no entry {step!r}"
                 raise
-        load = partial(self._load_from, coordinator, how)
-        again = partial(self._scan_again, choose)
-        report = load_chosen(seen, again, load, whole=how["strict"] or how["transactional"])
+        report = self._load_chosen(r, choose, loads, request)
         latest = isinstance(step, str) and step == "latest"
-        self._adopt(report, goes_on=how["keys"] is None, back=not latest)
+        self._adopt(report, goes_on=goes_on, back=not latest)
         return report
+
+    def _load_job(self, state: Any) -> LoadJob:
+        return LoadJob(
+            self.comm,
+            as_components(state, self.comm.world_size),
+            process_groups_of(state, self.process_groups),
+            self.io_threads,
+            self.storage_mode,
+        )
+
+    def _location(self, path: Any) -> Location:
+        """Where a checkpoint is that is given by its path or URL."""
+        known = self._catalog.locate_url(os.fspath(path))
+        return known or Location(open_storage(path, self.storage_options), "")
+
+    def _to_load(self, step: Any, infos: Checkpoints) -> Any:
+        """On rank 0: the choice among what lies in the root."""
+        self._scanned = infos
+        which = checked_which(step)
+        named = isinstance(step, str) and step.startswith("checkpoint-")
+        return choice(infos, entry(infos, step) if named else self._chosen(infos, which))
+
+    def _to_restore(self, infos: Checkpoints) -> Any:
+        self._scanned = infos
+        return candidates(infos, self._run_id)
+
+    def _load_chosen(
+        self,
+        seen: ScanRound,
+        choose: Callable[[Checkpoints], Any],
+        loads: Callable[..., LoadReport],
+        request: LoadRequest,
+    ) -> LoadReport:
+        """Load a `choice`: the first of its copies that is whole. Where it was deleted or replaced
+        meanwhile, the next choice is loaded.
+
+        Raises what `loads` raises of a checkpoint that is still the one to choose, and
+        CheckpointNotFound where there is none any more.
+        """
+        replaces_all = request.strict or request.transactional
+        for _ in range(MOST_SCANS):
+            names, step, digest = seen.verdict
+            for name in names:
+                try:
+                    return loads(seen.locate(name), step=step)
+                except (CheckpointCorrupt, CheckpointNotFound, StorageError) as error:
+                    failed = error
+                    if isinstance(error, StorageError) and error.errno not in LOST:
+                        raise
+                if isinstance(failed, StorageError):
+                    break
+            touched = PARTLY_OVERWRITTEN in str(failed)
+            try:
+                after = self._scan_again(choose)
+            except CheckpointNotFound as gone:  # deleted while it was read, and nothing follows
+                gone.message += PARTLY_OVERWRITTEN if touched else ""
+                raise gone from failed
+            if after.verdict[2] in (digest, "") or (touched and not replaces_all):
+                raise failed
+            seen = after
+        raise StorageError(
+            f"{names[0]} and what came after it were deleted while they were read",
+            errno=errno.EAGAIN,
+        )
+
+    def _load_newest(
+        self, seen: ScanRound, loads: Callable[..., LoadReport]
+    ) -> tuple[LoadReport | None, dict[str, str]]:
+        """Load the first of the `candidates` that verifies; and which were passed over before it,
+        and why.
+
+        After a failure the root is looked at again: what was deleted while it was read has a newer
+        one to follow. Where it has none, and an older one is loaded, it counts as passed over. That
+        there is none takes two equal looks. Raises what `loads` raises beside damage, and
+        StorageError where it cannot be known whether there is a newer one.
+        """
+        failed: dict[tuple[str, str], str] = {}
+        older: dict[str, set[str]] = {}  # than one that failed, by its name
+        before: Any = None
+        for _ in range(MOST_SCANS):
+            name, digest, skipped = _first_whole(seen.verdict, failed)
+            if name is None:
+                if seen.verdict == before:
+                    return None, skipped
+                before = seen.verdict
+                seen = self._scan_again(self._to_restore)
+                continue
+            try:
+                report = loads(seen.locate(name))
+            except (CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion, StorageError) as e:
+                if isinstance(e, StorageError) and e.errno not in LOST:
+                    raise
+                failed[name, digest] = str(e)
+                names = [candidate[0] for candidate in seen.verdict]
+                older[name] = {*names[names.index(name) + 1 :]}
+                seen = self._scan_again(self._to_restore)
+                continue
+            except CheckpointError as error:
+                if touched := [n for (n, _), why in failed.items() if _overwrote(why)]:
+                    error.message += (
+                        f"; live state was partly overwritten by {touched[0]}, which is damaged, "
+                        "before that"
+                    )
+                raise
+            gone = {lost: why for (lost, _), why in failed.items() if name in older[lost]}
+            passed = {**gone, **skipped}
+            report.skipped = {n: why.replace(PARTLY_OVERWRITTEN, "") for n, why in passed.items()}
+            return report, report.skipped
+        raise StorageError(
+            "checkpoints are deleted faster than they can be read", errno=errno.EAGAIN
+        )
 
     @one_call("restore")
     def restore(
@@ -442,32 +538,26 @@ class CheckpointManager:
             "transactional": transactional,
             "keys": keys,
         }
-        how["whole"] = True
         if not (isinstance(which, str) and which == "auto"):
-            named = self._load(state, which, how, training_args_hash)
+            named = self._load(state, which, {**how, "whole": True}, training_args_hash)
             self._compare_hash(named, training_args_hash)
             return named
         self._saves.settle()
-        how["broadcast"] = self.load_broadcast
-
-        def call() -> str:
-            check_flags(strict=strict, cast=cast, transactional=transactional, fresh_ok=fresh_ok)
+        with self._domains.scan("join", joining=True) as r:
+            check_flags(fresh_ok=fresh_ok)
             check_hash(training_args_hash)
-            check_keys(keys)
-            return "restore"
-
-        def choose(infos: Checkpoints) -> Any:
-            self._scanned = infos
-            return candidates(infos, self._run_id)
-
-        coordinator, seen = self._call_and_scan(state, call, choose)
-        # A damaged checkpoint is found while it is read. Where the next one, or a fresh start,
-        # would not replace all of what was read by then, live state is touched only after
-        # everything was verified.
-        may_stay = any(not c.required or c.on_resize == "keep" for c in coordinator.components)
-        how["host_first"] = bool(fresh_ok or not strict or may_stay)
-        load = partial(self._load_from, coordinator, how)
-        report, skipped = newest_that_loads(seen, partial(self._scan_again, choose), load)
+            job = self._load_job(state)
+            # A damaged checkpoint is found while it is read. Where the next one, or a fresh start,
+            # would not replace all of what was read by then, live state is touched only after
+            # everything was verified.
+            may_stay = any(not c.required or c.on_resize == "keep" for c in job.components)
+            late = bool(fresh_ok or not strict or may_stay)
+            request = LoadRequest(**how, host_first=late, broadcast=self.load_broadcast, whole=True)
+            calls = r.gather(job.call("restore", request))
+            if r.leads:
+                r.verdict = [same_call(calls), self._to_restore(r.infos)]
+        partitions, r.verdict = r.verdict
+        report, skipped = self._load_newest(r, partial(load, job, partitions, request=request))
         # Their steps may be saved again: but for folders that look like somebody else's.
         self._found_damaged.update(
             name for name, reason in skipped.items() if NOT_OURS not in reason
@@ -619,7 +709,7 @@ class CheckpointManager:
                 )
             return ["skip", name]
 
-        meeting = self.comm.round("checkpoint", joining=True)
+        meeting = self.comm.round("join", joining=True)
         coordinator, met = self._call(state, meeting, request, judge)
         verdict, self._saves.branch_name = met.verdict
         if verdict == "failed":  # told on all ranks at once, also where its end is still to come
@@ -697,28 +787,11 @@ class CheckpointManager:
             entered, make, lambda: (what() + words, self._saves.busy, self._saves.failed), decide
         )
 
-    def _call_and_scan(
-        self, state: Any, words: Callable[[], str], choose: Callable[[Checkpoints], Any]
-    ) -> tuple[CheckpointCoordinator, ScanRound]:
-        scan = self._domains.scan("checkpoint", joining=True)
-        return self._call(state, scan, words, lambda r, _: choose(r.infos))
-
     def _scan_again(self, choose: Callable[[Checkpoints], Any]) -> ScanRound:
         with self._domains.scan("look") as r:
             if r.leads:
                 r.verdict = choose(r.infos)
         return r
-
-    def _load_from(
-        self,
-        coordinator: CheckpointCoordinator,
-        how: dict[str, Any],
-        seen: ScanRound,
-        name: str,
-        step: int | None = None,
-    ) -> LoadReport:
-        at = seen.locate(name)
-        return coordinator.load(at.storage, at.folder, step=step, **how)
 
     def _chosen(self, infos: Checkpoints, step: int | str) -> CheckpointInfo:
         if step != "best":
@@ -783,3 +856,31 @@ class CheckpointManager:
             warnings.warn(
                 f"{self.root}: {outcome}; skipped {listed}", CheckpointWarning, stacklevel=3
             )
+
+
+def _is_path(step: Any) -> bool:
+    """Whether what is to be loaded is given by its path or URL, and not as an entry of the root."""
+    if not isinstance(step, str):
+        return isinstance(step, os.PathLike)
+    return step not in ("latest", "best") and (not step.startswith("checkpoint-") or "/" in step)
+
+
+def _first_whole(
+    chosen: Sequence[Any], failed: Mapping[tuple[str, str], str]
+) -> tuple[str | None, str, dict[str, str]]:
+    """Name and manifest digest of the first candidate that may be restored, and what is passed over
+    before it. Raises StorageError for one that cannot be read."""
+    skipped: dict[str, str] = {}
+    for name, status, reason, digest in chosen:
+        if status == "unreadable":
+            raise StorageError(
+                f"{name} might be the newest checkpoint and cannot be read: {reason}", path=name
+            )
+        if status == "committed" and (name, digest) not in failed:
+            return name, digest, skipped
+        skipped[name] = failed.get((name, digest), reason)
+    return None, "", skipped
+
+
+def _overwrote(why: str) -> bool:
+    return why.endswith(PARTLY_OVERWRITTEN)

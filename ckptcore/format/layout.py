@@ -296,12 +296,15 @@ def decode_layouts(
     """Raises ValueError, TypeError, KeyError or IndexError when the table does not make sense.
     holes: boxes need not cover their tensor, because other nodes have the rest."""
     meshes = [_mesh(shape, ranks, world_size) for shape, ranks in table["meshes"]]
+    known: dict[tuple[int, str, int, int], MeshLayout] = {}  # thousands of tensors have few
     tensors = []
     for name, dtype, shape, alias, layout in table["tensors"]:
         if not isinstance(name, str) or not isinstance(dtype, str):
             raise TypeError("a tensor's name or dtype is not a text")
         size = sizes(shape, 2**57)
-        made = None if alias is not None else _layout(layout, meshes, size, world_size, holes)
+        made = (
+            None if alias is not None else _layout(layout, meshes, size, world_size, holes, known)
+        )
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name!r} has dtype {dtype!r}, which is not known")
         tensors.append(
@@ -334,8 +337,14 @@ def _mesh(shape: Any, ranks: Any, world_size: int) -> Mesh:
 
 
 def _layout(
-    layout: Any, meshes: list[Mesh], shape: tuple[int, ...], world_size: int, holes: bool
+    layout: Any,
+    meshes: list[Mesh],
+    shape: tuple[int, ...],
+    world_size: int,
+    holes: bool,
+    known: dict[tuple[int, str, int, int], MeshLayout],
 ) -> Layout:
+    """known: layouts over a mesh that were made before."""
     if type(layout) is int:
         return WholeLayout(whole(layout, world_size))
     if isinstance(layout, dict):
@@ -356,12 +365,15 @@ def _layout(
             raise ValueError("a writer has two boxes of one tensor")
         return made_of
     number, placements, replica = layout
-    mesh = meshes[whole(number)]
-    made = MeshLayout(mesh, tuple(placements.split()), whole(replica))
-    known = {"R", *(f"{kind}{dim}" for kind in "Ss" for dim in range(len(shape)))}
+    like = whole(number), placements, whole(replica), len(shape)
+    if like in known:
+        return known[like]
+    mesh = meshes[number]
+    made = known[like] = MeshLayout(mesh, tuple(placements.split()), replica)
+    words = {"R", *(f"{kind}{dim}" for kind in "Ss" for dim in range(len(shape)))}
     if (
         len(made.placements) != len(mesh.shape)
-        or not known.issuperset(made.placements)
+        or not words.issuperset(made.placements)
         or replica >= made.replicas
     ):
         raise ValueError(

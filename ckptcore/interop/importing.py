@@ -17,7 +17,7 @@ from torch import nn
 
 from ..catalog.folder import CheckpointInfo
 from ..errors import CheckpointCorrupt, InvalidState
-from ..loading.report import LoadReport
+from ..loading.load import LoadReport
 from ..loading.view import CheckpointView, TensorInfo, open_checkpoint
 from ..manager import CheckpointManager
 from ..ranks.communicator import SingleProcess

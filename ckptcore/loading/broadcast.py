@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 from ..errors import CheckpointError
 from ..format.digest import CHUNK_BYTES, combined_digest, content_hash
@@ -52,26 +50,28 @@ def read_shared(
     for read in reads:
         wanted.setdefault(_identity(read), []).append(read)
 
-    def common(found: list[list[bytes]]) -> list[bytes]:
-        others = [set(names) for names in found[1:]]
-        return [name for name in found[0] if all(name in other for other in others)]
-
-    shared = comm.together("shared reads", lambda: list(wanted), common)
+    with comm.round("shared reads") as r:
+        found = r.gather(list(wanted))
+        if r.leads:
+            others = [set(names) for names in found[1:]]
+            r.verdict = [name for name in found[0] if all(name in other for other in others)]
+    shared = r.verdict
     windows = list(_windows([wanted[name][0] for name in shared]))
     for turn in range(0, len(windows), comm.world_size):
         mine = windows[turn + comm.rank] if turn + comm.rank < len(windows) else []
         staged = [replace(read, target=_host(read)) for read in mine]
-        comm.together("read", partial(read_tensors, storage, folder, staged, io_threads), _nothing)
-        failed: list[Exception] = []
+        with comm.round("read"):
+            read_tensors(storage, folder, staged, io_threads)
+        failed: Exception | None = None
         try:
             _pass_on(comm, windows[turn : turn + comm.world_size], staged)
         except CheckpointError:
             raise  # everybody's
-        except (
-            Exception
-        ) as error:  # of the transport: a bare error of its own, and on this rank alone
-            failed.append(error)
-        comm.together("pass on", partial(_raise_first, failed), _nothing)
+        except Exception as error:  # of the transport: a bare error of its own, on this rank alone
+            failed = error
+        with comm.round("pass on"):
+            if failed is not None:
+                raise failed
     taken = set(shared)
     return [read for name, same in wanted.items() for read in same[name in taken :]]
 
@@ -87,15 +87,6 @@ def _pass_on(
             for chunk, buffer in held.chunks.items():
                 comm.share(buffer, owner)
                 _deliver(read, chunk, buffer)
-
-
-def _raise_first(failed: Sequence[Exception]) -> None:
-    if failed:
-        raise failed[0]
-
-
-def _nothing(*_: Any) -> None:
-    return None
 
 
 def _identity(read: TensorRead) -> bytes:

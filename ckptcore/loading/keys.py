@@ -23,10 +23,10 @@ from ..format.values import Numbered, TensorRef, decode, encode, join_path
 from ..state.adapters import ModelState, OptimizerState
 from ..state.component import StateComponent
 from ..state.tree import Differences
-from .place import Place, copy_for
+from .placement import LoadedComponent, RankPosition, stored_copy_for
 from .view import CheckpointView, StoredComponent
 
-__all__ = ["Keys", "Part", "Selection", "check_keys", "parts"]
+__all__ = ["Keys", "Selection", "check_keys", "chosen_components"]
 
 Keys = str | Collection[str] | Callable[[str], "bool | str | None"]
 Path = tuple[Any, ...]
@@ -127,17 +127,6 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What is loaded of one component: its owner here, what is stored for it, and names that only
-    the checkpoint has."""
-
-    component: StateComponent
-    stored: StoredComponent
-    sharded: bool
-    unexpected: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
 class _From:
     """A tensor of a stored component, wherever it is put."""
 
@@ -186,19 +175,21 @@ class _Wanted:
         key = saved_name.partition("/")[0]
         return key in self.sources and self.sources[key] is None
 
-    def part(self, owner: Any, tree: Any, unexpected: list[str]) -> Part:
+    def part(self, owner: Any, tree: Any, unexpected: list[str]) -> LoadedComponent:
         versions = _versions(self.chosen, {key: source.stored for key, source in self.held.items()})
         stored = replace(_stored(tree), versions=versions)
-        return Part(replace(self.component, stateful=owner), stored, self.sharded, unexpected)
+        return LoadedComponent(
+            replace(self.component, stateful=owner), stored, self.sharded, unexpected
+        )
 
 
-def parts(
+def chosen_components(
     selection: Selection,
     view: CheckpointView,
     components: Sequence[StateComponent],
-    place: Place,
+    position: RankPosition,
     missing: list[str],
-) -> Iterator[Part]:
+) -> Iterator[LoadedComponent]:
     """What `selection` asks for, component by component; `missing` gets the names that the
     checkpoint lacks.
 
@@ -207,28 +198,28 @@ def parts(
     for component in components:
         names = _live_names(component.stateful, component.stateful.state_dict())
         wanted = _Wanted(selection, component, names, selection.choose(component.key, names))
-        _open_sources(wanted, view, place)
+        _open_sources(wanted, view, position)
         part = _part(wanted)
         missing += wanted.missing
         if part is not None:
             yield part
 
 
-def _part(wanted: _Wanted) -> Part | None:
+def _part(wanted: _Wanted) -> LoadedComponent | None:
     if not wanted.chosen or (wanted.sources and not wanted.held):
         return None  # nothing is asked for, or the live state is to stay
     if (whole := _whole(wanted)) is not None:
-        return Part(wanted.component, whole.stored, whole.sharded)
+        return LoadedComponent(wanted.component, whole.stored, whole.sharded)
     if isinstance(wanted.component.stateful, OptimizerState):
         return _part_of_optimizer(wanted)
     return _part_of_tree(wanted)
 
 
-def _open_sources(wanted: _Wanted, view: CheckpointView, place: Place) -> None:
+def _open_sources(wanted: _Wanted, view: CheckpointView, position: RankPosition) -> None:
     component, saved = wanted.component, view.manifest.components
     for key in dict.fromkeys(source.partition("/")[0] for source in wanted.chosen.values()):
         if key in saved:
-            copy = copy_for(view.manifest, replace(component, key=key), place)
+            copy = stored_copy_for(view.manifest, replace(component, key=key), position)
             sharded = component.sharded or saved[key].pattern == "SHARDED"
             wanted.sources[key] = None if copy is None else _opened(view, key, copy, sharded)
         elif key == component.key:
@@ -315,7 +306,7 @@ def _put(tree: dict[Any, Any], path: Path, value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _part_of_tree(wanted: _Wanted) -> Part | None:
+def _part_of_tree(wanted: _Wanted) -> LoadedComponent | None:
     """A part of nested dicts, leaf by leaf."""
     key, held = wanted.component.key, wanted.held
     paths = {k: dict([*_inner(s.state), *_leaves(s.state)]) for k, s in held.items()}
@@ -382,7 +373,7 @@ def _only_saved(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def _part_of_optimizer(wanted: _Wanted) -> Part | None:
+def _part_of_optimizer(wanted: _Wanted) -> LoadedComponent | None:
     """The state of some parameters. The options of a group come along where all its parameters do,
     from one group."""
     key, owner, held = wanted.component.key, wanted.component.stateful, wanted.held

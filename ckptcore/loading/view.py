@@ -14,17 +14,23 @@ from typing import Any
 
 from ..arguments import check_count, shown
 from ..catalog.folder import PIN_NAME, checkpoints_in, join, read_manifest
-from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError, UnknownName
+from ..errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    InvalidState,
+    StateMismatch,
+    StorageError,
+    UnknownName,
+)
 from ..format.digest import DIGEST_BYTES, chunk_count, content_digest
 from ..format.index import Index, Piece, TensorEntry, index_file_name
-from ..format.layout import Box, LogicalTensor, decode_layouts, volume
+from ..format.layout import Box, LogicalTensor, decode_layouts, intersection, volume
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
 from ..storage.base import Storage
 from ..storage.opening import open_storage
 from ..storage.urls import split_url
-from .elsewhere import cuts_here, not_here
 from .plan import numpy_words, read_of
 from .reader import TensorRead, check_header, open_member, read_tensors
 
@@ -237,7 +243,7 @@ class CheckpointView:
         stored_copy = self.manifest.copies(key)[copy]
         members = stored_copy.members
         if not self.manifest.holds(stored_copy):
-            raise not_here(
+            raise _not_here(
                 self.url, self.manifest, f"component {key + stored_copy.label!r}", members
             )
         writers = [w for w in self.manifest.components[key].writers if w in members]
@@ -281,11 +287,18 @@ class CheckpointView:
                 name, f"has a table of component {key!r} that makes no sense ({error})"
             ) from None
 
+        # Thousands of tensors are cut in the same way; what is alike is one object in the table.
+        known: dict[tuple[int, tuple[int, ...], Box], list[tuple[int, Box]]] = {}
+
         def find(number: int, box: Box) -> Iterator[TensorEntry]:
             tensor = tensors[number]
-            if tensor.layout is not None:
-                for writer, held in cuts_here(self.url, self.manifest, key, tensor, box):
-                    yield self._piece(key, number, tensor, writer, held)
+            if tensor.layout is None:
+                return
+            place = id(tensor.layout), tensor.shape, box
+            if (cuts := known.get(place)) is None:
+                cuts = known[place] = _cuts_here(self.url, self.manifest, key, tensor, box)
+            for writer, held in cuts:
+                yield self._piece(key, number, tensor, writer, held)
 
         return StoredComponent(first.tree, tensors, find, versions=first.versions)
 
@@ -320,14 +333,12 @@ class CheckpointView:
         end = self.index(writer).files[piece.file].size
         starts = self._starts[writer][piece.file]
         after = bisect_right(starts, piece.start)
-        if entry.nbytes and after < len(starts):
+        nbytes = tensor_nbytes(tensor.dtype, box[1])
+        if nbytes and after < len(starts):
             end = starts[
                 after
             ]  # what comes next in the file; two boxes on the same bytes would be a trick
-        if (
-            len(piece.digests) != DIGEST_BYTES * chunk_count(entry.nbytes)
-            or piece.start + entry.nbytes > end
-        ):
+        if len(piece.digests) != DIGEST_BYTES * chunk_count(nbytes) or piece.start + nbytes > end:
             raise self._corrupt(
                 name,
                 f"and the table disagree about tensor {key + '/' + tensor.name!r}",
@@ -637,6 +648,50 @@ def _batches(reads: Iterable[TensorRead]) -> Iterator[list[TensorRead]]:
 
 def _file_of(read: TensorRead) -> str:
     return read.entry.file or ""
+
+
+def _not_here(
+    url: str, manifest: CheckpointManifest, what: str, saved_by: Sequence[int] = ()
+) -> StateMismatch:
+    """The error for something that only the storage of other nodes has. saved_by: the ranks that
+    had it."""
+    here = ", ".join(map(str, manifest.here[:8])) + (", ..." if len(manifest.here) > 8 else "")
+    others = [
+        str(node)
+        for node, ranks in enumerate(manifest.nodes)
+        if not set(ranks).isdisjoint(saved_by)
+    ]
+    where = f", but on node {', '.join(others[:8])}" if others else ""
+    return StateMismatch(
+        f"{url}: {what} is not on this node, whose storage has the part that node {manifest.node} "
+        f"of {len(manifest.nodes)} "
+        f"(ranks {here}) saved{where}. With storage_mode='node' every rank restores from its own "
+        "node alone: start as many ranks "
+        "on each node as at the save, on the same nodes (or copy each node's folder to the node "
+        "that takes its place); to change "
+        "the layout, save with storage_mode='shared' where all nodes see the files",
+        path=url,
+    )
+
+
+def _cuts_here(
+    url: str, manifest: CheckpointManifest, key: str, tensor: LogicalTensor, box: Box
+) -> list[tuple[int, Box]]:
+    """(writer, its box) for what is stored of `box` of a tensor that has a layout. Raises
+    StateMismatch when some of it is on other nodes."""
+    assert tensor.layout is not None
+    found = list(tensor.layout.cuts(tensor.shape, box))
+    if manifest.node is None:
+        return found
+    common = (intersection(held, box) for _, held in found)
+    if sum(volume(part[1]) for part in common if part is not None) != volume(box[1]):
+        raise _not_here(
+            url,
+            manifest,
+            f"component {key!r}: all of the part at {list(box[0])} of shape {list(box[1])} of "
+            f"tensor {tensor.name!r}",
+        )
+    return found
 
 
 def _problem(error: CheckpointCorrupt | StorageError, file: str) -> Problem:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-from ..arguments import check_flag, check_mapping, check_number, shown
+from ..arguments import check_flag, check_mapping, check_name, check_number, shown
 from ..errors import InvalidState
 
 __all__ = [
@@ -203,6 +203,17 @@ class StatefulProvider(Protocol):
     """
 
     def get_state_components(self) -> Sequence[StateComponent]: ...
+
+
+def process_groups_of(state: Any, given: Any = None) -> dict[str, Any]:
+    """Process groups by name: those given, else what a StatefulProvider says; none for None. What
+    they are is for the ranks to find out together. Raises InvalidState."""
+    if given is None and isinstance(state, StatefulProvider):
+        given = getattr(state, "get_process_groups", dict)()
+    found = check_mapping("process_groups", given)
+    for name in found:
+        check_name("process_groups: a name", name)
+    return found
 
 
 def differing_components(first: Sequence[str], other: Sequence[str], rank: int) -> str:

@@ -16,12 +16,12 @@ import pytest
 
 LIMITS = {
     "save to the first byte": {"modules": 37, "moves": 493, "closures": 13},
-    "restore": {"modules": 40, "moves": 822, "closures": 18},
+    "restore": {"modules": 33, "moves": 742, "closures": 9},
     "talk": {
         "rounds of a save": 7,
         "messages of a save": 20,
-        "rounds of a restore": 6,
-        "messages of a restore": 17,
+        "rounds of a restore": 4,
+        "messages of a restore": 12,
     },
     "manifests read": {
         "save 2, keeping 5": 1,

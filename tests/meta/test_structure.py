@@ -38,7 +38,6 @@ replicas
 nodes
 saving loading
 copy
-choice
 upkeep
 coordinator
 tiers
@@ -59,7 +58,6 @@ TORCH_FREE = [
     "loading.reader",
     "loading.view",
     "copy",
-    "choice",
     "upkeep",
 ]
 

@@ -1,0 +1,851 @@
+"""Loading one checkpoint into live state, on all ranks or on none, in three rounds.
+
+`check`: everything is compared first, on every rank, and rank 0 judges for all. `read`: every byte
+is read into its place, and verified. `apply`: the complete states are handed over.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..arguments import check_flags
+from ..catalog.catalog import Location
+from ..errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidState,
+    LoadFailed,
+    RanksDisagree,
+    StateMismatch,
+)
+from ..format.checks import containers_copied
+from ..format.codecs import revived
+from ..format.digest import content_hash
+from ..format.manifest import MANIFEST_NAME, CheckpointManifest
+from ..format.values import decode
+from ..nodes.agreement import StorageMode
+from ..ranks.communicator import Communicator
+from ..ranks.groups import node_name, own_node, own_view
+from ..ranks.groups import partitions as partitions_of
+from ..ranks.messages import message
+from ..state.adapters import ModelState, PlainState, is_optimizer, metadata_of, owner_of
+from ..state.component import StateComponent, differing_components
+from ..state.layout import Shard, copy_into, memory_span, words
+from ..state.names import one_walk
+from ..state.plain import only_own
+from ..state.streams import synchronize
+from ..state.tree import capture, differences, with_versions
+from .broadcast import read_shared
+from .keys import Keys, Selection, check_keys, chosen_components
+from .placement import (
+    SKIPPED,
+    Destinations,
+    LiveComponent,
+    LoadedComponent,
+    RankPosition,
+    ReadPlan,
+    SharedMemory,
+    pruned,
+    same_bytes,
+    shared_memory,
+    stored_copy_for,
+    substituted,
+)
+from .reader import read_tensors
+from .view import CheckpointView, StoredComponent
+
+__all__ = [
+    "PARTLY_OVERWRITTEN",
+    "LoadCall",
+    "LoadJob",
+    "LoadReport",
+    "LoadRequest",
+    "load",
+    "same_call",
+]
+
+# Ends the message of a load that failed halfway; no longer true when another checkpoint was loaded
+# over it.
+PARTLY_OVERWRITTEN = (
+    "; live state is partly overwritten, do not train on it (transactional=True avoids this)"
+)
+
+
+class LoadedValues(dict[str, Any]):
+    """Loaded plain values by component key: the live objects, which have what was loaded.
+
+    One that was emptied since is given as a copy of what was loaded: `d.clear();
+    d.update(report.values["d"])` loses nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[str, Any] = {}
+
+    def keep(self, key: str, value: Any) -> None:
+        self[key], self._copies[key] = value, containers_copied(value)
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        emptied = isinstance(value, dict | list | set | deque) and not value
+        return (self._copies.get(key) or value) if emptied else value
+
+
+@dataclass(slots=True, repr=False)
+class LoadReport:
+    """What a load or restore did. As text it is one line.
+
+    fresh: bool, there was no checkpoint and nothing was touched.
+    step: int, of the checkpoint; None for a fresh start.
+    path: text, path or URL of the checkpoint; None for a fresh start.
+    manifest: CheckpointManifest; None for a fresh start.
+    values: dict of component key -> loaded plain values; dicts, lists and the like are those of the
+        state, filled in place.
+    missing: list of full names that only the live state has (with strict=False).
+    unexpected: list of full names that only the checkpoint has (with strict=False).
+    cast: dict of full name -> "saved dtype -> live dtype".
+    skipped: dict of newer entries that `restore` passed over -> why.
+    """
+
+    fresh: bool = False
+    step: int | None = None
+    path: str | None = None
+    manifest: CheckpointManifest | None = None
+    values: LoadedValues = field(default_factory=LoadedValues)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    cast: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        more = [f"skipped {', '.join(self.skipped)}"] if self.skipped else []
+        if self.fresh or self.manifest is None:
+            return "; ".join(["nothing restored: a fresh start", *more])
+        counts = {"missing": self.missing, "unexpected": self.unexpected, "cast": self.cast}
+        more = [f"{len(names)} {what}" for what, names in counts.items() if names] + more
+        name = (self.path or "").rstrip("/").rpartition("/")[2]
+        count = len(self.manifest.components)
+        what = f"step {self.step}, {count} component{'s' if count != 1 else ''}"
+        return "; ".join([f"restored {name} ({what})", *more])
+
+    def __repr__(self) -> str:
+        return f"<LoadReport: {self}>"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """How to load.
+
+    strict: names that only one side has are an error. cast: dtypes may differ, and are converted.
+    transactional: live state is as before after any failure, on all ranks; it takes host memory for
+    both states. host_first: all is read and verified in host memory before live state is touched,
+    which `transactional` implies. broadcast: what every rank needs is read by one of them and
+    passed on. keys: load only these. whole: components of the checkpoint that were not given are an
+    error. Raises InvalidState.
+    """
+
+    strict: bool = True
+    cast: bool = False
+    transactional: bool = False
+    host_first: bool = False
+    broadcast: bool = False
+    keys: Keys | None = None
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(strict=self.strict, cast=self.cast, transactional=self.transactional)
+        check_keys(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Who loads, and what into. process_groups: by name, as they were given."""
+
+    comm: Communicator
+    components: Sequence[StateComponent]
+    process_groups: Mapping[str, Any]
+    io_threads: int
+    storage_mode: StorageMode
+
+    def call(self, words: str, request: LoadRequest) -> LoadCall:
+        """What this rank brings to the join: `words` say what it calls for. Raises InvalidState."""
+        rank, size = self.comm.rank, self.comm.world_size
+        views = {n: own_view(n, ranks, rank, size) for n, ranks in self.process_groups.items()}
+        keys = None if request.keys is None else Selection(request.keys).text
+        mode = "" if self.storage_mode == "shared" else " with storage_mode='node'"
+        return LoadCall(words + mode, [c.key for c in self.components], keys, views)
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class LoadCall:
+    """What a rank brings to the join of a load. words: what is called for; components: their keys;
+    keys: what is asked for of them, in words; groups: what it knows of each process group."""
+
+    words: str
+    components: list[str]
+    keys: str | None
+    groups: dict[str, list[list[int]]]
+
+
+def same_call(calls: Sequence[Any]) -> dict[str, list[list[int]]]:
+    """The partitions of the process groups, where all ranks make the same call. Raises
+    RanksDisagree, InvalidState."""
+    called = [str(call[0] if isinstance(call, list) else call.words) for call in calls]
+    if wrong := [rank for rank, words in enumerate(called) if words != called[0]]:
+        what = f"rank 0 calls for a {called[0]}, rank {wrong[0]} for a {called[wrong[0]]}"
+        raise RanksDisagree(what, ranks=wrong)
+    for what in ("components", "keys"):
+        first, *_ = values = [getattr(call, what) for call in calls]
+        if wrong := [rank for rank, value in enumerate(values) if value != first]:
+            other = values[wrong[0]]
+            differs = f"{what} is {first!r} on rank 0 and {other!r} on rank {wrong[0]}"
+            if what == "components":
+                differs = differing_components(first, other, wrong[0])
+            raise RanksDisagree(f"the ranks make different loads: {differs}", ranks=wrong)
+    return partitions_of([call.groups for call in calls])
+
+
+def load(
+    job: LoadJob,
+    partitions: Mapping[str, list[list[int]]],
+    location: Location,
+    request: LoadRequest,
+    step: int | None = None,
+) -> LoadReport:
+    """Load the components from the checkpoint at `location`, verified, on all ranks or on none. A
+    call of all ranks, which have joined.
+
+    partitions: of all ranks, by name of the process group. step: the one that the checkpoint must
+    be of, where it is known; another is CheckpointCorrupt.
+
+    What one rank raises, all raise: CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion,
+    StateMismatch, StorageError, LoadFailed. Live state is not touched before structure, sizes and
+    every rank's agreement are checked.
+    """
+    comm = job.comm
+    with comm.round("check") as r:
+        view = _opened(job, location, step)
+        position = RankPosition(comm.rank, comm.world_size, comm.nodes, partitions)
+        loading = _Loading(job, position, view, request)
+        facts = loading.match()
+        reports = r.gather(facts)
+        if r.leads:
+            r.verdict = _judged(job, view, request, reports, loading.lacking)
+    loading.learn(r.verdict)
+    reads = loading.plan.reads
+    if request.broadcast:
+        with loading.touching():
+            reads = read_shared(comm, view.storage, view.folder, reads, job.io_threads)
+    with comm.round("read"), loading.touching():
+        synchronize(loading.plan.devices)
+        read_tensors(view.storage, view.folder, reads, job.io_threads)
+    try:
+        with comm.round("apply"):
+            loading.apply()
+    except BaseException as error:
+        if request.transactional:
+            loading.put_back(error)
+        raise
+    return loading.report
+
+
+def _opened(job: LoadJob, location: Location, step: int | None) -> CheckpointView:
+    """Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StorageError,
+    InvalidState."""
+    mode = job.storage_mode
+    try:
+        view = CheckpointView(location.storage, location.folder)
+    except CheckpointNotFound as error:
+        if mode == "node":
+            here = node_name(job.comm.nodes, own_node(job.comm))
+            error.message = f"{here} has no part of it: {error.message}"
+        raise
+    if (saved := view.manifest.storage_mode) != mode:
+        how = (
+            "it is the part of one node; load it on the nodes that saved it with "
+            "storage_mode='node'"
+            if saved == "node"
+            else "it lies whole in storage that all nodes see; load it with storage_mode='shared'"
+        )
+        raise InvalidState(
+            f"{view.url} was saved with storage_mode={saved!r}, and is to be loaded with "
+            f"storage_mode={mode!r}: {how}"
+        )
+    if step not in (None, view.manifest.step):
+        raise CheckpointCorrupt(
+            f"{view.url} is of step {view.manifest.step}, and step {step} was found there before: "
+            "it was replaced meanwhile",
+            path=view.url,
+            file=MANIFEST_NAME,
+            kind="format",
+            expected=step,
+            actual=view.manifest.step,
+        )
+    return view
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class MatchReport:
+    """How what was saved fits on one rank.
+
+    digest, checkpoint: of the manifest, and its id. loads: whether there is anything to load.
+    missing: live names that the checkpoint lacks -> the saved names that they were to be read from.
+    unexpected: names that only the checkpoint has. mismatched: name -> forms, saved and live.
+    unmatched: components of which no name is there; doubtful: those of which no name is here, and
+    that is an error unless other ranks have some of them. lacking, tolerated: hashes of saved names
+    of sharded components that this rank does not have; the latter need not be on any. asked: what
+    `keys` asked for.
+    """
+
+    digest: str
+    checkpoint: str
+    loads: bool
+    missing: dict[str, str]
+    unexpected: list[str]
+    mismatched: dict[str, tuple[str, str]]
+    unmatched: list[str]
+    doubtful: list[str]
+    lacking: dict[str, list[bytes]]
+    tolerated: dict[str, list[bytes]]
+    asked: dict[str, Any] | None
+
+    def unwanted(self, nowhere: Mapping[str, Sequence[str]]) -> list[str]:
+        """All that only the checkpoint has, with what no rank has: names by component."""
+        found = list(self.unexpected)
+        for key, names in nowhere.items():
+            tolerated = set(self.tolerated.get(key, ()))
+            if not tolerated:
+                found += [f"{key}/{name}" for name in names]
+            else:
+                found += [f"{key}/{name}" for name in names if _hash(name) not in tolerated]
+        return found
+
+
+def _hash(name: str) -> bytes:
+    return content_hash(name.encode("utf-8", "surrogatepass"))
+
+
+def _judged(
+    job: LoadJob,
+    view: CheckpointView,
+    request: LoadRequest,
+    reports: Sequence[MatchReport],
+    lacking: Mapping[str, Sequence[str]],
+) -> dict[str, list[str]]:
+    """On rank 0: the saved names of sharded components that no rank has. lacking: those that rank 0
+    lacks, among which they are.
+
+    Raises CheckpointCorrupt where ranks see other checkpoints, RanksDisagree where `keys` are not
+    the same everywhere, StateMismatch for what must not be loaded.
+    """
+    _same_checkpoint(job, view, reports)
+    if request.keys is not None:
+        _same_keys(job, view, request, reports)
+    nowhere = {key: list(names) for key, names in lacking.items()}
+    for report in reports[1:]:
+        for key, names in nowhere.items():
+            theirs = {*report.lacking.get(key, ()), *report.tolerated.get(key, ())}
+            nowhere[key] = [name for name in names if _hash(name) in theirs] if theirs else []
+    wrong = {
+        rank: error
+        for rank, report in enumerate(reports)
+        if (error := _misfit(job, view, request, report, nowhere)) is not None
+    }
+    if wrong:
+        rank, error = next(iter(wrong.items()))
+        if job.comm.world_size > 1:
+            error.causes = {r: f"StateMismatch: {e.message}" for r, e in wrong.items()}
+            others = ", ".join(str(r) for r in wrong if r != rank)
+            more = f" (also failed: rank{'s' if len(wrong) > 2 else ''} {others})" if others else ""
+            error.message = f"rank {rank}: {error.message}{more}"
+        raise error
+    return nowhere
+
+
+def _same_checkpoint(job: LoadJob, view: CheckpointView, reports: Sequence[MatchReport]) -> None:
+    first = reports[0]
+    if job.storage_mode == "shared":
+        if wrong := [r for r, report in enumerate(reports) if report.digest != first.digest]:
+            raise CheckpointCorrupt(
+                f"{view.url}: ranks {wrong} read another manifest than rank 0: do they see the "
+                "same storage?",
+                path=view.url,
+                kind="digest",
+            )
+        return
+    for number, ranks in enumerate(job.comm.nodes):
+        for rank in ranks:
+            report, lowest = reports[rank], reports[ranks[0]]
+            if report.checkpoint != first.checkpoint or report.digest != lowest.digest:
+                raise CheckpointCorrupt(
+                    f"{view.url}: rank {rank} on {node_name(job.comm.nodes, number)} has a part "
+                    f"of another checkpoint ({report.checkpoint}) than rank 0 "
+                    f"({first.checkpoint})",
+                    path=view.url,
+                    kind="digest",
+                )
+
+
+def _same_keys(
+    job: LoadJob, view: CheckpointView, request: LoadRequest, reports: Sequence[MatchReport]
+) -> None:
+    asked = [report.asked or {} for report in reports]
+    for key, (names, chosen) in asked[0]["digests"].items():
+        for rank, other in enumerate(asked):
+            # Ranks may have other names, of one stage of a pipeline, say.
+            theirs = other["digests"].get(key)
+            if theirs and theirs[0] == names and theirs[1] != chosen:
+                raise RanksDisagree(
+                    f"keys ask for other names of component {key!r} on rank {rank} than on rank 0",
+                    ranks=[rank],
+                )
+    unused = [p for p in asked[0]["unused"] if all(p in other["unused"] for other in asked)]
+    if (unused and request.strict) or not any(other["chosen"] for other in asked):
+        which = ", ".join(map(repr, unused)) or "the function given as keys"
+        live = [f"{c.key}/..." for c in job.components]
+        raise StateMismatch(
+            f"{view.url}: {which} asks for nothing that the live state has; names there: "
+            f"{_some(live)}",
+            path=view.url,
+            missing=unused,
+            unexpected=[],
+            mismatched={},
+        )
+
+
+def _misfit(
+    job: LoadJob,
+    view: CheckpointView,
+    request: LoadRequest,
+    report: MatchReport,
+    nowhere: Mapping[str, Sequence[str]],
+) -> StateMismatch | None:
+    """Of what does not fit on one rank, the worst."""
+    saved, where = view.manifest.components, view.url
+    # A load is of the components that were given; a restore is of all that was saved.
+    found = report.unwanted(nowhere)
+    unexpected = [n for n in found if "/" in n or (request.whole and saved[n].required)]
+    missing, sources = list(report.missing), list(report.missing.values())
+    unmatched = list(report.unmatched)
+    for key in report.doubtful:
+        lacked = len(report.lacking.get(key, ())) + len(report.tolerated.get(key, ()))
+        if lacked == len(nowhere.get(key, ())):
+            unmatched.append(key)  # no rank has any of the names
+    what = ""
+    if request.keys is not None and missing and not report.loads:
+        what = f"nothing that keys ask for is in the checkpoint, not {_some(sources)}"
+    elif unmatched or (request.keys is None and not any(c.key in saved for c in job.components)):
+        of = f"component {unmatched[0]!r}" if unmatched else "the state"
+        what = (
+            f"nothing in {of} has a name that the checkpoint has; live: {_some(missing)}; saved: "
+            f"{_some(found)}"
+        )
+    elif report.mismatched:
+        name, (then, now) = next(iter(report.mismatched.items()))
+        others = len(report.mismatched) - 1
+        same_shape = "[" in then and then.split("[")[1:] == now.split("[")[1:]
+        what = (
+            f"{name!r} was saved as {then}, the live state has {now}"
+            + (f" and {others} more" if others else "")
+            + ("; cast=True converts dtypes" if same_shape else "")
+        )
+    elif request.strict and (missing or unexpected):
+        what = (
+            "and the live state have different keys: missing in the checkpoint: "
+            f"{_some(sources)}; unexpected in the checkpoint: {_some(unexpected)}; strict=False "
+            "loads the rest"
+        )
+    if not what:
+        return None
+    return StateMismatch(
+        f"{where} {what}" if what.startswith("and") else f"{where}: {what}",
+        path=where,
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=report.mismatched,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is handed over to a component in the end. versions: of the modules in it, by path."""
+
+    live: LiveComponent
+    state: Any
+    versions: dict[str, Any] | None
+
+
+class _Loading:
+    """One load on one rank: what was matched, what is read, and how far it came."""
+
+    def __init__(
+        self, job: LoadJob, position: RankPosition, view: CheckpointView, request: LoadRequest
+    ) -> None:
+        manifest = view.manifest
+        self.job, self.position, self.view, self.request = job, position, view, request
+        self.keys = None if request.keys is None else Selection(request.keys)
+        self.report = LoadReport(step=manifest.step, path=view.url, manifest=manifest)
+        self.prepared: dict[str, _Prepared] = {}
+        self.plan = ReadPlan()
+        self.shared = SharedMemory()
+        # Of sharded components: saved names that this rank lacks, those that it need not have, and
+        # those that no rank has.
+        self.lacking: dict[str, list[str]] = {}
+        self.tolerated: dict[str, list[str]] = {}
+        self.nowhere: dict[str, list[str]] = {}
+        self.unmatched: list[str] = []
+        self.doubtful: list[str] = []
+        # How far `apply` came.
+        self.begun: list[str] = []
+        self.before: dict[str, StateBefore] = {}
+
+    @one_walk()
+    def match(self) -> MatchReport:
+        """Match saved and live state, and check the files that are needed. Live state is untouched.
+
+        Raises StateMismatch, CheckpointCorrupt, StorageError.
+        """
+        live = [_live(loaded) for loaded in self._loaded()]
+        self.shared = shared_memory(live)
+        for component in live:
+            self._prepare(component)
+        facts = self._facts()
+        if not (facts.unmatched or facts.mismatched):
+            view = self.view
+            view.check_small_files()
+            view.check_files({r.entry.file for r in self.plan.reads if r.entry.file})
+        return facts
+
+    def _facts(self) -> MatchReport:
+        manifest, several = self.view.manifest, self.job.comm.world_size > 1
+        renamed = {} if self.keys is None else self.keys.renamed
+        lacking: dict[str, list[bytes]] = {}
+        tolerated: dict[str, list[bytes]] = {}
+        for key, names in self.lacking.items():
+            need_not = set(self.tolerated.get(key, ()))
+            tolerated[key] = [_hash(name) for name in names if name in need_not]
+            lacking[key] = [
+                _hash(name) if several else b"" for name in names if name not in need_not
+            ]
+        return MatchReport(
+            manifest.digest,
+            manifest.checkpoint_id,
+            bool(self.prepared),
+            {name: renamed.get(name, name) for name in self.report.missing},
+            self.report.unexpected,
+            self.plan.mismatched,
+            self.unmatched,
+            self.doubtful,
+            lacking,
+            tolerated,
+            None if self.keys is None else self.keys.answer,
+        )
+
+    def learn(self, nowhere: dict[str, list[str]]) -> None:
+        """What the ranks have found out together: the saved names that none of them has."""
+        self.nowhere = {key: nowhere.get(key, []) for key in self.lacking}
+        for key, names in self.nowhere.items():
+            need_not = set(self.tolerated.get(key, ()))
+            self.report.unexpected += [f"{key}/{name}" for name in names if name not in need_not]
+        self.report.cast = self.plan.cast
+
+    def _loaded(self) -> Iterator[LoadedComponent]:
+        """What is to be loaded: all that both sides have, or what `keys` ask for."""
+        view, saved, position = self.view, self.view.manifest.components, self.position
+        given = {c.key for c in self.job.components}
+        others = [key for key in saved if key not in given]
+        if self.keys is not None:
+            asked = [key for key in others if self.keys.asks_for(key)]
+            self.report.unexpected = asked if self.request.whole else []
+            yield from chosen_components(
+                self.keys, view, self.job.components, position, self.report.missing
+            )
+            return
+        self.report.unexpected = others
+        for component in self.job.components:
+            key = component.key
+            if key not in saved:
+                self.report.missing += [key] if component.required else []
+            elif (number := stored_copy_for(view.manifest, component, position)) is not None:
+                sharded = component.sharded or saved[key].pattern == "SHARDED"
+                yield LoadedComponent(component, view.component(key, number), sharded)
+
+    def _prepare(self, live: LiveComponent) -> None:
+        """The saved state with destinations in place of the tensors, none of them read yet."""
+        loaded, owner, state, key = live.loaded, live.owner, live.state, live.key
+        # On one rank nothing belongs to others, and who has no names yet is handed all of it.
+        named = isinstance(owner, ModelState) or is_optimizer(owner) or bool(live.snapshot.tensors)
+        skip = loaded.sharded and (self.job.comm.world_size > 1 or named)
+        file = f"{self.view.url}: component {key!r}"
+        versions = _versions(loaded.stored, file)
+        values = decode(loaded.stored.tree, opaque=True, file=file)
+        if isinstance(owner, torch.amp.GradScaler) and not values and state:
+            raise StateMismatch(
+                f"{file}: the scaler was saved with nothing in it (enabled=False), and the live "
+                "one is on; load without it, and save the next checkpoint with it",
+                path=self.view.url,
+            )
+        # Names and values first, so that nothing is allocated for a state that does not fit.
+        self._compare(live, values, skip)
+        if skip:
+            self.lacking.setdefault(key, []).extend(loaded.unexpected)
+        else:
+            self.report.unexpected += [f"{key}/{name}" for name in loaded.unexpected]
+        destinations = Destinations(
+            self.view,
+            live,
+            self.shared,
+            self.plan,
+            skip=skip,
+            cast=self.request.cast,
+            host_first=self.request.host_first or self.request.transactional,
+        )
+        left = pruned(substituted(values, destinations, file))
+        self.prepared[key] = _Prepared(live, {} if left is SKIPPED else left, versions)
+
+    def _compare(self, live: LiveComponent, saved: Any, sharded: bool) -> None:
+        key, stateful = live.key, live.loaded.component.stateful
+        compare = getattr(stateful, "differences", None)
+        if isinstance(live.owner, PlainState):
+            live.owner.strict = self.request.strict
+            if live.owner is stateful:
+                compare = partial(live.owner.differences, sharded=sharded)
+        if compare is None and sharded:
+            compare = partial(differences, live=live.state)
+        if compare is None:
+            return
+        try:
+            found = compare(saved)
+        except StateMismatch as error:
+            error.message = f"{self.view.url}: component {key!r}: {error.message}"
+            raise
+        self.report.missing += [f"{key}/{name}" for name in found.missing]
+        for name, forms in found.mismatched.items():
+            self.plan.mismatched[f"{key}/{name}"] = forms
+        unmatched = not found.matched and bool(found.missing or found.unexpected)
+        if sharded:
+            self.lacking[key] = [*found.unexpected, *found.tolerated]
+            self.tolerated[key] = list(found.tolerated)
+            self.doubtful += [key] if unmatched else []
+            return
+        names = [*found.unexpected, *(() if self.request.strict else found.tolerated)]
+        self.report.unexpected += [f"{key}/{name}" for name in names]
+        self.unmatched += [key] if unmatched else []
+
+    @contextmanager
+    def touching(self) -> Iterator[None]:
+        """What fails in it says that live tensors were read into, where they were."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.plan.in_place and not error.message.endswith(PARTLY_OVERWRITTEN):
+                error.message += PARTLY_OVERWRITTEN
+            raise
+
+    @one_walk()
+    def apply(self) -> None:
+        """Hand the complete states over, random streams last. Raises LoadFailed where a component
+        refuses its own."""
+        order = sorted(
+            self.prepared.values(),
+            key=lambda p: bool(getattr(p.live.loaded.component.stateful, "restore_last", False)),
+        )
+        if self.request.transactional:
+            self.before = {p.live.key: StateBefore(p.live) for p in order}
+        seen: dict[int, tuple[Any, Any]] = {}
+        for prepared in order:
+            self.begun.append(prepared.live.key)
+            try:
+                for live, staged in self.plan.staged.get(prepared.live.key, ()):
+                    copy_into(live, staged)
+                self._hand_over(prepared, seen)
+            except Exception as error:
+                raise self._failed(prepared.live.key, error) from error
+        self._check_shared()
+
+    def _hand_over(self, prepared: _Prepared, seen: dict[int, tuple[Any, Any]]) -> None:
+        key, owner = prepared.live.key, prepared.live.owner
+        stateful, versions = prepared.live.loaded.component.stateful, prepared.versions
+        state = revived(prepared.state, f"{self.view.url}: component {key!r}")
+        if isinstance(owner, PlainState):
+            if owner is not stateful:
+                stateful.load_state_dict(state)
+            else:
+                if key in self.nowhere:
+                    state = only_own(state, owner.value, set(self.nowhere[key]).__contains__)
+                owner.put_back(state, seen)
+            self.report.values.keep(key, owner.loaded)
+            return
+        if isinstance(owner, ModelState):
+            owner.strict = self.request.strict and owner is stateful
+            if versions is not None and isinstance(state, dict):
+                state = OrderedDict(state)
+                state._metadata = versions.get("", {})  # type: ignore[attr-defined]
+        elif versions:
+            state = with_versions(state, versions)
+        stateful.load_state_dict(state)
+
+    def _failed(self, key: str, error: Exception) -> CheckpointError:
+        """What to raise where a component refused its state: with its name, and what that
+        leaves."""
+        touched = [k for k in self.prepared if k in self.plan.in_place or k in self.begun]
+        left = [k for k in self.prepared if k not in touched]
+        after = (
+            ""
+            if self.request.transactional
+            else f"; overwritten by now, {key!r} perhaps in part: {_some(touched)}; as before: "
+            f"{_some(left)}; do not train on it (transactional=True puts everything back)"
+        )
+        if isinstance(error, CheckpointError) and not isinstance(error, StateMismatch):
+            error.message += after
+            return error
+        rank = self.job.comm.rank
+        facts = {"path": self.view.url, "component": key, "rank": rank, "overwritten": touched}
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, StateMismatch):
+            text = error.message
+            facts |= {n: getattr(error, n) for n in ("missing", "unexpected", "mismatched")}
+        where = f"{self.view.url}: component {key!r} on rank {rank} could not be loaded"
+        return LoadFailed(f"{where}: {text}{after}", **facts)
+
+    def _check_shared(self) -> None:
+        """Raise LoadFailed where memory that several tensors have in common does not hold what was
+        saved of each."""
+        wrong = [
+            name
+            for name, live, staged in self.plan.contested
+            if not torch.equal(words(live).cpu(), words(staged.to(live.dtype)))
+        ]
+        also = ""
+        for one, keeper in () if wrong else self.shared.others:
+            state = one.live.loaded.component.stateful.state_dict()
+            tensors = capture(one.live.key, state, sharded=True).tensors
+            now = next((t for t in tensors if t.name == one.tensor.name), None)
+            span = memory_span(keeper.tensor.tensor)
+            kept = None if now is None else memory_span(now.tensor)
+            if span is None or kept is None or span[0] != kept[0]:
+                continue
+            if span[1] < kept[2] and kept[1] < span[2] and not same_bytes(one, keeper):
+                wrong = wrong or [f"{one.live.key}/{one.tensor.name}"]
+                also = also or f" with '{keeper.live.key}/{keeper.tensor.name}'"
+        if wrong:
+            raise LoadFailed(
+                f"{self.view.url}: {wrong[0]!r} shares memory{also} in the live state, and other "
+                "bytes were saved of it: one memory cannot hold two values; make it a copy of its "
+                "own before the load" + ("" if self.request.transactional else PARTLY_OVERWRITTEN),
+                path=self.view.url,
+                component=wrong[0].split("/")[0],
+                rank=self.job.comm.rank,
+                overwritten=list(self.prepared),
+            )
+
+    def put_back(self, error: BaseException) -> None:
+        """Undo what `apply` did on this rank, and say so in `error`."""
+        failed = []
+        for key in reversed(self.begun):
+            try:
+                self.before[key].restore()
+            except BaseException as reason:  # a second interrupt must not leave the rest as it is
+                failed.append(f"{key!r} ({type(reason).__name__}: {reason})")
+        text = "; live state is as it was before the load"
+        if failed:
+            text = (
+                "; the others were put back as they were, and these could not be: "
+                f"{', '.join(failed)}; do not train on it"
+            )
+        if isinstance(error, CheckpointError):
+            error.message += text
+        else:
+            error.add_note(text[2:])
+
+
+def _live(loaded: LoadedComponent) -> LiveComponent:
+    component = loaded.component
+    state = component.stateful.state_dict()
+    seen, owner = state, owner_of(component.stateful)
+    if isinstance(owner, ModelState):
+        # What its own loading makes of parameters that have no shape yet is its to say.
+        seen = {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and is_lazy(v))}
+    snapshot = capture(component.key, seen, sharded=True, live_only=True)
+    numbers = {tensor.name: number for number, tensor in enumerate(loaded.stored.tensors)}
+    return LiveComponent(loaded, owner, state, snapshot, numbers)
+
+
+def _versions(stored: StoredComponent, file: str) -> dict[str, Any] | None:
+    """Versions of modules by path and name. Raises CheckpointCorrupt."""
+    if stored.versions is None:
+        return None
+    found = decode(stored.versions, file=file)
+    tables = found.values() if isinstance(found, dict) else [None]
+    if not all(
+        isinstance(table, dict) and all(isinstance(facts, dict) for facts in table.values())
+        for table in tables
+    ):
+        raise CheckpointCorrupt(
+            f"{file}: the versions of its modules are not a table", kind="format"
+        )
+    return dict(found)
+
+
+class StateBefore:
+    """What a component held before a load that is all or nothing: a private copy of the bytes of
+    its tensors, in host memory, and of all else."""
+
+    def __init__(self, live: LiveComponent) -> None:
+        self.stateful = live.loaded.component.stateful
+        self.state = containers_copied(live.state, _private)
+        # As integers, which every dtype can be copied as.
+        self.bytes = [
+            (t.tensor, words(t.tensor).to("cpu", copy=True))
+            for t in live.snapshot.tensors
+            if t.spec.alias_of is None
+        ]
+        if (metadata := metadata_of(self.stateful)) is not None:
+            self.state = OrderedDict(self.state)
+            self.state._metadata = metadata
+
+    def restore(self) -> None:
+        """Give the tensors their bytes, and the component its state, back. Raises whatever the
+        component raises."""
+        for tensor, before in self.bytes:
+            items = (
+                torch.view_as_complex(before.view(torch.float64))
+                if tensor.dtype == torch.complex128
+                else before.view(tensor.dtype)
+            )
+            if tensor.shape != items.shape:  # a module's own code has resized it
+                tensor.data = items.to(tensor.device)
+            else:
+                copy_into(tensor, items)
+        if isinstance(self.stateful, PlainState):  # all of it: a part puts itself back
+            self.stateful.strict = True
+            self.stateful.put_back(self.state, {})
+        else:
+            self.stateful.load_state_dict(self.state)
+
+
+def _private(leaf: Any) -> Any:
+    """Tensors stay themselves: their bytes are kept beside."""
+    if isinstance(leaf, torch.Tensor | Shard):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # what cannot be copied is not copied
+        return leaf
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(n) for n in names[:5])
+    return (shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "nothing"
