@@ -35,6 +35,7 @@ __all__ = [
     "check_files",
     "checkpoint_name",
     "checkpoints_in",
+    "foreign_format",
     "delete_checkpoint",
     "entries_in",
     "finish_deletion",
@@ -344,17 +345,31 @@ def _without_manifest(storage: Storage, name: str, step: int) -> CheckpointInfo 
     return CheckpointInfo(name, url, status, step, reason, pinned=PIN_NAME in names)
 
 
+def foreign_format(storage: Storage, folder: str) -> tuple[str, str] | None:
+    """(what another library calls such a folder, the file that says so), for a message; None where
+    it is nothing that is known."""
+    try:
+        listed = {entry.name for entry in entries_in(storage, folder)}
+    except StorageError:
+        return None
+    return _foreign_in(listed)
+
+
+def _foreign_in(names: set[str]) -> tuple[str, str] | None:
+    for kind, pattern in _FOREIGN:
+        if found := sorted(name for name in names if pattern.fullmatch(name)):
+            return kind, found[0]
+    return None
+
+
 def _what_it_holds(names: set[str]) -> tuple[str, str]:
     """Status and reason of a folder without a manifest, by the names in it."""
     others = sorted(name for name in names if not is_ours(name))
     if any(_INDEX.fullmatch(name) for name in names):
         return "uncommitted", UNCOMMITTED
-    for what, pattern in _FOREIGN:
-        if found := sorted(name for name in names if pattern.fullmatch(name)):
-            return (
-                "uncommitted",
-                f"no {MANIFEST_NAME}, but {found[0]}: it looks like {what}, {NOT_OURS}",
-            )
+    if foreign := _foreign_in(names):
+        kind, file = foreign
+        return "uncommitted", f"no {MANIFEST_NAME}, but {file}: it looks like {kind}, {NOT_OURS}"
     if len(others) == len(names):
         return "partial", f"{LEFTOVER_OF_OTHERS} ({others[0]})"
     return "uncommitted", UNCOMMITTED

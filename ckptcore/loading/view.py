@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from ..arguments import check_count, shown
-from ..catalog.folder import PIN_NAME, checkpoints_in, join, read_manifest
+from ..catalog.folder import PIN_NAME, checkpoints_in, foreign_format, join, read_manifest
 from ..errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -30,7 +30,7 @@ from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
 from ..storage.base import Storage
 from ..storage.opening import open_storage
-from ..storage.urls import split_url
+from ..storage.urls import masked_url, split_url
 from .plan import numpy_words, read_of
 from .reader import TensorRead, check_header, open_member, read_tensors
 
@@ -161,6 +161,12 @@ class CheckpointView:
         except CheckpointNotFound as error:
             if names := checkpoints_in(storage, folder):
                 error.message += f"; it is a root with {', '.join(names)}: say which one"
+            elif foreign := foreign_format(storage, folder):
+                kind, file = foreign
+                error.message += (
+                    f"; {file} looks like {kind}: `ckpt import {masked_url(self.url)} ROOT` makes "
+                    "a checkpoint of it, and ckptcore.load_foreign(state, ...) loads it as it is"
+                )
             raise
         self._indexes: dict[int, Index] = {}
         self._pieces: dict[tuple[str, int], dict[int, Piece]] = {}

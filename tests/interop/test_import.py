@@ -17,8 +17,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckptcore import (
+    CheckpointCoordinator,
     CheckpointManager,
+    CheckpointNotFound,
     InvalidState,
+    SingleProcess,
     export_checkpoint,
     import_checkpoint,
     load_foreign,
@@ -159,6 +162,23 @@ def test_a_folder_without_a_manifest(tmp_path: Path) -> None:
     loaded = load_foreign({"model": live, "optimizer": live_optimizer}, folder, model=live)
     assert loaded.step == 30
     assert same(next_step(live, live_optimizer), next_step(model, optimizer))
+
+
+def test_a_load_of_such_a_folder_says_what_it_is_and_what_to_do(tmp_path: Path) -> None:
+    for name, kind in (
+        ("model.safetensors", "a Hugging Face folder"),
+        ("optimizer_state.pt", "a folder of torch.save"),
+        (".metadata", "a folder of torch.distributed.checkpoint"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).touch()
+        coordinator = CheckpointCoordinator({"model": nn.Linear(1, 1)}, comm=SingleProcess())
+        with pytest.raises(CheckpointNotFound) as caught:
+            coordinator.load_checkpoint(folder)
+        assert f"{name} looks like {kind}" in str(caught.value)
+        assert f"ckpt import {folder} ROOT" in str(caught.value)
+        assert "load_foreign" in str(caught.value)
 
 
 def test_lightning(tmp_path: Path) -> None:
