@@ -91,7 +91,9 @@ def shared(command: Callable[..., Report]) -> Callable[..., Report]:
     help="Show the version and exit.",
 )
 def cli(json: bool) -> None:
-    """Look at checkpoints, check and copy them. Paths are local folders or any fsspec URL."""
+    """Look at checkpoints; compare, copy, convert, mend and delete them.
+
+    Paths are local folders or any fsspec URL."""
 
 
 class Place(click.ParamType[str]):

@@ -20,6 +20,7 @@ from ckptcore import (
     import_checkpoint,
 )
 
+from .failures import not_found
 from .lookup import opened, resolve
 from .render import Block, Cell, Column, Line, Report, Table, count, size
 from .subject import Options
@@ -48,6 +49,8 @@ def import_from(
     dry_run: bool,
 ) -> Report:
     """Make a checkpoint in `root` of what another library wrote."""
+    if not source or not root:
+        raise not_found("the path is empty", path="")
     beginnings = pairs(maps, "--map")
 
     def rename(name: str) -> str:
@@ -122,6 +125,8 @@ def export_to(
     dry_run: bool,
 ) -> Report:
     """`url` is a checkpoint, or a root: then what restore would take."""
+    if not folder:
+        raise not_found("the path to write to is empty", path="")
     subject = opened(resolve(url, options), options)
     start = perf_counter()
     with warnings.catch_warnings():

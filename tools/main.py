@@ -1,9 +1,4 @@
-"""`ckpt`: looks at checkpoints, checks and copies them.
-
-    ckpt ls ROOT          every checkpoint of a root, and which is the latest
-    ckpt inspect PATH     what one checkpoint holds
-    ckpt verify PATH      read every byte of it
-    ckpt cp SRC DST       copy it to any other storage, verified on the way
+"""`ckpt`: looks at checkpoints, compares, copies, converts, mends and deletes them (docs/cli.md).
 
 Exit codes: 0 good; 1 bad (damaged, uncommitted, newer format, problems found); 2 usage; 3 not
 found; 4 storage error (permission, unreachable); 130 interrupted; 141 the reader of the output went

@@ -16,6 +16,7 @@ from ckptcore import CheckpointInfo, KeepBest, StorageError, kept_by, restore_ca
 
 from . import facts, render
 from .diff import compared, summary
+from .failures import not_found
 from .inspection import by_module, extents, written_by
 from .lookup import opened, resolve, scan, split, subject_of
 from .render import Line, Report, moment, printable, size, status_cell
@@ -31,6 +32,9 @@ Box = tuple[float, float, float, float]  # left, top, width, height
 
 def report(url: str, options: Options, target: str) -> Report:
     """Write the page of a checkpoint, of a root of the one that restore would take."""
+    path = Path(target)
+    if path.is_dir() or not path.parent.is_dir():
+        raise not_found(f"{path} cannot be written: it is a folder, or in none", path=target)
     subject = opened(resolve(url, options), options)
     folder, _ = split(subject.typed)
     try:
@@ -45,7 +49,6 @@ def report(url: str, options: Options, target: str) -> Report:
             with opened(subject_of(before, options, folder or ""), options) as older:
                 document["changes"] = compared(older, subject, stats=False)
     page = html(document)
-    path = Path(target)
     building = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         building.write_text(page, encoding="utf-8")
