@@ -37,6 +37,11 @@ class Board(ABC):
     def delete(self, keys: Sequence[str]) -> None:
         """Remove what there is of `keys`. Nobody waits for it."""
 
+    def put_all(self, keys: Sequence[str], value: bytes) -> None:
+        """`put`, for each of `keys`."""
+        for key in keys:
+            self.put(key, value)
+
     def post(self, key: str, value: bytes) -> None:
         """`put`, that nobody waits for and that raises nothing."""
         with suppress(BoardLost):
@@ -119,6 +124,9 @@ class PartOfBoard(Board):
 
     def put(self, key: str, value: bytes) -> None:
         self.board.put(f"{self.prefix}/{key}", value)
+
+    def put_all(self, keys: Sequence[str], value: bytes) -> None:
+        self.board.put_all([f"{self.prefix}/{key}" for key in keys], value)
 
     def get(self, key: str) -> bytes | None:
         return self.board.get(f"{self.prefix}/{key}")

@@ -36,6 +36,8 @@ log = logging.getLogger("ckptcore")
 
 # A call that waits for ranks says so, once, after this many seconds.
 PATIENT_SECONDS = 30.0
+# A verdict that is longer is posted once, not once for each rank.
+LARGE_BYTES = 4096
 # How long rank 0 lets the others read that a call has failed before it raises: its program may end
 # then, and the board with it.
 READ_SECONDS = 2.0
@@ -51,7 +53,13 @@ class RoundId:
 
     @property
     def verdict(self) -> str:
+        """Where rank 0 posts a large verdict, once for all."""
         return f"{self.call}/{self.number}/out"
+
+    def to_rank(self, rank: int) -> str:
+        """Where rank 0 posts the verdict for a rank, or b"" for a large one. It is read by that
+        rank alone, which can therefore end its own wait."""
+        return f"{self.call}/{self.number}/out/{rank}"
 
     def of_rank(self, rank: int) -> str:
         """Where a rank posts what it brings."""
@@ -262,9 +270,11 @@ class BoardCommunicator(Communicator):
         rounds = [at.next_round()] if self._answered or not at.number else [at, at.next_round()]
         for now in rounds:
             if self.rank == 0:  # what was said before stays: some may have read it
-                verdict = Verdict(self.nodes, call, failure=failure.of_rank(0))
-                self.board.offer(now.verdict, packed(verdict))
-                self._unread += [now.verdict, *self._reports(now)]
+                data = packed(Verdict(self.nodes, call, failure=failure.of_rank(0)))
+                for rank in range(1, self.world_size):
+                    self.board.offer(now.to_rank(rank), data)
+                    self._unread.append(now.to_rank(rank))
+                self._unread += self._reports(now)
             else:
                 report = Report("", call or "", self.node, failure=failure, left=True)
                 self.board.post(now.of_rank(self.rank), packed(report))
@@ -312,6 +322,18 @@ class BoardCommunicator(Communicator):
         else:
             self.board.post(self.at.read_by(self.rank), b"1")
         self._last = self.at
+
+    def _answer(self, verdict: Verdict) -> None:
+        """Post the verdict of this round to all. Raises UnsupportedValue before anything is
+        posted."""
+        data = packed(verdict)
+        keys = [self.at.to_rank(rank) for rank in range(1, self.world_size)]
+        if len(data) > LARGE_BYTES:
+            self.board.put(self.at.verdict, data)
+            self._unread.append(self.at.verdict)
+            data = b""
+        self.board.put_all(keys, data)
+        self._unread += keys
 
     def _reports(self, at: RoundId) -> list[str]:
         """Where the others post what they bring to a round."""
@@ -441,8 +463,7 @@ class _BoardRound(Round):
                 self.reports = self._all_reports()
                 if not self.first or not self._are_over():
                     break
-                comm.board.put(comm.at.verdict, packed(Verdict([], self.call, over=True)))
-                comm._unread.append(comm.at.verdict)
+                comm._answer(Verdict([], self.call, over=True))
                 comm.at = comm.at.next_call()
             comm.nodes = _nodes([report.node for report in self.reports])
             _raise_failures(self.topic, self.reports, self.joining)
@@ -462,18 +483,19 @@ class _BoardRound(Round):
             raise self.failed
         error = self.failed or own
         verdict = Verdict(comm.nodes, self.call, self.verdict)
-        try:
-            data = packed(verdict) if error is None else b""
-        except Exception as unfit:
-            error = unfit
+        if error is None:
+            try:
+                comm._answer(verdict)
+            except BoardLost:
+                raise
+            except Exception as unfit:
+                error = unfit
         if error is not None:
             absent = error.ranks or [] if isinstance(error, JoinTimeout) else []
             failure = Failure.of(error)
             verdict = Verdict(comm.nodes, self.call, failure=failure, absent=absent)
-            data = packed(verdict)
-        comm.board.put(comm.at.verdict, data)
+            comm._answer(verdict)
         comm._answered = True
-        comm._unread.append(comm.at.verdict)
         if error is not None:
             comm._say_read()
             gone = [r for r, report in enumerate(self.reports) if report.left or report.late]
@@ -525,7 +547,11 @@ class _BoardRound(Round):
         comm = self.comm
         while True:
             comm.board.put(comm.at.of_rank(comm.rank), self.data)
-            verdict = self._awaited()
+            try:
+                verdict = self._awaited()
+            except BaseException:
+                comm.board.give_up([comm.at.to_rank(comm.rank)])
+                raise
             if [key for key in comm._unread if int(key.split("/")[0]) < comm.number]:
                 comm._forget()  # rank 0 has gone on to another call
             if verdict.failure is not None:
@@ -537,7 +563,8 @@ class _BoardRound(Round):
     def _awaited(self) -> Verdict:
         comm, at, started = self.comm, self.comm.at, time.monotonic()
         end = started + comm.work_timeout + comm.liveness_timeout
-        while (found := comm.board.wait([at.verdict], comm._seconds(end))) is None:
+        keys = [at.to_rank(comm.rank)]
+        while (found := comm.board.wait(keys, comm._seconds(end))) is None:
             comm._check_alive(self.topic, [0])
             now = time.monotonic()
             if self.joining and self._leader().at < at:
@@ -547,7 +574,7 @@ class _BoardRound(Round):
                     self._give_up()
             if now > end:
                 raise comm._absent(self.topic, [0], joining=False)
-        verdict: Verdict = unpacked(found[0])
+        verdict: Verdict = unpacked(found[0] or comm.board.get(at.verdict) or b"")
         comm._answered = True
         return verdict
 

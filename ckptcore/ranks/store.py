@@ -147,9 +147,14 @@ class StoreBoard(Board):
             self._connected().ask(work)
 
     def put(self, key: str, value: bytes) -> None:
-        full = f"{self.prefix}/{key}"
+        self.put_all([key], value)
+
+    def put_all(self, keys: Sequence[str], value: bytes) -> None:
+        if not keys:
+            return
+        full = [f"{self.prefix}/{key}" for key in keys]
         # A store does not say that it has set a value; the answer to the next question does.
-        self._do(lambda store: (store.set(full, value), store.check([full])))
+        self._do(lambda store: ([store.set(key, value) for key in full], store.check(full)))
 
     def get(self, key: str) -> bytes | None:
         full = f"{self.prefix}/{key}"

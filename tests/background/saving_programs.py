@@ -163,7 +163,7 @@ def never_closed(job: Job) -> dict[str, Any]:
         wait = board.wait
 
         def late(keys: Sequence[str], seconds: float) -> list[bytes] | None:
-            if keys[0].endswith("/out") and int(keys[0].rsplit("/", 2)[-2]) >= 3:
+            if "/out/" in keys[0] and int(keys[0].rsplit("/", 3)[-3]) >= 3:
                 time.sleep(0.5)
             return wait(keys, seconds)
 

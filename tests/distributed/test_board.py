@@ -6,9 +6,10 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
+from ckptcore import JoinTimeout
 from ckptcore.ranks.board import MemoryBoard, PartOfBoard
 from ckptcore.ranks.rounds import BoardCommunicator
-from ckptcore.ranks.store import StoreBoard
+from ckptcore.ranks.store import StoreBoard, StoreCommunicator
 
 DEADLINE = 20
 
@@ -89,6 +90,19 @@ def test_a_wait_that_was_given_up_ends(store):
     assert board.wait(["never", "ever"], 0.01) is None
     board.give_up(["never", "ever"])
     board.close()
+    until(lambda: len(connections()) == others)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_thread_of_a_rank_that_gave_up_waits_on(store, rank):
+    """It would crash the interpreter when the store goes while that ends."""
+    others = len(connections())
+    comm = StoreCommunicator(store, rank, 2, name=f"alone {rank}", join_timeout=0.05)
+    with pytest.raises(JoinTimeout), comm.round("alone", joining=True):
+        pass
+    comm.heart.stop()
+    comm.heart.join(DEADLINE)
+    comm.board.close()
     until(lambda: len(connections()) == others)
 
 

@@ -48,7 +48,8 @@ class Words:
         self._board, self.left, self.thread = board, 0, threading.get_ident()
 
     def __getattr__(self, name):
-        if name in ("put", "wait", "delete") and self.left and threading.get_ident() == self.thread:
+        words = ("put", "put_all", "wait", "delete")
+        if name in words and self.left and threading.get_ident() == self.thread:
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt

@@ -325,7 +325,10 @@ def test_interrupts_at_every_point_of_a_save(tmp_path, victim, asynchronous):
         class Interrupted:
             def __getattr__(self, name):
                 nonlocal words
-                if name in ("put", "wait", "delete") and threading.current_thread() is thread:
+                if (
+                    name in ("put", "put_all", "wait", "delete")
+                    and threading.current_thread() is thread
+                ):
                     words += 1
                     if words == moment:
                         raise KeyboardInterrupt
