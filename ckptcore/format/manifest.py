@@ -263,10 +263,6 @@ class CheckpointManifest:
         return "shared" if self.node is None else "node"
 
     @property
-    def here(self) -> Sequence[int]:
-        return self.stored_ranks  # until the last user has moved
-
-    @property
     def stored_ranks(self) -> Sequence[int]:
         """The ranks whose state is in this checkpoint, in order: all, or those of the node."""
         return range(self.world_size) if self.node is None else self.nodes[self.node]

@@ -279,7 +279,7 @@ class CheckpointView:
         return self._tables[key]
 
     def _sharded_table(self, key: str) -> StoredComponent:
-        lowest = self.manifest.here[0]
+        lowest = self.manifest.stored_ranks[0]
         first = self.index(lowest).components.get(key)
         name = index_file_name(lowest)
         if first is None or first.tree is None or first.layouts is None:
@@ -661,7 +661,9 @@ def _not_here(
 ) -> StateMismatch:
     """The error for something that only the storage of other nodes has. saved_by: the ranks that
     had it."""
-    here = ", ".join(map(str, manifest.here[:8])) + (", ..." if len(manifest.here) > 8 else "")
+    here = ", ".join(map(str, manifest.stored_ranks[:8])) + (
+        ", ..." if len(manifest.stored_ranks) > 8 else ""
+    )
     others = [
         str(node)
         for node, ranks in enumerate(manifest.nodes)

@@ -356,7 +356,7 @@ def test_a_manifest_that_makes_no_sense_of_its_node_is_refused(fields, wrong):
         "id", 1, "run", "attempt", 1, "now", world_size=4, nodes=[[0, 1], [2, 3]], node=1
     )
     again = CheckpointManifest.decode(made.encode())
-    assert (again.node, again.storage_mode, list(again.here), again.extra) == (
+    assert (again.node, again.storage_mode, list(again.stored_ranks), again.extra) == (
         1,
         "node",
         [2, 3],
