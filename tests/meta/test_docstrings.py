@@ -33,7 +33,6 @@ UNDESCRIBED: dict[str, set[str]] = {
     },
     "CheckpointCoordinator.save": {"components", "name", "request", "storage"},
     "CheckpointCoordinator.saving": {"components", "name", "request", "storage"},
-    "CheckpointCoordinator.load": {"cast", "name", "storage", "strict", "whole"},
     "CheckpointManager": {
         "comm",
         "drain_timeout",
