@@ -172,7 +172,7 @@ def stage(
     away: list[Item] = []
     for (t, _), target in zip(copied, targets, strict=True):
         source = t.tensor
-        if not source.is_cpu:
+        if not source.is_cpu and t.spec.nbytes:
             away.append((words(source), words(target)))
         elif source.dtype in _COPIED_AS_THEY_ARE:
             host.append((target, source))
