@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from functools import cached_property
+from typing import Any, Literal
 
-from .arguments import check_choice, check_mapping, check_name, check_path, check_threads, shown
+from .arguments import check_choice, check_name, check_path, check_threads, shown
 from .catalog.catalog import Catalog, Location
-from .catalog.domain import ScanRound
 from .catalog.folder import CheckpointInfo
-from .errors import CheckpointWarning, InvalidState, RanksDisagree
+from .errors import CheckpointWarning, InvalidState
 from .loading.keys import Keys
 from .loading.load import LoadJob, LoadReport, LoadRequest, load, same_call
-from .nodes.agreement import StorageMode
-from .ranks.communicator import Communicator, Round
+from .nodes.agreement import StorageMode, domains_of
+from .ranks.communicator import Communicator
 from .ranks.store import shared_communicator
-from .saving.flow import Saving
-from .saving.join import SaveRequest
+from .saving.background import JOIN_SECONDS, warn_all
+from .saving.save import RunFacts, SaveCall, SaveJob, SaveRecord, StagedSave, capture, finish, join
+from .saving.write_plan import KeptPlans
 from .state.adapters import as_components
-from .state.component import StateComponent, StatefulProvider, ValidationLevel
+from .state.component import StateComponent, ValidationLevel, process_groups_of
 from .storage.base import Storage
 from .storage.opening import open_storage
 from .storage.urls import split_url
@@ -32,9 +32,6 @@ from .storage.workers import Workers
 
 __all__ = ["CheckpointCoordinator"]
 
-R = TypeVar("R", Round, ScanRound)
-
-JOIN_SECONDS = 5.0
 STEP_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,18})")
 
 
@@ -67,9 +64,7 @@ class CheckpointCoordinator:
         self.components: list[StateComponent] = as_components(
             state_components, self.comm.world_size
         )
-        if process_groups is None and isinstance(state_components, StatefulProvider):
-            process_groups = getattr(state_components, "get_process_groups", dict)()
-        self.process_groups = checked_groups(process_groups)
+        self.process_groups = process_groups_of(state_components, process_groups)
         self.io_threads = io_threads or default_io_threads()
         self._own_workers = workers is None
         self.workers = workers or Workers(self.io_threads)
@@ -99,24 +94,39 @@ class CheckpointCoordinator:
         storage_options: of `path`. Raises InvalidState, and what `save` raises, on all ranks what
         one of them raises.
         """
-        made: list[tuple[Storage, str, SaveRequest]] = []
-        components = self.components
+        with self.comm.call("save_checkpoint"):
+            with self.comm.round("save_checkpoint", joining=True):
+                parent, name = split_url(check_path("path", path))
+                numbered = STEP_NAME.fullmatch(name)
+                if step is None:
+                    step = int(numbered[1]) if numbered else 0
+                run = secrets.token_hex(8) if run_id is None else check_name("run_id", run_id)
+                components = [_validated(component, validate) for component in self.components]
+                storage = open_storage(parent, storage_options)
+            call = SaveCall(components, step, None, metadata, overwrite, None, checkpoint_id, name)
+            return self._save(storage, call, RunFacts(run))
 
-        def check() -> None:
-            nonlocal components
-            parent, name = split_url(check_path("path", path))
-            numbered = STEP_NAME.fullmatch(name)
-            number = (int(numbered[1]) if numbered else 0) if step is None else step
-            run = secrets.token_hex(8) if run_id is None else check_name("run_id", run_id)
-            given: Any = metadata
-            request = SaveRequest(
-                number, run, {}, given, overwrite=overwrite, checkpoint_id=checkpoint_id
-            )
-            components = [_validated(component, validate) for component in components]
-            made.append((open_storage(parent, storage_options), name, request))
+    def _save(self, storage: Storage, call: SaveCall, run: RunFacts) -> CheckpointInfo:
+        """A save from the join to the commit. A failure leaves nothing behind."""
+        domains = domains_of(self.comm, Catalog(storage), self.storage_mode)
+        job = SaveJob(self.comm, domains, self.process_groups, self.workers, self._kept)
+        record = SaveRecord()
+        try:
+            joined = join(job, call, run, record)
+            saved = finish(StagedSave(capture(job, joined, record)))
+        except BaseException:
+            with suppress(CheckpointWarning):  # as an error it must not hide the one that counts
+                warn_all(record.warnings)
+            raise
+        finally:
+            if self._own_workers:
+                self.workers.close(JOIN_SECONDS)
+        warn_all(record.warnings)
+        return saved.info
 
-        self.comm.together("save_checkpoint", check, _nothing, joining=True)
-        return self.save(*made[0], components)
+    @cached_property
+    def _kept(self) -> KeptPlans:
+        return KeptPlans(split=self.writers == "split")
 
     def load_checkpoint(
         self,
@@ -141,86 +151,6 @@ class CheckpointCoordinator:
                 r.verdict = same_call(calls)
         return load(job, r.verdict, Location(storage, ""), request)
 
-    def save(
-        self,
-        storage: Storage,
-        name: str,
-        request: SaveRequest,
-        components: list[StateComponent] | None = None,
-    ) -> CheckpointInfo:
-        """Save the components (by default this coordinator's) as the checkpoint `name` of
-        `storage`. A failure leaves nothing behind.
-
-        What one rank raises, all raise: CheckpointExists, UnsupportedValue, InvalidState and
-        ReplicationMismatch before a byte is written; StorageError, NoSpace; JoinTimeout, RankLost,
-        RanksDisagree.
-        """
-        saving = self.saving(storage, name, request, components)
-        try:
-            saving.begin()
-            info = saving.finish(self.comm)
-        except BaseException:
-            with suppress(
-                CheckpointWarning
-            ):  # as an error it must not take the place of the one that counts
-                warn_all(saving.told)
-            raise
-        finally:
-            if self._own_workers:
-                self.workers.close(JOIN_SECONDS)
-        warn_all(saving.told)
-        return info
-
-    def saving(
-        self,
-        storage: Storage,
-        name: str,
-        request: SaveRequest,
-        components: list[StateComponent] | None = None,
-        catalog: Catalog | None = None,
-    ) -> Saving:
-        """A save that has not begun, for those who do more between its steps.
-
-        catalog: of `storage`, where somebody keeps it from save to save (default: a new one).
-        """
-        return Saving(
-            self.comm,
-            components or self.components,
-            self.process_groups,
-            self.writers,
-            storage,
-            name,
-            request,
-            self.workers,
-            catalog or Catalog(storage),
-            self.storage_mode,
-        )
-
-
-def meet(
-    entered: AbstractContextManager[R],
-    make: Callable[[], CheckpointCoordinator],
-    call: Callable[[], tuple[str, Any, Any]],
-    decide: Callable[[R, Sequence[Sequence[Any]]], Any],
-) -> tuple[CheckpointCoordinator, R]:
-    """Make a coordinator on every rank, for the same call everywhere; rank 0 decides what all need
-    to know first: the verdict. entered: the round, or look, in which they meet.
-
-    call: what this rank calls for, in words that must be equal on all ranks, and two more things
-    for `decide`. What fails on one rank (a state that makes no sense, an argument), fails on all.
-    Raises RanksDisagree.
-    """
-    with entered as r:
-        made = make()
-        calls = r.gather([*call()])
-        if r.leads:
-            called = [str(call[0] if isinstance(call, list) else call.words) for call in calls]
-            if wrong := [rank for rank, words in enumerate(called) if words != called[0]]:
-                what = f"rank 0 calls for a {called[0]}, rank {wrong[0]} for a {called[wrong[0]]}"
-                raise RanksDisagree(what, ranks=wrong)
-            r.verdict = decide(r, calls)
-    return made, r
-
 
 def check_parts(comm: Any, groups: Any, io_threads: Any, writers: Any, storage_mode: Any) -> None:
     """The options that a coordinator and a manager share. Raises InvalidState."""
@@ -228,18 +158,10 @@ def check_parts(comm: Any, groups: Any, io_threads: Any, writers: Any, storage_m
         raise InvalidState(
             f"comm must be a Communicator, not {shown(comm)}, a {type(comm).__qualname__}"
         )
-    checked_groups(groups)
+    process_groups_of(None, groups)
     check_threads("io_threads", io_threads)
     check_choice("writers", writers, ("split", "lowest"))
     check_choice("storage_mode", storage_mode, ("shared", "node"))
-
-
-def checked_groups(groups: Any) -> dict[str, Any]:
-    """Groups by name, none for None. What they are is for the ranks to find out together."""
-    found = check_mapping("process_groups", groups)
-    for name in found:
-        check_name("process_groups: a name", name)
-    return found
 
 
 def _validated(component: StateComponent, validate: Any) -> StateComponent:
@@ -257,11 +179,6 @@ def _validated(component: StateComponent, validate: Any) -> StateComponent:
 
 def _nothing(*_: Any) -> None:
     return None
-
-
-def warn_all(texts: Iterable[str]) -> None:
-    for text in texts:
-        warnings.warn(text, CheckpointWarning, stacklevel=3)
 
 
 def default_io_threads() -> int:

@@ -9,10 +9,10 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import astuple, replace
 from datetime import UTC, datetime
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Literal, TypeVar, cast
 
 from .arguments import (
@@ -31,11 +31,10 @@ from .arguments import (
 from .catalog.branches import committed, left_by_going_back, left_by_last, merged, within
 from .catalog.catalog import Location, best_of, candidates, choice, entry, find, with_commit
 from .catalog.domain import Entries, ScanRound
-from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, checkpoint_name, still_there
+from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, still_there
 from .catalog.retention import RetentionPolicy, best_rule, check_policy, unknown_metric
-from .coordinator import CheckpointCoordinator, R, check_parts, default_io_threads, meet
+from .coordinator import check_parts, default_io_threads
 from .errors import (
-    AsyncSaveError,
     CheckpointCorrupt,
     CheckpointError,
     CheckpointNotFound,
@@ -50,13 +49,12 @@ from .loading.keys import Keys
 from .loading.load import PARTLY_OVERWRITTEN, LoadJob, LoadReport, LoadRequest, load, same_call
 from .loading.view import CheckpointView, Problem
 from .nodes.agreement import StorageMode, domains_of
-from .ranks.communicator import Communicator, Round
+from .ranks.communicator import Communicator
 from .ranks.store import default_communicator
-from .saves import Saves
-from .saving.background import SaveHandle
-from .saving.flow import Saving
-from .saving.join import SaveRequest
+from .saving.background import SaveHandle, Saves
+from .saving.save import RunFacts, SaveCall, SavedCheckpoint, SaveJob
 from .saving.staging import Staging
+from .saving.write_plan import KeptPlans
 from .state.adapters import as_components
 from .state.component import process_groups_of
 from .storage.base import Storage
@@ -199,7 +197,7 @@ class CheckpointManager:
             on_error,
             drain_timeout,
             self.io_threads,
-            lambda event: self._saves.tell(event),
+            lambda event: self._saves.emit(event),
         )
         self._domains = domains_of(self.comm, self._catalog, storage_mode)
         self._saves = Saves(
@@ -212,6 +210,12 @@ class CheckpointManager:
             self._after_commit,
             uploads,
         )
+
+    @cached_property
+    def _job(self) -> SaveJob:
+        kept = KeptPlans(split=self.writers == "split")
+        groups, workers = self.process_groups, self._saves.workers
+        return SaveJob(self.comm, self._domains, groups, workers, kept)
 
     @property
     def root(self) -> str:
@@ -265,11 +269,8 @@ class CheckpointManager:
         holds. Raises CheckpointExists, UnsupportedValue, InvalidState, StorageError, NoSpace;
         earlier checkpoints stay.
         """
-        self._saves.settle()
-        saving, _ = self._saving(
-            step, state, metrics, metadata, overwrite, training_args_hash, when_busy="wait"
-        )
-        return self._saves.now(saving)
+        call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
+        return self._saves.now(self._job, call, self._run_facts())
 
     @one_call("save of step ", 0)
     def save_async(
@@ -291,23 +292,14 @@ class CheckpointManager:
         UnsupportedValue, InvalidState), and so is the failure of the save before (AsyncSaveError);
         see SaveHandle for the rest.
         """
-        self._saves.check_process()
-        if self.when_busy == "wait":
-            self._saves.settle()
-        saving, skip = self._saving(
-            step, state, metrics, metadata, overwrite, training_args_hash, when_busy=self.when_busy
-        )
-        if skip:
-            self._saves.emit("skipped", saving)
-            return SaveHandle(saving.request.step, skipped=True)
-        return self._saves.later(saving)
+        call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
+        return self._saves.begin(self._job, call, self._run_facts(self.when_busy))
 
     @one_call("prewarm")
     def prewarm(self, state: Any) -> None:
         """Allocate and touch what the first `save_async` of such a state needs, and start its
         threads. On every rank."""
-        self._saves.settle()
-        self._saves.rehearse(self._saving(0, state, when_busy="wait")[0])
+        self._saves.rehearse(self._job, SaveCall(state, 0), self._run_facts())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return when no save is being written; False when one still is after `timeout` seconds.
@@ -363,7 +355,7 @@ class CheckpointManager:
         how: dict[str, Any],
         args_hash: str | None,
     ) -> LoadReport:
-        self._saves.settle()
+        self._saves.wait_for_pending()
         choose = partial(self._to_load, step)
         with self._domains.scan("join", joining=True) as r:
             request = LoadRequest(**how, broadcast=self.load_broadcast)
@@ -542,7 +534,7 @@ class CheckpointManager:
             named = self._load(state, which, {**how, "whole": True}, training_args_hash)
             self._compare_hash(named, training_args_hash)
             return named
-        self._saves.settle()
+        self._saves.wait_for_pending()
         with self._domains.scan("join", joining=True) as r:
             check_flags(fresh_ok=fresh_ok)
             check_hash(training_args_hash)
@@ -665,126 +657,46 @@ class CheckpointManager:
         wanted = partial(checked_which, step, paths=False)
         return self._domains.act(topic, wanted, self._chosen, work)
 
-    def _saving(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
-        training_args_hash: str | None = None,
-        *,
-        when_busy: str,
-    ) -> tuple[Saving, bool]:
-        """A save that has not begun, and whether it is not to: another one is being written on some
-        rank."""
-        requests: list[SaveRequest] = []
+    def _run_facts(self, when_busy: Literal["wait", "skip", "raise"] = "wait") -> RunFacts:
+        # Sequences of what was deleted since are not used again: they may be among the abandoned.
+        after = max(self._domains.last_sequence(), self._last_seen)
+        return RunFacts(
+            self.run_id, frozenset(self._found_damaged), after, self._abandoned, when_busy=when_busy
+        )
 
-        def request() -> str:
-
-            asked = SaveRequest(step, self.run_id, metrics, metadata, training_args_hash, overwrite)  # type: ignore[arg-type]
-            asked.found_damaged = checkpoint_name(asked.step) in self._found_damaged
-            asked.after_sequence = self._domains.last_sequence()
-            # Sequences of what was deleted since are not used again: they may be among the
-            # abandoned.
-            asked.after_sequence = max(asked.after_sequence, self._last_seen)
-            asked.abandoned = self._abandoned
-            requests.append(asked)
-            if not self._saves.failed:
-                self._saves.raise_failure()  # its warnings
-            return f"save of step {asked.step}"
-
-        def judge(_: Round, calls: Sequence[Sequence[Any]]) -> list[str]:
-            name = self._saves.branch_name = self._saves.branch_name or f"save-{self.comm.number}"
-            if any(failed for _, _, failed in calls):
-                return ["failed", name]
-            # With "wait" one that another thread has begun meanwhile is waited for before anything
-            # is copied.
-            if when_busy == "wait" or not any(busy for _, busy, _ in calls):
-                return ["go", name]
-            if when_busy == "raise":
-                asked = requests[0].step
-                raise AsyncSaveError(
-                    f"a save is still being written; step {asked} is not saved", step=asked
-                )
-            return ["skip", name]
-
-        meeting = self.comm.round("join", joining=True)
-        coordinator, met = self._call(state, meeting, request, judge)
-        verdict, self._saves.branch_name = met.verdict
-        if verdict == "failed":  # told on all ranks at once, also where its end is still to come
-            self._saves.settle()
-            self.comm.together("failure", self._saves.raise_failure, lambda _: None)
-        skip = verdict == "skip"
-        return coordinator.saving(
-            self.storage, checkpoint_name(requests[0].step), requests[0], catalog=self._catalog
-        ), skip
-
-    def _after_commit(self, saving: Saving, info: CheckpointInfo) -> None:
+    def _after_commit(self, saved: SavedCheckpoint, comm: Communicator) -> None:
         """On the thread that committed. Nothing here can undo it."""
+        info = saved.info
         self._found_damaged.discard(info.name)
         self._run_id = info.run_id
         # What has just been replaced is not left anywhere.
         self._left = [left for left in self._left if left.step != info.step]
         if self._left:
             steps = ", ".join(map(str, sorted({left.step or 0 for left in self._left})))
-            saving.told.append(
+            saved.warnings.append(
                 f"{self.root}: step {info.step} was saved after the run had gone back behind what "
                 f"it saved of steps {steps}: that is abandoned: "
                 "never the newest or the best, and kept by retention as a set of its own"
             )
             self._left = []
         if self.comm.rank == 0 and info.metrics and not self._metrics_known:
-            self._check_metrics(saving, info)
+            self._check_metrics(saved)
         self._domains.clean_up(
-            saving.comm,
-            self.keep,
-            self.run_id,
-            info,
-            saving.told.append,
-            self._deleted,
-            saving.seen,
+            comm, self.keep, self.run_id, info, saved.warnings.append, self._deleted, saved.listed
         )
 
-    def _check_metrics(self, saving: Saving, info: CheckpointInfo) -> None:
+    def _check_metrics(self, saved: SavedCheckpoint) -> None:
         """At the first commit that has metrics. Before retention deletes anything by a metric that
         is misspelt."""
         self._metrics_known = True
-        if unknown_metric(self.keep, [info]):
-            there = committed(with_commit(saving.seen or (), info), self.run_id)
+        if unknown_metric(self.keep, [saved.info]):
+            there = committed(with_commit(saved.listed or (), saved.info), self.run_id)
             if (what := unknown_metric(self.keep, there)) is not None:
-                saving.told.append(f"{self.root}: {what}")
+                saved.warnings.append(f"{self.root}: {what}")
 
     def _deleted(self, info: CheckpointInfo) -> None:
-        self._saves.tell(
+        self._saves.emit(
             SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=info.size_bytes or 0)
-        )
-
-    def _call(
-        self,
-        state: Any,
-        entered: AbstractContextManager[R],
-        what: Callable[[], str],
-        decide: Callable[[R, Sequence[Sequence[Any]]], Any],
-    ) -> tuple[CheckpointCoordinator, R]:
-        """Meet the other ranks, which must make the same call; rank 0 decides what they need to
-        know first, told on which of them a save is in the background.
-
-        A state or an argument that one rank cannot make sense of fails here, on all ranks.
-        """
-        make = partial(
-            CheckpointCoordinator,
-            state,
-            self.process_groups,
-            comm=self.comm,
-            io_threads=self.io_threads,
-            writers=self.writers,
-            workers=self._saves.workers,
-            storage_mode=self.storage_mode,
-        )
-        words = self._domains.words
-        return meet(
-            entered, make, lambda: (what() + words, self._saves.busy, self._saves.failed), decide
         )
 
     def _scan_again(self, choose: Callable[[Checkpoints], Any]) -> ScanRound:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-from ..errors import InvalidState
+from ..errors import InvalidState, RanksDisagree
 
-__all__ = ["Communicator", "Local", "Round", "SingleProcess", "Turn"]
+__all__ = ["Communicator", "Local", "Round", "SingleProcess", "Turn", "check_same_call"]
 
 T = TypeVar("T")
 Local = Callable[[], Any]
@@ -161,3 +161,11 @@ class SingleProcess(Communicator):
     @contextmanager
     def call(self, what: str, *, number: int | None = None) -> Iterator[None]:
         yield  # nobody else takes part, so a call in the middle of another one is fine
+
+
+def check_same_call(reports: Sequence[Any]) -> None:
+    """Raises RanksDisagree unless all ranks call for the same, by the words of their reports."""
+    first = reports[0].words
+    if wrong := [rank for rank, report in enumerate(reports) if report.words != first]:
+        what = f"rank 0 calls for a {first}, rank {wrong[0]} for a {reports[wrong[0]].words}"
+        raise RanksDisagree(what, ranks=wrong)

@@ -1,5 +1,9 @@
-"""Saves that go on while training does: one thread that finishes them, and what the caller holds of
-each."""
+"""The saves of one run: one at a time, at once or in the background, and what is told of each.
+
+A save in the background is captured and staged by the caller, and finished by one daemon thread; a
+SaveHandle is what the caller holds of it. Its failure is told once: by the next call, `result`,
+`close`, or at the end of the program, which waits for it.
+"""
 
 from __future__ import annotations
 
@@ -12,54 +16,83 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, Protocol
 
 from ..arguments import checked_timeout
 from ..catalog.folder import CheckpointInfo
-from ..errors import AsyncSaveError, CheckpointWarning, InvalidState
+from ..errors import AsyncSaveError, CheckpointWarning, InvalidState, RankFailed
+from ..events import OnEvent, SaveEvent
 from ..ranks.communicator import Communicator
-from ..storage.workers import yield_to_others
-from .flow import Saving
+from ..storage.workers import Workers, yield_to_others
+from .save import (
+    JoinedSave,
+    RunFacts,
+    SaveCall,
+    SavedCheckpoint,
+    SaveJob,
+    SaveRecord,
+    StagedSave,
+    capture,
+    finish,
+    join,
+    rehearse,
+    stage,
+)
+from .staging import HostPool, Staging
 
-__all__ = ["Background", "SaveHandle"]
+__all__ = ["JOIN_SECONDS", "Background", "Outcome", "SaveHandle", "Saves", "warn_all"]
+
+log = logging.getLogger("ckptcore")
+
+# How long threads that have nothing left to do are waited for.
+JOIN_SECONDS = 5.0
 
 
-class SaveHandle:
-    """A save that was begun in the background.
+def warn_all(texts: Iterable[str]) -> None:
+    for text in texts:
+        warnings.warn(text, CheckpointWarning, stacklevel=3)
+
+
+class SaveHandle(Future["CheckpointInfo | None"]):
+    """A save that was begun in the background: a Future of its checkpoint.
 
     skipped: it was not, because another one was still being written and `when_busy` is "skip".
+    error: what it has failed with.
     """
 
     def __init__(
         self,
         step: int,
-        saving: Saving | None = None,
+        record: SaveRecord | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         drain_timeout: float = 0.0,
         *,
         skipped: bool = False,
     ) -> None:
+        super().__init__()
         self.step, self.skipped = step, skipped
         self.error: BaseException | None = None
         self.on_error, self.drain_timeout = on_error, drain_timeout
-        self._told = [] if saving is None else saving.told
-        self._saving = saving
-        self._info: CheckpointInfo | None = None
+        self._record = SaveRecord() if record is None else record
+        self._staged: StagedSave | None = None
         self._pid = os.getpid()
-        self._ended = threading.Event()
-        self._written = 0, 0
         self._finisher = 0
+        self.set_running_or_notify_cancel()  # what has begun cannot be cancelled
         if skipped:
-            self._ended.set()
+            self.set_result(None)
         else:
             _expected(self)
 
     def __repr__(self) -> str:
-        if self.skipped or self.error is not None or self._info is not None:
+        if self.skipped or self.done():
             how = "skipped" if self.skipped else "failed" if self.error is not None else "committed"
         else:
             how = "being written, {:,} of {:,} bytes".format(*self.progress)
@@ -67,25 +100,20 @@ class SaveHandle:
 
     def staged(self) -> bool:
         """Whether the host has a private copy of everything."""
-        saving = self._saving
-        return saving is None or saving.staged is None or saving.staged.complete()
-
-    def done(self) -> bool:
-        """Whether it is committed, or has failed. Never in a forked child, which does not have the
-        thread that writes."""
-        return self._ended.is_set()
+        staged = self._staged
+        return staged is None or staged.copy is None or staged.copy.complete()
 
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes of tensor files that this rank has written, and has to write."""
-        saving = self._saving
-        return self._written if saving is None else (saving.progress.written, saving.progress.total)
+        return self._record.written, self._record.total
 
     def result(self, timeout: float | None = None) -> CheckpointInfo | None:
         """The committed checkpoint, when it is; None for one that was skipped.
 
+        timeout: seconds to wait (default: until it has ended).
         Raises AsyncSaveError, from what the save failed with, and TimeoutError when it has not
-        ended after `timeout` seconds (it goes on).
+        ended by then (it goes on).
         """
         timeout = checked_timeout(timeout)
         if self._pid != os.getpid():
@@ -100,16 +128,20 @@ class SaveHandle:
         if self.error is not None:
             self.give_up()
             raise self.failure()
-        return self._info
+        return super().result()
 
     def wait(self, timeout: float | None) -> bool:
         """Whether it has ended, after at most `timeout` seconds. Raises InvalidState on the thread
         that it is ended by."""
-        if self._finisher == threading.get_ident() and not self._ended.is_set():
+        if self._finisher == threading.get_ident() and not self.done():
             raise InvalidState(
                 f"{self.what} cannot be waited for by what it calls itself (on_event)"
             )
-        return self._pid != os.getpid() or self._ended.wait(checked_timeout(timeout))
+        if self._pid != os.getpid():
+            return True
+        with suppress(TimeoutError):
+            self.exception(checked_timeout(timeout))
+        return self.done()
 
     def collect(self) -> None:
         """Raise, or warn of, its failure, unless somebody was told before."""
@@ -127,7 +159,7 @@ class SaveHandle:
     @property
     def untold(self) -> bool:
         """Whether it has failed and nobody was told."""
-        return self._ended.is_set() and self.error is not None and self in _untold
+        return self.done() and self.error is not None and self in _untold
 
     def give_up(self) -> None:
         """Nothing more is to be said of it at the end of the program."""
@@ -140,21 +172,23 @@ class SaveHandle:
         made.__cause__ = self.error
         return made
 
+    def warn(self, text: str) -> None:
+        """Have a warning given when somebody asks for the result, or at the next call."""
+        self._record.warnings.append(text)
+
     def end(self, info: CheckpointInfo | None, error: BaseException | None) -> None:
         """For the thread that finishes it."""
-        self._written = self.progress
-        self._info, self.error, self._saving = (
-            info,
-            error,
-            None,
-        )  # lets go of the state, here and not on the way out
+        self.error, self._staged = error, None
         if error is None:
             self.give_up()
-        self._ended.set()
+            self.set_result(info)
+        else:
+            self.set_exception(self.failure())
 
     def _warn(self) -> None:
-        told, self._told = self._told, []
-        for text in told:
+        texts = self._record.warnings[:]
+        del self._record.warnings[: len(texts)]
+        for text in texts:
             warnings.warn(text, CheckpointWarning, stacklevel=4)
 
 
@@ -243,8 +277,18 @@ def _flush() -> None:
             file.flush()
 
 
-Outcome = tuple[CheckpointInfo | None, BaseException | None]
-Task = tuple[SaveHandle, Callable[[], Outcome]]
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What has become of work in the background."""
+
+    info: CheckpointInfo | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    handle: SaveHandle
+    work: Callable[[], Outcome]
 
 
 class Background:
@@ -253,7 +297,7 @@ class Background:
 
     def __init__(self, name: str = "ckptcore-save") -> None:
         self.name = name
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -266,7 +310,7 @@ class Background:
     def submit(self, handle: SaveHandle, work: Callable[[], Outcome]) -> None:
         """Do `work`, which raises nothing, and end `handle` with what comes of it."""
         self.start()
-        self._tasks.put((handle, work))
+        self._tasks.put(_Task(handle, work))
 
     def close(self, timeout: float = 0.0) -> None:
         """Let the thread end when it is done, and wait for that for `timeout` seconds at most."""
@@ -280,18 +324,18 @@ class Background:
         self.close()
 
 
-def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
     yield_to_others()
     while (task := tasks.get()) is not None:
-        handle, work = task
+        handle = task.handle
         handle._finisher = threading.get_ident()
-        info, error = work()
+        outcome = task.work()
         # What the save held goes before anybody hears of its end: a program that ends then must not
         # find this thread giving memory back.
-        task = work = None  # type: ignore[assignment]
-        _forget_locals(error)
-        handle.end(info, error)
-        del handle, info, error
+        task = None
+        _forget_locals(outcome.error)
+        handle.end(outcome.info, outcome.error)
+        del handle, outcome
 
 
 def _forget_locals(error: BaseException | None) -> None:
@@ -299,3 +343,348 @@ def _forget_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+class Uploading(Protocol):
+    """Uploads to other roots, whose failures are told like those of saves."""
+
+    @property
+    def failed(self) -> bool: ...
+
+    def catch_up(self, run_id: str | None, step: int) -> None: ...
+
+    def raise_failure(self) -> None: ...
+
+    def wait(self, timeout: float | None) -> bool: ...
+
+    def close(self, deadline: float) -> None: ...
+
+
+class AfterCommit(Protocol):
+    """What a run does after each commit, on the thread that committed, over its conversation."""
+
+    def __call__(self, saved: SavedCheckpoint, comm: Communicator) -> None: ...
+
+
+class Saves:
+    """Keeps what outlives a save: threads, the pool of host memory, a conversation of the ranks for
+    the background."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        io_threads: int,
+        staging: Staging,
+        on_error: Literal["raise", "warn"],
+        drain_timeout: float,
+        on_event: OnEvent | None,
+        after: AfterCommit,
+        uploads: Uploading,
+    ) -> None:
+        self.comm, self.on_event = comm, on_event
+        self.on_error, self.drain_timeout = on_error, drain_timeout
+        self.after, self.uploads = after, uploads
+        self.workers = Workers(io_threads)
+        # Half as many: where training keeps every core busy, a core that is taken from it holds up
+        # the others too.
+        self._low_priority = Workers(
+            max(1, io_threads // 2), "ckptcore-background", low_priority=True
+        )
+        self.failed_steps: list[int] = []
+        self._pool = HostPool(staging)
+        self._background = Background()
+        self._branch: Communicator | None = None
+        # Rank 0 says it. Ranks count no branches: one that was interrupted in an earlier call may
+        # have made fewer.
+        self._branch_name = ""
+        self._pending: SaveHandle | None = None
+        self._pid = os.getpid()
+        # One pool, one save at a time, whichever threads they are called from.
+        self._turn, self._staging = threading.RLock(), False
+
+    @property
+    def _busy(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    @property
+    def _failed(self) -> bool:
+        """Whether a save in the background, or an upload, has failed and nobody was told."""
+        return (self._pending is not None and self._pending.untold) or self.uploads.failed
+
+    def check_process(self) -> None:
+        """Raises InvalidState in a forked child: it has none of the threads."""
+        if self._pid != os.getpid():
+            raise InvalidState(
+                "this CheckpointManager was made in the parent process; make one here, or save "
+                "there"
+            )
+
+    def check_caller(self) -> None:
+        """Raises InvalidState for a call that the save in the background makes itself, and in a
+        forked child.
+
+        On several ranks every call waits for its turn, and whoever has it may be waiting for that
+        save.
+        """
+        self.check_process()
+        if self.comm.world_size > 1 and self._pending is not None:
+            self._pending.wait(0.0)
+
+    def wait_for_pending(self) -> None:
+        """Wait for the save in the background; its failure is for `raise_failure`. Raises
+        InvalidState in a fork."""
+        self.check_process()
+        if self._pending is not None:
+            with self.comm.keep_alive() if self._busy else nullcontext():
+                self._pending.wait(None)
+
+    def raise_failure(self) -> None:
+        """Raise, or warn of, the failure of a save in the background or an upload that nobody was
+        told of."""
+        pending = self._pending
+        if pending is not None and pending.done():
+            pending.collect()
+        self.uploads.raise_failure()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether no save is being written or uploaded any more, after at most `timeout` seconds.
+        Raises AsyncSaveError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._pending is not None and not self._pending.wait(timeout):
+            return False
+        if not self.uploads.wait(
+            None if deadline is None else max(0.0, deadline - time.monotonic())
+        ):
+            return False
+        self.raise_failure()
+        return True
+
+    def now(self, job: SaveJob, call: SaveCall, run: RunFacts) -> CheckpointInfo:
+        """Do all of a save."""
+        record = SaveRecord(job.storage.retries)
+        self.wait_for_pending()
+        try:
+            joined = self._joined(job, call, run, record)
+            saved = finish(StagedSave(capture(job, joined, record)))
+        except BaseException as error:
+            if record.name:
+                self._emit("failed", job, record, error=error)
+            with suppress(CheckpointWarning):  # as an error it must not hide the one that counts
+                warn_all(record.warnings)
+            raise
+        self._emit("committed", job, record, saved.info.size_bytes or 0)
+        self.after(saved, self.comm)
+        warn_all(record.warnings)
+        return saved.info
+
+    def begin(self, job: SaveJob, call: SaveCall, run: RunFacts) -> SaveHandle:
+        """Capture and stage now, and leave the rest to the background."""
+        self.check_process()
+        if run.when_busy == "wait":
+            self.wait_for_pending()
+        record = SaveRecord(job.storage.retries)
+        with _no_garbage_collection():
+            joined = self._joined(job, call, run, record)
+        if joined.verdict.outcome == "skip":
+            self._emit("skipped", job, record)
+            return SaveHandle(record.step, skipped=True)
+        with self._exclusive_pool(), _no_garbage_collection():
+            return self._begin(job, joined, record)
+
+    def _begin(self, job: SaveJob, joined: JoinedSave, record: SaveRecord) -> SaveHandle:
+        branch = self._ready()
+        handle = SaveHandle(record.step, record, self.on_error, self.drain_timeout)
+        try:
+            save = capture(job, joined, record)
+        except BaseException as error:
+            handle.give_up()
+            if branch is not self.comm and getattr(error, "of_round", None) is None:
+                branch.leave(joined.number, error)  # Ctrl-C, say: others may be further by now
+            raise
+        staged = StagedSave(save)
+        try:
+            self._emit("queued", job, record)
+            staged = stage(save, self._pool)
+        except BaseException as error:  # Ctrl-C: the save fails on all ranks, and this tells of it
+            how = RankFailed(f"{type(error).__name__} while the state was copied")
+            staged = StagedSave(save, failure=how)
+            handle.give_up()
+            raise
+        finally:
+            self._pending, handle._staged = handle, staged
+            self._background.submit(handle, partial(self._finish, staged, branch))
+        return handle
+
+    def rehearse(self, job: SaveJob, call: SaveCall, run: RunFacts) -> None:
+        """Have ready what the first `begin` of such a state needs."""
+        self.wait_for_pending()
+        joined = self._joined(job, call, run, SaveRecord(), rehearsal=True)
+        with self._exclusive_pool():
+            rehearse(job, joined, self._pool)
+            self._ready()
+
+    def _joined(
+        self,
+        job: SaveJob,
+        call: SaveCall,
+        run: RunFacts,
+        record: SaveRecord,
+        *,
+        rehearsal: bool = False,
+    ) -> JoinedSave:
+        """The join, when the failure of an earlier save was told on all ranks."""
+        if not self._failed:
+            self.raise_failure()  # its warnings
+        while True:
+            facts = replace(run, busy=self._busy, failed=self._failed, branch=self._branch_name)
+            joined = join(job, call, facts, record, rehearsal=rehearsal)
+            self._branch_name = joined.verdict.branch
+            if joined.verdict.outcome != "failed":
+                return joined
+            record.name = ""  # nothing was begun
+            self.wait_for_pending()  # its end may still be to come here
+            with self.comm.round("failure"):
+                self.raise_failure()
+
+    @contextmanager
+    def _exclusive_pool(self) -> Iterator[None]:
+        """The pool, when no save is using it: another thread may have begun one since the caller
+        has waited."""
+        with self._turn:
+            if self._staging:
+                raise InvalidState(
+                    "save_async was called in the middle of save_async, by a signal handler or a "
+                    "state_dict(); use save there"
+                )
+            self._staging = True
+            try:
+                self.wait_for_pending()
+                if self._pending is not None:
+                    self._pending.collect()
+                yield
+            finally:
+                self._staging = False
+
+    def close(self) -> None:
+        """Wait, bounded in time, then give everything back. Raises AsyncSaveError."""
+        if self._pid != os.getpid():
+            return  # a forked child has neither the threads nor the connections
+        deadline = time.monotonic() + self.drain_timeout
+        try:
+            self._close_saves()
+        finally:
+            self.uploads.close(deadline)
+
+    def _close_saves(self) -> None:
+        pending = self._pending
+        try:
+            if pending is not None and not pending.wait(self.drain_timeout):
+                pending.give_up()
+                what = (
+                    f"the save of step {pending.step} has not ended after {self.drain_timeout:g} "
+                    "s and is given up"
+                )
+                raise AsyncSaveError(what, step=pending.step)
+            self.raise_failure()
+        finally:
+            ended = pending is None or pending.done()
+            for threads in (self._background, self.workers, self._low_priority):
+                threads.close(JOIN_SECONDS if ended else 0.0)
+            if ended:
+                self._pool.release()
+            if self._branch is not None and self._branch is not self.comm:
+                self._branch.close()
+            if self._branch is not None:
+                at_exit.discard(self._branch)
+
+    def _ready(self) -> Communicator:
+        """Threads and connections, made before they are needed: at the end of a program none can
+        be."""
+        self.workers.start()
+        self._low_priority.start()
+        self._background.start()
+        if self._branch is None:
+            self._branch = self.comm.branch(self._branch_name)
+            at_exit.add(self._branch)
+        return self._branch
+
+    def _finish(self, staged: StagedSave, branch: Communicator) -> Outcome:
+        """In the background: what is left of a save when its state is staged. Raises nothing."""
+        job, joined, record = staged.save.job, staged.save.joined, staged.save.record
+        saved: SavedCheckpoint | None = None
+        failed: BaseException | None = None
+        try:
+            with self._call_of(joined, branch):
+                if staged.copy is not None:
+                    staged.copy.wait()
+                    self._emit("staged", job, record, staged.copy.nbytes)
+                saved = finish(staged, branch, self._low_priority)
+        except BaseException as error:
+            failed = error
+            self.failed_steps.append(record.step)
+        try:
+            if saved is None:
+                self._emit("failed", job, record, error=failed)
+            else:
+                self._emit("committed", job, record, saved.info.size_bytes or 0)
+                with self._call_of(joined, branch):
+                    self.after(saved, branch)
+        except BaseException as error:  # the outcome is what it is all the same
+            outcome = "failed" if saved is None else "is committed"
+            record.warnings.append(
+                f"{record.name} {outcome}, and what comes after that went wrong: {error!r}"
+            )
+        return Outcome(None if saved is None else saved.info, failed)
+
+    @contextmanager
+    def _call_of(self, joined: JoinedSave, branch: Communicator) -> Iterator[None]:
+        """Rounds in the background have the number of the call that they belong to, whatever became
+        of others."""
+        words = f"save of step {joined.request.step}"
+        with nullcontext() if branch is self.comm else branch.call(words, number=joined.number):
+            yield
+
+    def _emit(
+        self,
+        kind: Literal["queued", "staged", "committed", "failed", "skipped"],
+        job: SaveJob,
+        record: SaveRecord,
+        nbytes: int = 0,
+        error: BaseException | None = None,
+    ) -> None:
+        """Tell the watcher of one more event of a save."""
+        self.emit(
+            SaveEvent(
+                kind,
+                record.step,
+                self.comm.rank,
+                record.name,
+                record.elapsed,
+                nbytes,
+                dict(record.seconds),
+                error,
+                retries=job.storage.retries - record.retries,
+            )
+        )
+
+    def emit(self, event: SaveEvent) -> None:
+        if self.on_event is not None:
+            try:
+                self.on_event(event)
+            except Exception as error:
+                log.warning(
+                    "on_event failed with %r at %s of step %d", error, event.kind, event.step
+                )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Many small objects are made and go again while state is save: in a large program enough
+    to start a collection of everything, a tenth of a second or more in the middle of a step."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import InvalidState
@@ -66,31 +65,7 @@ def plan_component(
     `max_file_bytes` unless one tensor is larger, and its header below `header_limit`. Raises
     InvalidState when a name alone is too long for a header.
     """
-    return list(
-        _planned(
-            key,
-            tuple(tensors),
-            tuple(writers),
-            label,
-            MIN_SHARE_BYTES,
-            max_file_bytes,
-            header_limit,
-        )
-    )
-
-
-@lru_cache(maxsize=64)
-def _planned(
-    key: str,
-    tensors: tuple[TensorSpec, ...],
-    writers: tuple[int, ...],
-    label: str,
-    min_share: int,
-    max_file_bytes: int,
-    header_limit: int,
-) -> tuple[FilePlan, ...]:
-    """Kept from save to save: names, dtypes and shapes seldom change."""
-    shares = _shares(tensors, writers, min_share)
+    shares = _shares(tensors, writers, MIN_SHARE_BYTES)
     parts: list[tuple[int, list[TensorSpec]]] = []
     for writer in writers:
         parts += [
@@ -104,7 +79,7 @@ def _planned(
         numbers = {t.stored_name: t.number for t in part}
         places = tuple((numbers[place.name], place) for place in placed)
         files.append(FilePlan(f"{beginning}{count}.safetensors", key, writer, header, places))
-    return tuple(files)
+    return files
 
 
 def file_stem(key: str) -> str:

@@ -8,7 +8,7 @@ memory on a stream of their own; devices.py says what keeps them from being chan
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,6 @@ from ..state.component import StateComponent
 from ..state.layout import words
 from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
 from ..storage.workers import Workers
-from .commit import Share
 from .devices import (
     DeviceCopy,
     Item,
@@ -36,6 +35,7 @@ from .devices import (
     unpin,
     watch_optimizers,
 )
+from .write_plan import WritePlan
 
 __all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
 
@@ -149,20 +149,21 @@ class StagedCopy:
 @torch.inference_mode(False)  # the threads that copy are in no such mode, whatever the caller is in
 def stage(
     pool: HostPool,
-    rank: int,
-    compared: Sequence[StateComponent],
+    plan: WritePlan,
+    stored: Mapping[str, StateSnapshot],
     captured: Mapping[str, StateSnapshot],
-    shares: Sequence[Share],
+    compared: Sequence[StateComponent],
     whole: set[str],
     workers: Workers,
 ) -> StagedCopy:
     """Put a copy in the place of every captured tensor that this rank writes.
 
+    stored: what is written of each component; captured: this rank's own state of it.
     compared: components whose replicas are compared later. Of what this rank does not write only
     the digest is kept that they are compared by; but everything of those in `whole`, which may have
     to be compared item by item.
     """
-    copied, size = _offsets(rank, captured, shares, whole)
+    copied, size = _offsets(plan, stored, captured, whole)
     wanted = {id(t) for t, _ in copied}
     _keep_digests(compared, captured, wanted)
     on_devices = any(t.tensor.is_cuda for t, _ in copied)
@@ -193,7 +194,10 @@ def stage(
 
 
 def _offsets(
-    rank: int, captured: Mapping[str, StateSnapshot], shares: Iterable[Share], whole: set[str]
+    plan: WritePlan,
+    stored: Mapping[str, StateSnapshot],
+    captured: Mapping[str, StateSnapshot],
+    whole: set[str],
 ) -> tuple[list[tuple[TensorLeaf, int]], int]:
     """What is copied, each with the byte of the pool where its copy begins, and the bytes of all.
 
@@ -204,19 +208,18 @@ def _offsets(
     found: dict[int, tuple[TensorLeaf, int]] = {}
     apart: dict[int, TensorLeaf] = {}
     end = 0
-    for share in shares:
-        for plan in share.files:
-            if plan.writer == rank:
-                first = aligned(end, PAGE) - len(plan.header)
-                for number, place in plan.places:
-                    t = share.tensors[number]
-                    # Items of dtypes that no stock reader knows need not begin at a multiple of
-                    # their size.
-                    if (first + place.start) % max(1, t.tensor.element_size()):
-                        apart[id(t)] = t
-                    else:
-                        found[id(t)] = (t, first + place.start)
-                end = first + plan.size
+    tensors = {c.key: c.tensors(stored[c.key]) for c in plan.components}
+    for file in plan.files:
+        first = aligned(end, PAGE) - len(file.header)
+        of = tensors[file.component]
+        for number, place in file.places:
+            t = of[number]
+            # Items of dtypes that no stock reader knows need not begin at a multiple of their size.
+            if (first + place.start) % max(1, t.tensor.element_size()):
+                apart[id(t)] = t
+            else:
+                found[id(t)] = (t, first + place.start)
+        end = first + file.size
     for key in whole & captured.keys():
         apart |= {
             id(t): t

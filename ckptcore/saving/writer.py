@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ..catalog.folder import join
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
 from ..format.tensorfile import StoredTensor
 from ..storage.base import FileWriter, Storage
@@ -16,7 +15,7 @@ from ..storage.chunks import Chunk, DueFile, Scratch, batches, split_up
 from ..storage.workers import Workers
 from .plan import FilePlan
 
-__all__ = ["ByteSource", "InFolder", "NewFiles", "WrittenFile", "write_files"]
+__all__ = ["ByteSource", "NewFiles", "WrittenFile", "write_files"]
 
 # The digests of tensors that were hashed before, by component and tensor number.
 Known = Mapping[tuple[str, int], bytes]
@@ -37,15 +36,6 @@ class NewFiles(Protocol):
     def storage(self) -> Storage: ...
 
     def create(self, name: str, size: int) -> FileWriter: ...
-
-
-@dataclass(frozen=True, slots=True)
-class InFolder:
-    storage: Storage
-    folder: str
-
-    def create(self, name: str, size: int) -> FileWriter:
-        return self.storage.create(join(self.folder, name), size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from ..catalog.branches import committed, mark_abandoned
 from ..catalog.catalog import Catalog, scan
 from ..catalog.folder import CheckpointInfo, read_manifest
 from ..catalog.retention import RetentionPolicy, check_policy
-from ..coordinator import JOIN_SECONDS
 from ..copy.checkpoint import copy_between
 from ..errors import (
     AsyncSaveError,
@@ -38,7 +37,7 @@ from ..errors import (
     UnsupportedVersion,
 )
 from ..events import SaveEvent
-from ..saving.background import Background, SaveHandle
+from ..saving.background import JOIN_SECONDS, Background, Outcome, SaveHandle
 from ..storage.base import Storage
 from ..storage.opening import open_storage
 from ..storage.urls import masked_url
@@ -98,13 +97,10 @@ class _UploadHandle(SaveHandle):
     def what(self) -> str:
         return f"the upload of step {self.step} to {self.where}"
 
-    def told(self, text: str) -> None:
-        self._told.append(text)
-
     @property
     def warns(self) -> bool:
         """Whether there is something to warn of that nobody was told."""
-        return bool(self._told)
+        return bool(self._record.warnings)
 
 
 class Uploads:
@@ -236,7 +232,7 @@ class _Lane:
             try:
                 self._hold(committed(scan(self.source), run_id))
             except CheckpointError as error:
-                handle.told(
+                handle.warn(
                     f"what is still to be uploaded to {self.storage.url} is not known: {error}"
                 )
         with self._lock:
@@ -294,18 +290,14 @@ class _Lane:
     def _due(self, info: CheckpointInfo) -> bool:
         return (info.sequence or 0) % self.tier.every == 0
 
-    def _work(
-        self, run_id: str, handle: _UploadHandle
-    ) -> tuple[CheckpointInfo | None, BaseException | None]:
+    def _work(self, run_id: str, handle: _UploadHandle) -> Outcome:
         """Upload what is waiting; the last one, and the first failure. Raises nothing."""
         try:
             return self._upload_all(run_id, handle)
         except BaseException as error:  # a watcher that leaves the program
-            return None, error
+            return Outcome(error=error)
 
-    def _upload_all(
-        self, run_id: str, handle: _UploadHandle
-    ) -> tuple[CheckpointInfo | None, BaseException | None]:
+    def _upload_all(self, run_id: str, handle: _UploadHandle) -> Outcome:
         """The newest first. Commits go on meanwhile, in another thread."""
         last: CheckpointInfo | None = None
         failed: BaseException | None = None
@@ -324,7 +316,7 @@ class _Lane:
                     last = self._upload(info, run_id, handle)
                     there.append(info)
                     self._event("uploaded", info, started)
-                    self._there.clean_up(self.tier.keep, run_id, last, handle.told, self._deleted)
+                    self._there.clean_up(self.tier.keep, run_id, last, handle.warn, self._deleted)
             except BaseException as error:
                 tried.append(info)
                 if self._replaced(info):
@@ -339,8 +331,8 @@ class _Lane:
                     break
             else:
                 self._done(info)
-                self.release(handle.told)
-        return last, failed
+                self.release(handle.warn)
+        return Outcome(last, failed)
 
     def _wanted(
         self, info: CheckpointInfo, there: list[CheckpointInfo], handle: _UploadHandle
@@ -356,7 +348,7 @@ class _Lane:
         try:
             return info.name in self.tier.keep.keep(mine)
         except Exception as error:  # a policy of the user's own may raise anything
-            handle.told(f"{self.storage.url}: which checkpoints to keep is not known: {error!r}")
+            handle.warn(f"{self.storage.url}: which checkpoints to keep is not known: {error!r}")
             return True
 
     def _upload(self, info: CheckpointInfo, run_id: str, handle: _UploadHandle) -> CheckpointInfo:
@@ -375,7 +367,7 @@ class _Lane:
             overwrite=overwrite,
             run_id=run_id,
             progress=self._go_on,
-            tell=handle.told,
+            tell=handle.warn,
         )
 
     def _go_on(self, *_: int) -> None:

@@ -163,7 +163,7 @@ def never_closed(job: Job) -> dict[str, Any]:
         wait = board.wait
 
         def late(keys: Sequence[str], seconds: float) -> list[bytes] | None:
-            if "/out/" in keys[0] and int(keys[0].rsplit("/", 3)[-3]) >= 3:
+            if "/out/" in keys[0] and int(keys[0].rsplit("/", 3)[-3]) >= 2:
                 time.sleep(0.5)
             return wait(keys, seconds)
 

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
-import ckptcore.saving.flow
+import ckptcore.saving.save
 from ckptcore import AsyncSaveError, CheckpointManager, SharingPattern, StateComponent
 from ckptcore.testing.ranks import run_ranks
 
-stage = ckptcore.saving.flow.stage
+stage = ckptcore.saving.save.copy_into_pool
 
 
 def state(mark):
@@ -23,12 +23,12 @@ def interrupted_once(monkeypatch, error, rank=0):
     """Staging is interrupted, on one rank, the first time."""
     left = [error]
 
-    def interrupted(pool, own, *rest):
-        if own == rank and left:
+    def interrupted(pool, plan, *rest):
+        if plan.rank == rank and left:
             raise left.pop()
-        return stage(pool, own, *rest)
+        return stage(pool, plan, *rest)
 
-    monkeypatch.setattr("ckptcore.saving.flow.stage", interrupted)
+    monkeypatch.setattr("ckptcore.saving.save.copy_into_pool", interrupted)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit], ids=["Ctrl-C", "exit"])
@@ -120,11 +120,11 @@ def test_on_one_rank_of_several(tmp_path, monkeypatch, victim):
 
 def test_a_program_that_is_interrupted_there_ends_at_once(tmp_path, run_script):
     code = """
-import sys, torch, ckptcore.saving.flow
+import sys, torch, ckptcore.saving.save
 from ckptcore import CheckpointManager
 def stage(*arguments):
     raise KeyboardInterrupt
-ckptcore.saving.flow.stage = stage
+ckptcore.saving.save.copy_into_pool = stage
 CheckpointManager(sys.argv[1]).save_async(1, {"m": {"w": torch.ones(3)}})
 """
     done = run_script(code, tmp_path / "run", timeout=15)

@@ -59,7 +59,7 @@ def test_a_program_that_never_closes_leaves_its_last_save_committed(tmp_path, ru
 
 
 BUSY_TO_THE_END = """
-from ckptcore.saves import Saves
+from ckptcore.saving.background import Saves
 finish = Saves._finish
 def and_more(*arguments):
     try:

@@ -7,7 +7,7 @@ import queue
 import pytest
 import torch
 
-import ckptcore.saving.flow
+import ckptcore.saving.save
 from ckptcore import (
     CheckpointManager,
     InvalidState,
@@ -227,7 +227,7 @@ def test_the_phase_that_failed_has_a_time(tmp_path, monkeypatch, case):
         faults.delay(0.02, kind="create")
         faults.fail(kind="write_at")
     if phase == "stage":
-        monkeypatch.setattr(ckptcore.saving.flow, "stage", run_out)
+        monkeypatch.setattr(ckptcore.saving.save, "copy_into_pool", run_out)
     with pytest.raises(RuntimeError if "async" in case else (OSError, ValueError)):
         if "async" in case:
             ckpt.save_async(10, state(10)).result(20)

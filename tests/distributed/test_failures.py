@@ -6,7 +6,7 @@ import errno
 import pytest
 import torch
 
-import ckptcore.saving.flow
+import ckptcore.saving.plan
 from ckptcore import (
     CheckpointCorrupt,
     CheckpointManager,
@@ -186,7 +186,7 @@ def test_state_that_one_rank_cannot_declare(tmp_path, bad, errors_of, on_all):
 @pytest.mark.parametrize("bad", [0, 1])
 def test_plan_that_fails_on_one_rank(tmp_path, bad, errors_of, on_all, monkeypatch):
     """As for a tensor's name that is too long for any header, on one rank alone."""
-    plan = ckptcore.saving.flow.plan_component
+    plan = ckptcore.saving.plan.plan_component
 
     def planned(key, tensors, *arguments, **more):
         return plan(
@@ -197,7 +197,7 @@ def test_plan_that_fails_on_one_rank(tmp_path, bad, errors_of, on_all, monkeypat
             header_limit=10_000 if len(tensors[0].stored_name) > 9 else 1 << 20,
         )
 
-    monkeypatch.setattr("ckptcore.saving.flow.plan_component", planned)
+    monkeypatch.setattr("ckptcore.saving.plan.plan_component", planned)
 
     def state(rank):
         return own(rank, {"x" * (2000 if rank == bad else 3): torch.zeros(1)})

@@ -287,9 +287,9 @@ def test_a_watcher_of_a_save_in_the_background_cannot_look_and_stops_nobody(tmp_
                     seen.append(str(error))
 
         with node_manager(tmp_path, comm, on_event=watch) as ckpt:
-            settle = ckpt._saves.settle
+            wait = ckpt._saves.wait_for_pending
             ckpt.save_async(1, [StateComponent("own", Own(1), SharingPattern.PER_RANK)])
-            ckpt._saves.settle = lambda: (waits.set(), settle())
+            ckpt._saves.wait_for_pending = lambda: (waits.set(), wait())
             ckpt.save(2, [StateComponent("own", Own(2), SharingPattern.PER_RANK)])
             return seen, [info.step for info in ckpt.list()]
 

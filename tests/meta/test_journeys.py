@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "save to the first byte": {"modules": 37, "moves": 493, "closures": 13},
+    "save to the first byte": {"modules": 35, "moves": 473, "closures": 5},
     "restore": {"modules": 33, "moves": 742, "closures": 9},
     "talk": {
-        "rounds of a save": 7,
-        "messages of a save": 20,
+        "rounds of a save": 4,
+        "messages of a save": 13,
         "rounds of a restore": 4,
         "messages of a restore": 12,
     },

@@ -78,11 +78,9 @@ LATE: dict[tuple[str, str], str] = {
     ("storage.urls", "fsspec"): STARTS_FAST,
     ("state.layout", "torch"): "torch.distributed.tensor takes a second to import",
     ("state.optimizers", "torch"): "torch.distributed.tensor takes a second to import",
-    ("saving.apart", "ckptcore.saving.flow"): "for a type",
 }
 # Imports that close a circle, by importer and imported. This list may only shrink.
 CIRCLES: set[tuple[str, str]] = {
-    ("ckptcore.saving.apart", "ckptcore.saving.flow"),
     ("trainers.arguments.checks", "trainers.arguments.native"),
     ("trainers.arguments.trainer_checks", "trainers.arguments.native"),
     ("trainers.arguments.trainer_checks", "trainers.optimizers"),

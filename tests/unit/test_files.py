@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import ckptcore.saving.flow
+import ckptcore.saving.plan
 from ckptcore import CheckpointManager, OptimizerState, RNGState, StateMismatch, open_checkpoint
 from ckptcore.saving.plan import plan_component
 
@@ -95,7 +95,7 @@ def test_changed_state_changes_the_digest_of_its_component_alone(tmp_path: Path)
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     small = partial(plan_component, max_file_bytes=200)
-    monkeypatch.setattr(ckptcore.saving.flow, "plan_component", small)
+    monkeypatch.setattr(ckptcore.saving.plan, "plan_component", small)
 
 
 @pytest.mark.usefixtures("small_files")
@@ -149,7 +149,7 @@ def test_header_is_split_before_stock_readers_refuse_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        ckptcore.saving.flow, "plan_component", partial(plan_component, header_limit=12_000)
+        ckptcore.saving.plan, "plan_component", partial(plan_component, header_limit=12_000)
     )
     saved = {f"{'n' * 100}{i}": torch.tensor([float(i)]) for i in range(60)}
     live = {name: torch.zeros(1) for name in saved}
@@ -171,7 +171,7 @@ def test_names_listed_twice_over_components_are_refused(
     from ckptcore import InvalidState
 
     monkeypatch.setattr(
-        ckptcore.saving.flow, "plan_component", partial(plan_component, max_file_bytes=4)
+        ckptcore.saving.plan, "plan_component", partial(plan_component, max_file_bytes=4)
     )
     state = {
         "m": {"a": torch.ones(1), "b": torch.ones(1)},

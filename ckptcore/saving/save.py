@@ -1,0 +1,945 @@
+"""One save of one checkpoint on one rank, from the call to the commit.
+
+    joined = join(job, call, run, record)   the same call on all ranks? groups, attempt
+    save = capture(job, joined, record) the state of each component, and how the ranks hold it
+    staged = stage(save, pool)          a private copy, for a save that goes on in background
+    saved = finish(staged)                  replicas equal? room made; written; committed
+
+Each but `stage` is one or two rounds of the ranks: what one of them raises, all raise. The first
+three need the live state; `finish` may run in another thread, over a branch of the communicator.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import torch
+
+from ..arguments import check_flag, check_hash, check_mapping, checked_step, shown
+from ..catalog.attempt import Attempt
+from ..catalog.branches import Ranges
+from ..catalog.domain import Destination, SaveTarget, StorageDomains
+from ..catalog.folder import CheckpointInfo, checkpoint_name
+from ..catalog.transaction import Transaction, open_transaction
+from ..errors import AsyncSaveError, InvalidState, RankLost, RanksDisagree
+from ..format.manifest import (
+    CheckpointManifest,
+    ComponentManifest,
+    Copy,
+    check_readable,
+    copies,
+    private_json,
+)
+from ..ranks.communicator import Communicator, check_same_call
+from ..ranks.groups import group_index, own_view, partitions
+from ..ranks.messages import message
+from ..replicas import compare, shard_table
+from ..replicas.compare import ReplicaReport, Replicas, ReplicaVerdict
+from ..replicas.shard_table import Description, PlainValues, ShardTable, StructureVerdict
+from ..state.adapters import as_components, metadata_of, refuse_fixed_values
+from ..state.component import (
+    SharingPattern,
+    StateComponent,
+    ValidationLevel,
+    differing_components,
+    process_groups_of,
+)
+from ..state.names import one_walk
+from ..state.streams import synchronize
+from ..state.tree import StateSnapshot, check_values_fit
+from ..state.tree import capture as taken_apart
+from ..storage.base import Storage
+from ..storage.workers import Workers
+from ..version import __version__
+from .devices import warm_up
+from .receipt import RankReceipt, check_tree, files_and_components, write_planned
+from .staging import HostPool, StagedCopy
+from .staging import stage as copy_into_pool
+from .write_plan import KeptPlans, WritePlan
+
+__all__ = [
+    "CapturedSave",
+    "JoinedSave",
+    "RunFacts",
+    "SaveCall",
+    "SaveJob",
+    "SaveRecord",
+    "SavedCheckpoint",
+    "StagedSave",
+    "capture",
+    "finish",
+    "join",
+    "rehearse",
+    "stage",
+]
+
+_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Of these one rank has the truth, and others need not look at theirs.
+_ONE_TRUTH = (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """What all saves of one manager, or one coordinator, have in common. domains: which ranks see
+    the same storage. kept: what is computed anew only where the structure of the state changes."""
+
+    comm: Communicator
+    domains: StorageDomains
+    process_groups: Mapping[str, Any] | None
+    workers: Workers
+    kept: KeptPlans
+
+    @property
+    def storage(self) -> Storage:
+        return self.domains.catalog.storage
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCall:
+    """The arguments of a call, as the caller gave them: they are checked in the join, where what is
+    wrong on one rank is an error on all. name: the folder, by default that of the step."""
+
+    state: Any
+    step: Any
+    metrics: Any = None
+    metadata: Any = None
+    overwrite: Any = False
+    training_args_hash: Any = None
+    checkpoint_id: Any = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a run knows when it saves. Rank 0's counts.
+
+    found_damaged: names that a restore passed over, and that give way. after_sequence: another root
+    of the run has commits up to this one. abandoned: [first, last] commit sequences that the run
+    has left behind; None: those that its last commit says. busy, failed: of the save in the
+    background; when_busy: what becomes of this one then. branch: the name of the conversation in
+    the background, "" before there is one.
+    """
+
+    run_id: str
+    found_damaged: frozenset[str] = frozenset()
+    after_sequence: int = 0
+    abandoned: Ranges | None = None
+    busy: bool = False
+    failed: bool = False
+    when_busy: Literal["wait", "skip", "raise"] = "wait"
+    branch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What the caller says about one checkpoint, beside the state. Valid, and private, once it is
+    made. Raises InvalidState for what the manifest cannot hold."""
+
+    name: str
+    step: int
+    run_id: str
+    metrics: dict[str, float]
+    metadata: dict[str, Any]
+    overwrite: bool
+    training_args_hash: str | None
+    checkpoint_id: str | None
+
+    @classmethod
+    def of(cls, call: SaveCall, run: RunFacts) -> SaveRequest:
+        step = checked_step(call.step)
+        check_hash(call.training_args_hash)
+        given = call.checkpoint_id
+        if given is not None and not (isinstance(given, str) and _ID.fullmatch(given)):
+            what = "checkpoint_id must be 1 to 64 letters, digits, '_', '-' or '.'"
+            raise InvalidState(f"{what}, not {shown(given)}")
+        return cls(
+            call.name or checkpoint_name(step),
+            step,
+            run.run_id,
+            _numbers(call.metrics),
+            private_json("metadata", _dict("metadata", call.metadata)),
+            check_flag("overwrite", call.overwrite),
+            call.training_args_hash,
+            given,
+        )
+
+
+class SaveRecord:
+    """What is to be told of one save: warnings, seconds by phase, and bytes of tensor files that
+    this rank has written of those that it has to. step, name: known from the join on. retries: what
+    the storage had tried again before it."""
+
+    def __init__(self, retries: int = 0) -> None:
+        self.step, self.name = 0, ""
+        self.started, self.retries = time.perf_counter(), retries
+        self.warnings: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self.written = self.total = 0
+        self._lock = threading.Lock()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the save was called for."""
+        return time.perf_counter() - self.started
+
+    def wrote(self, nbytes: int) -> None:
+        with self._lock:
+            self.written += nbytes
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:  # a phase that fails has taken its time as well
+            self.seconds[name] = round(time.perf_counter() - start, 6)
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class JoinReport:
+    """What a rank says of its call. words: what is called for; asked: what must be equal on all
+    ranks; groups: what it knows of each process group; group_keys: its name for its own one."""
+
+    words: str
+    asked: dict[str, Any]
+    groups: dict[str, list[list[int]]]
+    group_keys: dict[str, str | None]
+    busy: bool
+    failed: bool
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class JoinVerdict:
+    """outcome: "go", "skip", or "failed" where the failure of an earlier save is to be raised
+    first. partitions: of all ranks, by name of the group; group_keys: names of the groups, by
+    component."""
+
+    outcome: str
+    branch: str
+    attempt: str = ""
+    run_id: str = ""
+    overwrite: bool = False
+    partitions: dict[str, list[list[int]]] = field(default_factory=dict)
+    group_keys: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSave:
+    """What all ranks hold to be true for one save. number: of the call that it is; groups: of each
+    component, the ranks that hold the same; destination: where it is known before the state is."""
+
+    request: SaveRequest
+    run: RunFacts
+    components: list[StateComponent]
+    verdict: JoinVerdict
+    number: int
+    groups: dict[str, list[Copy]]
+    target: SaveTarget | None = None
+    destination: Destination | None = None
+
+
+def join(
+    job: SaveJob, call: SaveCall, run: RunFacts, record: SaveRecord, *, rehearsal: bool = False
+) -> JoinedSave:
+    """Agree on the call, the groups and the attempt. rehearsal: nothing is going to be saved, so
+    what is in its place does not matter.
+
+    Raises RanksDisagree, InvalidState, CheckpointExists, AsyncSaveError (an earlier save is still
+    being written, and `when_busy` is "raise"), on every rank.
+    """
+    comm = job.comm
+    with comm.round("join", joining=True) as r:
+        request = SaveRequest.of(call, run)
+        components = as_components(call.state, comm.world_size)
+        report = _join_report(
+            job, request, components, process_groups_of(call.state, job.process_groups), run
+        )
+        record.step, record.name = request.step, request.name
+        reports = r.gather(report)
+        if r.leads:
+            r.verdict = _agree(job, request, run, components, reports, rehearsal=rehearsal)
+    verdict: JoinVerdict = r.verdict
+    # Private from here on, like the state.
+    components = [replace(c, metadata=private_json(c.key, c.metadata)) for c in components]
+    groups = {c.key: _groups_of(c, comm, verdict) for c in components}
+    joined = JoinedSave(request, run, components, verdict, comm.number, groups)
+    if rehearsal or verdict.outcome != "go":
+        return joined
+    target = _target(request, run, overwrite=verdict.overwrite, run_id=verdict.run_id)
+    return replace(
+        joined, target=target, destination=job.domains.agree_on_destination(target, comm)
+    )
+
+
+def _target(request: SaveRequest, run: RunFacts, *, overwrite: bool, run_id: str) -> SaveTarget:
+    return SaveTarget(
+        request.name, request.step, run_id, overwrite, run.after_sequence, run.abandoned
+    )
+
+
+def _join_report(
+    job: SaveJob,
+    request: SaveRequest,
+    components: Sequence[StateComponent],
+    groups: Mapping[str, Any],
+    run: RunFacts,
+) -> JoinReport:
+    used = {c.process_group_name for c in components if c.process_group_name is not None}
+    if unknown := sorted(used - groups.keys()):
+        raise InvalidState(
+            f"process group {unknown[0]!r} is not among process_groups (which has "
+            f"{sorted(groups) or 'none'})"
+        )
+    refuse_fixed_values(components)
+    # Before anything is withdrawn or written: what no reader would take in the end.
+    _check_manifest(request, components)
+    comm = job.comm
+    # The rest of the request is rank 0's to say: a new run has no name yet, and metrics may well be
+    # known there alone.
+    asked: dict[str, Any] = {"name": request.name, "components": [c.key for c in components]}
+    asked["overwrite"] = request.overwrite
+    for c in components:
+        pattern, level = c.sharing_pattern.value, c.validated.value
+        asked[f"component {c.key!r}"] = [pattern, c.process_group_name, level, c.atol, c.rtol]
+    return JoinReport(
+        f"save of step {request.step}{job.domains.words}",
+        asked,
+        {name: own_view(name, of, comm.rank, comm.world_size) for name, of in groups.items()},
+        {c.key: c.group_key for c in components if c.process_group_name is not None},
+        run.busy,
+        run.failed,
+    )
+
+
+def _agree(
+    job: SaveJob,
+    request: SaveRequest,
+    run: RunFacts,
+    components: Sequence[StateComponent],
+    reports: Sequence[JoinReport],
+    *,
+    rehearsal: bool,
+) -> JoinVerdict:
+    """On rank 0: what becomes of the call."""
+    _check_equal(request, reports)
+    branch = run.branch or f"save-{job.comm.number}"
+    if any(report.failed for report in reports):
+        return JoinVerdict("failed", branch)
+    if any(report.busy for report in reports) and run.when_busy != "wait":
+        if run.when_busy == "raise":
+            what = f"a save is still being written; step {request.step} is not saved"
+            raise AsyncSaveError(what, step=request.step)
+        return JoinVerdict("skip", branch)
+    found = partitions([report.groups for report in reports])
+    keys = {
+        c.key: _group_keys(c, found, [report.group_keys[c.key] for report in reports])
+        for c in components
+        if c.process_group_name is not None
+    }
+    # A rank that was interrupted in the restore does not know.
+    overwrite = request.overwrite or request.name in run.found_damaged
+    if not rehearsal:
+        run_id = request.run_id
+        job.domains.check(_target(request, run, overwrite=overwrite, run_id=run_id))
+    return JoinVerdict(
+        "go",
+        branch,
+        "" if rehearsal else str(Attempt.new(request.run_id)),
+        request.run_id,
+        overwrite,
+        found,
+        {key: names for key, names in keys.items() if names is not None},
+    )
+
+
+def _check_equal(request: SaveRequest, reports: Sequence[JoinReport]) -> None:
+    """Raises RanksDisagree unless all ranks make the same call."""
+    check_same_call(reports)
+    first = reports[0]
+    wrong = [rank for rank, report in enumerate(reports) if report.asked != first.asked]
+    if not wrong:
+        return
+    here, there = first.asked, reports[wrong[0]].asked
+    # What only one has is a component, and named as such.
+    differing = [key for key in here if key in there and here[key] != there[key]]
+    said = "; ".join(
+        differing_components(here[key], there[key], wrong[0])
+        if key == "components"
+        else f"{key} is {here[key]!r} on rank 0 and {there[key]!r} on rank {wrong[0]}"
+        for key in differing[:3]
+    )
+    raise RanksDisagree(
+        f"the ranks make different saves: {said}; ranks that differ from rank 0: {wrong}",
+        ranks=wrong,
+        step=request.step,
+    )
+
+
+def _group_keys(
+    component: StateComponent, found: dict[str, list[list[int]]], keys: list[str | None]
+) -> list[str] | None:
+    """The names of a component's groups, when the user gave them: equal in a group, distinct
+    between groups."""
+    if all(key is None for key in keys):
+        return None
+    partition = found[component.process_group_name or ""]
+    names = [keys[group[0]] for group in partition]
+    wrong = [
+        rank
+        for rank, key in enumerate(keys)
+        if key is None or key != names[group_index(partition, rank)]
+    ]
+    given = [name for name in names if name is not None]
+    if wrong or len(set(given)) != len(partition):
+        raise InvalidState(
+            f"component {component.key!r}: group_key must be given on every rank, be the same "
+            f"within a group and differ between groups; the groups {partition} have {names}",
+            component=component.key,
+            ranks=wrong or None,
+        )
+    return given
+
+
+def _groups_of(component: StateComponent, comm: Communicator, verdict: JoinVerdict) -> list[Copy]:
+    group = component.process_group_name
+    return copies(
+        component.sharing_pattern.value,
+        comm.world_size,
+        comm.nodes,
+        group,
+        verdict.partitions.get(group or ""),
+        verdict.group_keys.get(component.key),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSave:
+    """A save whose state is known, and still in the caller's memory.
+
+    snapshots: this rank's, by component. structure: what rank 0 has made of the structures of the
+    sharded ones; tables: how the ranks hold these. passed_on: global state of rank 0, on a rank
+    that stores it for its node.
+    """
+
+    job: SaveJob
+    joined: JoinedSave
+    record: SaveRecord
+    snapshots: dict[str, StateSnapshot]
+    described: dict[str, Description]
+    structure: StructureVerdict
+    tables: dict[str, ShardTable]
+    passed_on: dict[str, StateSnapshot] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> dict[str, StateSnapshot]:
+        """What is written of each component, if anything is."""
+        return {**self.snapshots, **self.passed_on}
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {t.tensor.device for state in self.snapshots.values() for t in state.tensors}
+
+    @property
+    def compared(self) -> list[StateComponent]:
+        """Components of which this rank's state may be compared with that of others."""
+        if self.job.comm.world_size == 1:
+            return []
+        return [
+            c
+            for c in self.joined.components
+            if c.validated is not ValidationLevel.NONE
+            and (c.sharded or any(len(g.members) > 1 for g in self.joined.groups[c.key]))
+        ]
+
+    def values(self, plan: WritePlan) -> dict[str, PlainValues]:
+        """The plain values that this rank writes, as it has them itself."""
+        states = {c.key: self.stored[c.key] for c in plan.components if c.has_values}
+        return {key: PlainValues(state.tree, state.versions) for key, state in states.items()}
+
+    def replicas(self, comm: Communicator) -> Replicas:
+        """What this rank compares with others."""
+        joined = self.joined
+        return Replicas(
+            comm.rank,
+            comm.world_size,
+            joined.components,
+            self.snapshots,
+            joined.groups,
+            self.tables,
+        )
+
+
+def capture(job: SaveJob, joined: JoinedSave, record: SaveRecord) -> CapturedSave:
+    """Ask every component for its state, and find out how the ranks hold what is sharded. Raises
+    what a state_dict() raises, UnsupportedValue, InvalidState."""
+    comm, components = job.comm, joined.components
+    with comm.round("capture") as r:
+        with record.phase("capture"):
+            snapshots = _snapshots(job, joined)
+            described = {
+                c.key: shard_table.describe(snapshots[c.key]) for c in components if c.sharded
+            }
+        reports = r.gather(job.kept.tables.report(described))
+        if r.leads:
+            r.verdict = shard_table.decide(reports, spread=job.kept.split)
+    structure: StructureVerdict = r.verdict
+    with record.phase("layouts"):
+        structures: dict[str, list[bytes]] = {}
+        if structure.incomplete:
+            with comm.round("layout") as r:
+                sent = r.gather(shard_table.descriptions(described, structure, comm.rank))
+                if r.leads:
+                    r.verdict = shard_table.structures_of(sent, structure)
+            structures = r.verdict
+        # Pure, so that every rank has the same tables or the same error.
+        tables = job.kept.tables.update(described, structure, structures)
+        tables = job.domains.tables(tables, comm, spread=job.kept.split)
+    one = [c.key for c in components if c.sharing_pattern is SharingPattern.GLOBAL]
+    passed_on: dict[str, StateSnapshot] = {}
+    if one:
+        passed_on = job.domains.pass_on({k: snapshots[k] for k in one if k in snapshots}, comm)
+    return CapturedSave(job, joined, record, snapshots, described, structure, tables, passed_on)
+
+
+@one_walk()
+def _snapshots(job: SaveJob, joined: JoinedSave) -> dict[str, StateSnapshot]:
+    """Ask in the same order on all ranks, because a state_dict() may itself be collective."""
+    found = {}
+    for component in joined.components:
+        state = component.stateful.state_dict()
+        has_it = any(group.members[0] == job.comm.rank for group in joined.groups[component.key])
+        compared = component.validated is not ValidationLevel.NONE
+        if has_it or compared or component.sharing_pattern not in _ONE_TRUTH:
+            found[component.key] = taken_apart(
+                component.key,
+                state,
+                sharded=component.sharded,
+                metadata=metadata_of(component.stateful),
+                last=job.kept.structures.get(component.key),
+            )
+    job.kept.structures = {
+        key: state.structure for key, state in found.items() if state.structure is not None
+    }
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSave:
+    """A save that may go on while training does. plan, copy: None where the state is written from
+    where it is. failure: what kept this rank from being ready; it is for all to raise."""
+
+    save: CapturedSave
+    plan: WritePlan | None = None
+    copy: StagedCopy | None = None
+    failure: Exception | None = None
+
+    def wait(self) -> None:
+        """Return when the memory to write from holds the state, and stays as it is."""
+        if self.failure is not None:
+            raise self.failure
+        if self.copy is not None:
+            self.copy.wait()
+        else:
+            synchronize(self.save.devices)
+
+
+def stage(save: CapturedSave, pool: HostPool) -> StagedSave:
+    """Copy what this rank has to write, so that the live state may change. A failure is everybody's
+    in `finish`."""
+    plan: WritePlan | None = None
+    try:
+        plan = _planned(save)
+        compared = save.compared
+        # They may have to be compared item by item, so everything of them is kept.
+        whole = {c.key for c in compared if c.validated is ValidationLevel.FULL}
+        with save.record.phase("stage"):
+            copy = copy_into_pool(
+                pool, plan, save.stored, save.snapshots, compared, whole, save.job.workers
+            )
+    except Exception as error:
+        return StagedSave(save, plan, failure=error)
+    return StagedSave(save, plan, copy)
+
+
+def _planned(save: CapturedSave) -> WritePlan:
+    """Who writes what into which file. Raises InvalidState, UnsupportedValue."""
+    job, joined, record = save.job, save.joined, save.record
+    comm, stored = job.comm, save.stored
+    groups = {key: job.domains.groups(found, comm) for key, found in joined.groups.items()}
+    with record.phase("plan"):
+        plan = job.kept.plan(
+            comm.rank,
+            joined.components,
+            groups,
+            stored,
+            save.tables,
+            first=job.domains.domain_ranks(comm)[0],
+        )
+        _check_values_fit({c.key: stored[c.key].tree for c in plan.components if c.has_values})
+    record.total = plan.nbytes
+    return plan
+
+
+def _check_values_fit(trees: Mapping[str, bytes]) -> None:
+    """Raises UnsupportedValue where the plain values are more than an index holds."""
+    largest = max(trees, key=lambda key: len(trees[key]), default=None)
+    if largest is not None:
+        check_values_fit(largest, trees[largest], sum(map(len, trees.values())))
+
+
+def rehearse(job: SaveJob, joined: JoinedSave, pool: HostPool) -> None:
+    """Have the pool ready, and all else that the first save would have to wait for, by copying the
+    state once."""
+    save = capture(job, joined, SaveRecord())
+    warm_up(save.devices)
+    pool.large_pages = True
+    staged = stage(save, pool)
+    pool.large_pages = False
+    with job.comm.round("stage"):
+        staged.wait()
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class PrepareReport:
+    """What a rank is about to write. replicas: what its replicas are compared by; values: plain
+    values of sharded components that differ between ranks; files: names."""
+
+    replicas: ReplicaReport
+    values: dict[str, PlainValues]
+    files: list[str]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class PrepareVerdict:
+    """replicas: which differ; values: those of sharded components, where they had to be merged."""
+
+    replicas: ReplicaVerdict
+    values: dict[str, PlainValues]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The transaction of a save. destination: where this rank knows it."""
+
+    transaction: Transaction
+    destination: Destination | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSave:
+    """A save that may write: its replicas are equal, and on rank 0 nothing is in its way.
+
+    values: the plain values that this rank writes; chunks: digests that were computed on the way,
+    by component and number of the tensor.
+    """
+
+    save: CapturedSave
+    comm: Communicator
+    workers: Workers
+    plan: WritePlan
+    values: dict[str, PlainValues]
+    chunks: dict[tuple[str, int], bytes]
+    begun: Begun
+
+    @property
+    def transaction(self) -> Transaction:
+        return self.begun.transaction
+
+    def write(self) -> RankReceipt:
+        """Write this rank's files."""
+        record = self.save.record
+        with record.phase("write"), self.plan.needing():
+            return write_planned(
+                self.transaction,
+                self.plan,
+                self.save.stored,
+                self.values,
+                self.workers,
+                self.chunks,
+                record.wrote,
+            )
+
+    def manifest(self, receipts: Sequence[RankReceipt]) -> CheckpointManifest:
+        """What the ranks of a domain have written."""
+        joined, comm = self.save.joined, self.comm
+        request, verdict, destination = joined.request, joined.verdict, self.begun.destination
+        assert destination is not None  # it is rank 0 that asks
+        account = files_and_components(
+            joined.components, joined.groups, verdict.partitions, verdict.group_keys, receipts
+        )
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return CheckpointManifest(
+            checkpoint_id=request.checkpoint_id or secrets.token_hex(16),
+            step=request.step,
+            run_id=verdict.run_id,
+            attempt_id=verdict.attempt,
+            sequence=destination.sequence,
+            created=now.replace("+00:00", "Z"),
+            world_size=comm.world_size,
+            nodes=comm.nodes,
+            groups=verdict.partitions,
+            components=account.components,
+            files=account.files,
+            metrics=request.metrics,
+            metrics_step=request.step if request.metrics else None,
+            training_args_hash=request.training_args_hash,
+            versions=_versions(),
+            environment={"platform": _system(), "host": platform.node()},
+            timings=self.save.record.seconds,
+            metadata=request.metadata,
+            abandoned=[[*ends] for ends in destination.abandoned],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """listed: what rank 0 had found in the root before it was written. warnings: what is to be
+    told of it, to which what comes after it adds."""
+
+    info: CheckpointInfo
+    listed: list[CheckpointInfo] | None
+    warnings: list[str]
+
+
+def finish(
+    staged: StagedSave, comm: Communicator | None = None, workers: Workers | None = None
+) -> SavedCheckpoint:
+    """Compare the replicas, write, commit. What one rank raises, all raise, and nothing of it
+    stays. comm, workers: of the thread that does it."""
+    save = staged.save
+    job, joined = save.job, save.joined
+    comm, workers = comm or job.comm, workers or job.workers
+    with Attempt.parse(joined.verdict.attempt).in_flight():
+        prepared = _prepare(staged, comm, workers)
+        encoded = _commit(prepared)
+    where = job.storage.at(joined.request.name)
+    manifest = CheckpointManifest.decode(encoded, where)
+    info = CheckpointInfo(joined.request.name, where, "committed", manifest.step, None, manifest)
+    destination = prepared.begun.destination
+    listed = None if destination is None else destination.listed
+    return SavedCheckpoint(info, listed, save.record.warnings)
+
+
+def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> PreparedSave:
+    """Compare what has to be equal, and have rank 0 begin the transaction."""
+    save = staged.save
+    replicas = save.replicas(comm)
+    merged: dict[str, PlainValues] = {}
+    begun: Begun | None = None
+    with comm.round("prepare") as r:
+        staged.wait()
+        plan = staged.plan or _planned(save)
+        values = save.values(plan)
+        for key, each in values.items():
+            check_tree(key, each.tree)
+        with save.record.phase("validate"):
+            found = compare.report(replicas)
+        differing = shard_table.values_of(save.described, save.structure, comm.rank)
+        reports = r.gather(PrepareReport(found, differing, plan.names))
+        if r.leads:
+            merged = _merged_values(save, reports)
+            verdict = compare.decide(replicas, [report.replicas for report in reports])
+            _check_distinct(save.job.domains.ranks(comm), reports)
+            if verdict.equal:
+                begun = _begin(save, plan)
+            # Where each domain has an index of its own, all of them need the values.
+            alone = len(save.job.domains.ranks(comm)) == 1
+            r.verdict = PrepareVerdict(verdict, {} if alone else merged)
+    if not r.verdict.replicas.equal:
+        compare.explain(comm, replicas, r.verdict.replicas)
+        with comm.round("begin") as again:  # they are equal but for what is tolerated
+            again.gather()
+            if again.leads:
+                begun = _begin(save, plan)
+    merged = {**merged, **r.verdict.values}
+    return PreparedSave(
+        save,
+        comm,
+        workers,
+        plan,
+        {key: merged.get(key, each) for key, each in values.items()},
+        # What was passed on takes the place of what this rank has, which may have other bytes.
+        {at: each for at, each in replicas.chunks.items() if at[0] not in save.passed_on},
+        begun or Begun(_transaction(save, save.joined.destination)),
+    )
+
+
+def _merged_values(save: CapturedSave, reports: Sequence[PrepareReport]) -> dict[str, PlainValues]:
+    """Raises ReplicationMismatch where ranks have different plain values of one sharded state."""
+    merged = shard_table.merged_values(
+        save.tables, save.structure, [report.values for report in reports]
+    )
+    _check_values_fit({key: values.tree for key, values in merged.items()})
+    for key, values in merged.items():
+        check_tree(key, values.tree)
+    return merged
+
+
+def _check_distinct(domains: Sequence[Sequence[int]], reports: Sequence[PrepareReport]) -> None:
+    """Raises InvalidState where two files of one storage would have the same name."""
+    for ranks in domains:
+        names = Counter(name for rank in ranks for name in reports[rank].files)
+        if twice := [name for name, count in names.items() if count > 1]:
+            what = f"two components would both be stored as {twice[0]}; rename one of them"
+            raise InvalidState(what)
+
+
+def _begin(save: CapturedSave, plan: WritePlan) -> Begun:
+    """On rank 0: look what is there, and have a folder for the files and nothing in their way; but
+    for domains whose destination is known by now, which each begin on their own. Raises
+    CheckpointExists, StorageError."""
+    joined, domains = save.joined, save.job.domains
+    if joined.destination is not None:
+        return Begun(_transaction(save, joined.destination), joined.destination)
+    assert joined.target is not None
+    # Here and not at the join: it reads what is in the root, for which training need not wait.
+    with plan.needing():
+        destination = domains.destination(joined.target)
+        transaction = _transaction(save, destination)
+        domains.begin(transaction)
+    return Begun(transaction, destination)
+
+
+def _transaction(save: CapturedSave, destination: Destination | None) -> Transaction:
+    joined, verdict = save.joined, save.joined.verdict
+    return open_transaction(
+        save.job.storage,
+        joined.request.name,
+        verdict.attempt,
+        verdict.run_id,
+        joined.request.step,
+        overwrite=verdict.overwrite if destination is None else destination.overwrites,
+        abandoned=() if destination is None else destination.abandoned,
+        marked=save.job.domains.marked,
+        warn=save.record.warnings.append,
+    )
+
+
+def _commit(prepared: PreparedSave) -> bytes:
+    """Write, and commit in every domain what its ranks have written; this domain's manifest."""
+    save, comm, transaction = prepared.save, prepared.comm, prepared.transaction
+    domains, committed = save.job.domains, False
+    leads = domains.leads(comm)
+    try:
+        if save.joined.destination is not None:  # not begun by rank 0
+            with comm.round("begin on each node"):
+                if leads:
+                    with prepared.plan.needing():
+                        domains.begin(transaction)
+        with domains.round("write", comm) as r:
+            domains.check_begun(transaction, comm)
+            receipts = r.gather(prepared.write())
+            if r.leads:
+                r.verdict = _manifests(prepared, receipts)
+            if r.acts():
+                encoded = _domain_manifest(prepared, r.verdict)
+                with prepared.plan.needing():
+                    transaction.commit(CheckpointManifest.decode(encoded), encoded)
+                committed = True
+    except BaseException as error:
+        # When a rank is lost, or this one is on its way out, the others were not waited for.
+        early = isinstance(error, RankLost) or not isinstance(error, Exception)
+        if leads and not committed:
+            transaction.abort(others_write=early)
+        elif leads and len(domains.ranks(comm)) > 1 and not early:
+            transaction.take_back()  # else the next look tells whether others have committed
+        raise
+    if leads:
+        transaction.remove_replaced()
+    return _domain_manifest(prepared, r.verdict)
+
+
+def _manifests(prepared: PreparedSave, receipts: Sequence[RankReceipt]) -> list[bytes]:
+    """On rank 0: that of each domain."""
+    domains = prepared.save.job.domains
+    ranks = domains.ranks(prepared.comm)
+    found = [prepared.manifest([receipts[rank] for rank in some]) for some in ranks]
+    domains.numbered(found)
+    encoded = [manifest.encode() for manifest in found]
+    for each in encoded:  # here, where it fails everywhere before one of them is published
+        check_readable(each)
+    return encoded
+
+
+def _domain_manifest(prepared: PreparedSave, manifests: Sequence[bytes]) -> bytes:
+    ranks = prepared.save.job.domains.ranks(prepared.comm)
+    return next(m for m, some in zip(manifests, ranks, strict=True) if prepared.comm.rank in some)
+
+
+def _check_manifest(request: SaveRequest, components: Sequence[StateComponent]) -> None:
+    """Raises InvalidState unless readers can decode a manifest with all that the caller said in
+    it."""
+    parts = {}
+    for c in components:
+        parts[c.key] = ComponentManifest(
+            c.key,
+            c.sharing_pattern.value,
+            group=c.process_group_name,
+            partition=None if c.process_group_name is None else [[0]],
+            required=c.required,
+            metadata=private_json(f"the metadata of component {c.key!r}", c.metadata),
+        )
+    manifest = CheckpointManifest(
+        checkpoint_id=request.checkpoint_id or "",
+        step=request.step,
+        run_id=request.run_id,
+        attempt_id="",
+        sequence=0,
+        created="",
+        components=parts,
+        metrics=request.metrics,
+        training_args_hash=request.training_args_hash,
+        metadata=request.metadata,
+    )
+    check_readable(manifest.encode(), "a manifest with what this save was given")
+
+
+def _dict(name: str, value: Any) -> dict[Any, Any]:
+    """A copy of a dict, {} for None. Names that are no text are for JSON to judge."""
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidState(f"{name} must be a dict, not {shown(value)}")
+    return dict(value or {})
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    """Metrics as floats; 0-d tensors, numpy numbers and True (1.0) are fine, and so is what is not
+    finite."""
+    numbers = {}
+    for name, value in check_mapping("metrics", metrics).items():
+        # numpy's; text and times convert to floats, too
+        kind = getattr(getattr(value, "dtype", None), "kind", "f")
+        try:
+            if isinstance(value, str | bytes | bytearray) or kind in "SUMm":
+                raise TypeError(f"it is {shown(value)}")
+            numbers[name] = float(value.detach() if hasattr(value, "detach") else value)
+        except Exception as error:  # a type of the user's own may raise anything
+            raise InvalidState(f"metric {name!r} is not a number: {error}", key=name) from None
+    return numbers
+
+
+def _system() -> str:
+    """Not platform.platform(), which starts `uname -p`: a loader's worker that is forked meanwhile
+    holds the pipe open, and the thread that saves would wait for as long as the worker lives."""
+    return f"{platform.system()}-{platform.release()}-{platform.machine()}"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "ckptcore": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
