@@ -36,16 +36,23 @@ STEP_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,18})")
 
 
 class CheckpointCoordinator:
-    """Saves and loads single checkpoints of the given components, on all ranks together.
+    """Saves and loads single checkpoints of the given components, on all ranks.
 
-    state_components: a list of StateComponent, a dict of objects, or a StatefulProvider (whose
-    process groups are used too). process_groups: name -> lists of ranks, ProcessGroup, or
-    DeviceMesh dimension. comm: by default the running torch.distributed job. io_threads: how many
-    threads read and write, by default as many as the process may use cores, at most 8. writers:
-    "split" spreads the bytes of replicated state over its ranks, "lowest" does not. workers: the
-    threads that write, where somebody keeps them from save to save. storage_mode: "node" where
-    every node has storage of its own under the same name, and "shared" where all ranks see the same
-    one.
+    state_components: list of StateComponent, dict of objects, or StatefulProvider (whose process
+        groups are used too).
+    process_groups: dict of group name -> lists of ranks, ProcessGroup or DeviceMesh dimension
+        (default None).
+    comm: Communicator of the ranks (default None: the running torch.distributed job, or a single
+        process).
+    io_threads: int, threads that read and write (default None: one a core, at most 8).
+    writers: "split" (default) spreads the bytes of replicated state over its ranks, "lowest" has
+        its lowest rank write all.
+    workers: threads to write with, where they are kept from save to save (default None: threads of
+        its own).
+    storage_mode: "shared" (default): all ranks see one storage; "node": every node has its own,
+        under the same path.
+
+    Raises InvalidState for an argument that is none of these.
     """
 
     def __init__(
@@ -85,14 +92,20 @@ class CheckpointCoordinator:
     ) -> CheckpointInfo:
         """Save to the folder `path`, which becomes the checkpoint. A call of all ranks.
 
-        checkpoint_id: its id in the manifest, 1 to 64 of `A-Z a-z 0-9 _ . -` (default: a new one).
-        validate: whether replicas are compared (default: as each component says); False for none
-        this time, or the level for those that are compared at all.
-        step: a whole number (default: N where the folder is called checkpoint-N, else 0).
-        run_id: the run that it belongs to (default: one of its own); saves of one run share it.
-        metadata: anything that JSON holds. overwrite: replace a checkpoint that is there.
-        storage_options: of `path`. Raises InvalidState, and what `save` raises, on all ranks what
-        one of them raises.
+        path: local path or fsspec URL of the folder.
+        checkpoint_id: text, its id in the manifest, 1 to 64 of `A-Z a-z 0-9 _ . -` (default None: a
+            new one).
+        validate: True (default): replicas are compared as each component says; False: not this
+            time; or the level to compare at.
+        step: int (default None: N where the folder is called checkpoint-N, else 0).
+        run_id: text, the run that it belongs to; saves of one run share it (default None: a new
+            one).
+        metadata: dict of anything that JSON holds (default None).
+        overwrite: bool, replace a checkpoint that is there (default False).
+        storage_options: dict for the filesystem of `path` (default None).
+
+        Raises InvalidState, CheckpointExists, UnsupportedValue, ReplicationMismatch, StorageError,
+        NoSpace, CoordinationError.
         """
         with self.comm.call("save_checkpoint"):
             with self.comm.round("save_checkpoint", joining=True):
@@ -138,8 +151,19 @@ class CheckpointCoordinator:
         keys: Keys | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> LoadReport:
-        """Load from the folder `path`. A call of all ranks. storage_options: of `path`. The other
-        arguments, and what is raised, are those of `CheckpointManager.load`."""
+        """Load from the folder `path`. A call of all ranks.
+
+        path: local path or fsspec URL of a checkpoint.
+        strict: bool, names that only one of both sides has are an error (default True), else they
+            are in the report.
+        cast: bool, convert dtypes that differ (default False: an error).
+        transactional: bool, read all into host memory first; live state changes only when all is
+            verified (default False).
+        keys: names to load, as for `CheckpointManager.load` (default None: all).
+        storage_options: dict for the filesystem of `path` (default None).
+
+        Raises what `CheckpointManager.load` raises.
+        """
         job = LoadJob(
             self.comm, self.components, self.process_groups, self.io_threads, self.storage_mode
         )

@@ -104,29 +104,44 @@ def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F
 
 
 class CheckpointManager:
-    """Saves and restores one training run in one root.
+    """Saves and restores one training run in one root. On several ranks make it at the same point
+    of the program.
 
-    root: a local path, an fsspec URL, or a Storage; run_id: name of the run, by default that of the
-    checkpoint restored, or a new one. keep: which checkpoints stay after a save (default: all).
-    process_groups, writers: see CheckpointCoordinator.
-    load_broadcast: read what all ranks need once, and pass it on. storage_mode: "node" where nodes
-    do not share their disks: each keeps all that its ranks need, and every call but `wait` is one
-    for all ranks to make. tiers: durable roots that checkpoints are uploaded to in the background,
-    and restored from where this one has not got them.
+    Every call is one of all ranks, with one outcome; only `list`, `latest`, `best`, `wait` and
+    `close` are one rank's own (with storage_mode="node" only `wait`).
 
-    Of `save_async`: when_busy: what a call does while the save before is still being written.
-    on_error: whether its failure raises at the next call, at `result`, `close` and the end of the
-    program, or is a CheckpointWarning there.
-    staging: how state leaves an accelerator (see docs/guide.md). drain_timeout: seconds that
-    closing, or the end of the program, waits for it. on_event: called with a SaveEvent whenever
-    something happens to a save.
+    root: local path, fsspec URL or Storage; it need not exist yet.
+    keep: RetentionPolicy, which checkpoints stay after a save (default None: all).
+    comm: Communicator of the ranks (default None: the running torch.distributed job, or a single
+        process).
+    process_groups: dict of group name -> lists of ranks, ProcessGroup or DeviceMesh dimension, for
+        PER_GROUP (default None).
+    storage_options: dict for the storage's filesystem, and into no message (default None).
+    io_threads: int, threads that read and write (default None: one a core, at most 8).
+    run_id: text, name of the run (default None: that of the checkpoint restored, or a new one).
+    writers: "split" (default) spreads the bytes of replicated state over its ranks, "lowest" has
+        its lowest rank write all.
+    load_broadcast: bool, one rank reads what all need and passes it on (default False).
+    storage_mode: "shared" (default): all ranks see one storage; "node": each node keeps on its own
+        what its ranks need.
+    tiers: sequence of Tier, durable roots that checkpoints are uploaded to and restored from
+        (default none).
+    when_busy: what a save does while the one before is written: "wait" (default), "skip" or
+        "raise".
+    on_error: "raise" (default): a failed background save raises at the next call; "warn": it is a
+        CheckpointWarning.
+    staging: how state leaves an accelerator: "auto" (default), "overlap" or "copy"; see
+        docs/guide.md.
+    drain_timeout: seconds that closing, or the end of the program, waits for saves and uploads
+        (default 1800).
+    on_event: function that is called with each SaveEvent (default None).
+    join_timeout: seconds that a rank may come to a call later than others (default 600).
+    liveness_timeout: seconds of silence after which a rank counts as lost (default 60).
+    error_join_timeout: seconds as join_timeout, for a call made while an exception is handled
+        (default 30).
 
-    join_timeout: seconds that a rank may come later than the others; error_join_timeout: the same,
-    where it is less, for a call that is made while an exception is being handled (an `except` or
-    `finally`, a `with` that it leaves), so that a save of one rank alone does not hide the error
-    for long. liveness_timeout: seconds of silence after which a rank counts as lost. On several
-    ranks make it at the same point of the program, and call it on every rank; only `list`,
-    `latest`, `best`, `wait` and `close` are one rank's own.
+    Raises InvalidState for an argument that is none of these, StorageError for a URL that no
+    filesystem knows.
     """
 
     def __init__(
@@ -265,9 +280,16 @@ class CheckpointManager:
     ) -> CheckpointInfo:
         """Write the checkpoint of `step`; when this returns it is committed and survives a crash.
 
-        metrics: numbers measured at this step (0-d tensors are fine). metadata: anything that JSON
-        holds. Raises CheckpointExists, UnsupportedValue, InvalidState, StorageError, NoSpace;
-        earlier checkpoints stay.
+        step: int, 0 to 2**62; it must not have a committed checkpoint, unless `overwrite`.
+        state: dict of objects and plain values, list of StateComponent, or StatefulProvider.
+        metrics: dict of numbers measured at this step, 0-d tensors too (default None).
+        metadata: dict of anything that JSON holds, for the manifest (default None).
+        overwrite: bool, replace a committed checkpoint of this step (default False).
+        training_args_hash: text that a restore compares with its own (default None).
+
+        Raises CheckpointExists, UnsupportedValue, InvalidState and ReplicationMismatch before a
+        byte is written; StorageError, NoSpace; AsyncSaveError of the save before. Earlier
+        checkpoints are left as they are.
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
         return self._saves.now(self._job, call, self._run_facts())
@@ -283,27 +305,38 @@ class CheckpointManager:
         overwrite: bool = False,
         training_args_hash: str | None = None,
     ) -> SaveHandle:
-        """Copy the state out of the way of training, and write the checkpoint of `step` in the
-        background.
+        """Copy the state, and write the checkpoint of `step` in the background.
 
-        When this returns the state may be changed: on the CPU everything was copied; of what lies
-        on an accelerator, `staging` says how it is kept from changing. Arguments are those of
-        `save`. What can be told before anything is written is raised here (CheckpointExists,
-        UnsupportedValue, InvalidState), and so is the failure of the save before (AsyncSaveError);
-        see SaveHandle for the rest.
+        When this returns the state may be changed: on the CPU everything is copied; for what lies
+        on an accelerator see `staging`.
+
+        step: int, 0 to 2**62; it must not have a committed checkpoint, unless `overwrite`.
+        state: dict of objects and plain values, list of StateComponent, or StatefulProvider.
+        metrics: dict of numbers measured at this step, 0-d tensors too (default None).
+        metadata: dict of anything that JSON holds, for the manifest (default None).
+        overwrite: bool, replace a committed checkpoint of this step (default False).
+        training_args_hash: text that a restore compares with its own (default None).
+
+        Raises CheckpointExists, UnsupportedValue and InvalidState, and AsyncSaveError of the save
+        before. What fails later is raised by the SaveHandle, and by the next call.
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
         return self._saves.begin(self._job, call, self._run_facts(self.when_busy))
 
     @one_call("prewarm")
     def prewarm(self, state: Any) -> None:
-        """Allocate and touch what the first `save_async` of such a state needs, and start its
-        threads. On every rank."""
+        """Allocate and touch the memory that the first `save_async` needs, and start its threads.
+
+        state: as for `save`; it is copied once, and not written.
+        """
         self._saves.rehearse(self._job, SaveCall(state, 0), self._run_facts())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Return when no save is being written; False when one still is after `timeout` seconds.
-        Raises AsyncSaveError."""
+        """Return when no save is being written; False when one still is after `timeout`. Raises
+        AsyncSaveError.
+
+        timeout: seconds to wait (default None: for as long as it takes).
+        """
         return self._saves.wait(checked_timeout(timeout))
 
     @property
@@ -325,20 +358,20 @@ class CheckpointManager:
     ) -> LoadReport:
         """Load the components in `state` from one checkpoint. Others that it has are left alone.
 
-        step: "latest", "best", a step of this root, the name of an entry of it, or a path or URL of
-        a checkpoint.
-        strict: whether names that only one of both sides has are an error (default), or listed in
-        the report.
-        cast: convert dtypes that differ (default False: an error).
-        transactional: read all into host memory first; live state changes only when all is verified
-        (default False).
-        keys: load only a part (default None: all): a name or pattern of "component/name" ("model",
-        "model/layers.0.*"), a list of them, or a function that is called with each such name of the
-        live state, on every rank, and returns True to load it, False or None to leave it, or the
-        name in the checkpoint to load it from. Names of an optimizer are those of its parameters.
-        `strict` is about what is asked for; the rest of `state` is not touched.
-        training_args_hash: that of now; another than was saved is a CheckpointWarning that names
-        both.
+        state: as for `save`; modules, optimizers and tensors are filled in place.
+        step: "latest" (default), "best", a step, the name of an entry of this root, or a path or
+            URL of a checkpoint.
+        strict: bool, names that only one of both sides has are an error (default True), else they
+            are in the report.
+        cast: bool, convert dtypes that differ (default False: an error).
+        transactional: bool, read all into host memory first; live state changes only when all is
+            verified (default False).
+        training_args_hash: text of now; another than was saved is a CheckpointWarning (default
+            None: not compared).
+        keys: names to load (default None: all): a name or pattern of "component/name" ("model",
+            "model/layers.0.*"), a list of them, or a function of each such name of the live state
+            that returns True, False or None, or the name to load it from. Names of an optimizer are
+            those of its parameters. `strict` is about what is asked for.
 
         Raises InvalidState (an argument), CheckpointNotFound, CheckpointCorrupt,
         UnsupportedVersion, StateMismatch, StorageError.
@@ -514,15 +547,26 @@ class CheckpointManager:
         training_args_hash: str | None = None,
         keys: Keys | None = None,
     ) -> LoadReport:
-        """Restore where a run left off. "auto": the newest checkpoint that verifies, else a fresh
-        start.
+        """Restore where a run left off: the newest checkpoint that verifies, or a fresh start
+        (`report.fresh`).
 
-        Damaged or unfinished ones are skipped with one CheckpointWarning. A root without any
-        checkpoint starts fresh (`report.fresh`); one with only unusable ones raises
-        NoUsableCheckpoint, unless `fresh_ok`. Other values of `which` are those of `load`, and so
-        are the other arguments. A component of the checkpoint that `state` lacks is an error here
-        (strict, and not left out by `keys`). Raises what `load` raises, but never CheckpointCorrupt
-        for "auto".
+        Damaged or unfinished ones are skipped with one CheckpointWarning. A component of the
+        checkpoint that `state` lacks is an error (strict, and not left out by `keys`).
+
+        state: as for `save`; modules, optimizers and tensors are filled in place.
+        which: "auto" (default), or what `load` takes as its step.
+        fresh_ok: bool, start fresh also where all checkpoints are unusable (default False:
+            NoUsableCheckpoint).
+        strict: bool, names that only one of both sides has are an error (default True), else they
+            are in the report.
+        cast: bool, convert dtypes that differ (default False: an error).
+        transactional: bool, read all into host memory first; live state changes only when all is
+            verified (default False).
+        training_args_hash: text of now; another than was saved is a CheckpointWarning (default
+            None: not compared).
+        keys: names to load, as for `load` (default None: all).
+
+        Raises what `load` raises, but never CheckpointCorrupt for "auto"; NoUsableCheckpoint.
         """
         how: dict[str, Any] = {
             "strict": strict,
@@ -593,11 +637,13 @@ class CheckpointManager:
     def best(
         self, metric: str | None = None, mode: Literal["min", "max"] | None = None
     ) -> CheckpointInfo | None:
-        """The committed checkpoint with the best value of `metric`, by default that of the first
-        KeepBest in `keep`.
+        """The committed checkpoint with the best value of `metric`; None when none has it. Who may
+        ask: see `list`.
 
-        None when no checkpoint has the metric. Who may ask: see `list`. Raises InvalidState when it
-        is not known what to go by.
+        metric: text (default None: that of the first KeepBest in `keep`).
+        mode: "min" or "max" (default None: that of the KeepBest of this metric, else "min").
+
+        Raises InvalidState when no metric is known.
         """
         found = self._entries()
         rule = best_rule(self.keep, metric, mode, found.infos)
@@ -612,7 +658,9 @@ class CheckpointManager:
 
     @one_call("pin of step ", 0)
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of `step`, whatever the policy says, until `unpin`. On every rank.
+        """Keep a checkpoint, whatever the policy says, until `unpin`. On every rank.
+
+        step: int, of a committed checkpoint.
 
         Raises CheckpointNotFound, StorageError.
         """
@@ -620,16 +668,21 @@ class CheckpointManager:
 
     @one_call("unpin of step ", 0)
     def unpin(self, step: int) -> None:
-        """Let retention have the checkpoint of `step` again. On every rank. Raises
-        CheckpointNotFound, StorageError."""
+        """Let retention have a checkpoint again. On every rank.
+
+        step: int, of a committed checkpoint.
+
+        Raises CheckpointNotFound, StorageError.
+        """
         self._act("unpin", step, self._catalog.unpin)
 
     @one_call("verification of step ", 0, "latest")
     def verify(self, step: int | str = "latest") -> Sequence[Problem]:
-        """Read and check every byte of a checkpoint: on one rank, or one of each node, for all.
-        Call it on every rank.
+        """Read and check every byte of a checkpoint; an empty list when all is well. On every rank.
 
-        Empty when all is well. Raises CheckpointNotFound.
+        step: int, "latest" (default) or "best".
+
+        Raises CheckpointNotFound.
         """
         found = self._act("verification", step, self._verify)
         return [Problem(*row) for rows in found for row in rows]
@@ -647,7 +700,9 @@ class CheckpointManager:
 
     @one_call("deletion of step ", 0)
     def delete(self, step: int) -> None:
-        """Remove the checkpoint of `step`. On every rank.
+        """Remove a checkpoint. On every rank.
+
+        step: int, of a committed checkpoint.
 
         Raises CheckpointNotFound, InvalidState for a pinned one, StorageError.
         """

@@ -181,8 +181,11 @@ class CheckpointView:
         pass
 
     def index(self, writer: int) -> Index:
-        """What rank `writer` wrote; verified against the manifest, down to the digests of its
-        tensor files."""
+        """What one rank wrote; verified against the manifest, down to the digests of its tensor
+        files.
+
+        writer: int, the rank.
+        """
         if writer not in self._indexes:
             name = index_file_name(writer)
             record = self.manifest.files.get(name)
@@ -202,7 +205,10 @@ class CheckpointView:
         return self._indexes[writer]
 
     def forget(self, writer: int) -> None:
-        """Let go of what was read of an index: those of thousands of writers are gigabytes."""
+        """Free what was read of an index: those of thousands of writers are gigabytes.
+
+        writer: int, the rank that wrote it.
+        """
         self._indexes.pop(writer, None)
         self._starts.pop(writer, None)
         for key in [key for key in self._pieces if key[1] == writer]:
@@ -215,8 +221,10 @@ class CheckpointView:
         return CheckpointCorrupt(f"{where} {what}", path=self.url, file=file, kind=kind, **facts)
 
     def read_file(self, name: str) -> bytes:
-        """All of a file that is no tensor file, verified. Raises CheckpointCorrupt,
-        StorageError."""
+        """All of a file that is no tensor file, verified. Raises CheckpointCorrupt, StorageError.
+
+        name: text, as in the manifest.
+        """
         record = self.manifest.files[name]
         if record.size > SIZE_LIMIT:
             raise self._corrupt(
@@ -239,6 +247,9 @@ class CheckpointView:
     def component(self, key: str, copy: int = 0) -> StoredComponent:
         """Values and tensors of one stored copy of a component. Of a sharded one, only the first
         index is read here.
+
+        key: text, of the component.
+        copy: int, which stored copy, in order of their lowest rank (default 0).
 
         KeyError when there is no such component, IndexError when it has fewer copies;
         CheckpointCorrupt; StateMismatch where nodes share no storage, and this is not the one that
@@ -527,8 +538,11 @@ class CheckpointView:
         )
 
     def check_files(self, files: Iterable[str]) -> None:
-        """Sizes and headers of tensor files whose indexes were read. Raises CheckpointCorrupt,
-        StorageError."""
+        """Check sizes and headers of tensor files whose indexes were read. Raises
+        CheckpointCorrupt, StorageError.
+
+        files: names, as in the manifest.
+        """
         known = {
             name: entry for index in self._indexes.values() for name, entry in index.files.items()
         }
@@ -539,7 +553,10 @@ class CheckpointView:
         open_member(self.storage, self.folder, file, self.manifest.files[file].size).close()
 
     def reads_of(self, index: Index) -> Iterator[TensorRead]:
-        """Every stored byte of one writer, to be read and verified only."""
+        """Every stored byte of one writer, to be read and verified only.
+
+        index: Index, that of the writer.
+        """
         for key, part in index.components.items():
             yield from (TensorRead(key, entry, None) for entry in part.tensors)
             if part.pieces:

@@ -109,9 +109,10 @@ class SaveHandle(Future["CheckpointInfo | None"]):
         return self._record.written, self._record.total
 
     def result(self, timeout: float | None = None) -> CheckpointInfo | None:
-        """The committed checkpoint, when it is; None for one that was skipped.
+        """The committed checkpoint, when it is; None for a save that was skipped.
 
-        timeout: seconds to wait (default: until it has ended).
+        timeout: seconds to wait (default None: for as long as it takes).
+
         Raises AsyncSaveError, from what the save failed with, and TimeoutError when it has not
         ended by then (it goes on).
         """
@@ -131,8 +132,12 @@ class SaveHandle(Future["CheckpointInfo | None"]):
         return super().result()
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether it has ended, after at most `timeout` seconds. Raises InvalidState on the thread
-        that it is ended by."""
+        """Whether the save has ended.
+
+        timeout: seconds to wait at most; None for as long as it takes.
+
+        Raises InvalidState on the thread that ends it.
+        """
         if self._finisher == threading.get_ident() and not self.done():
             raise InvalidState(
                 f"{self.what} cannot be waited for by what it calls itself (on_event)"
@@ -173,11 +178,18 @@ class SaveHandle(Future["CheckpointInfo | None"]):
         return made
 
     def warn(self, text: str) -> None:
-        """Have a warning given when somebody asks for the result, or at the next call."""
+        """Have a warning given when somebody asks for the result, or at the next call.
+
+        text: what is warned of.
+        """
         self._record.warnings.append(text)
 
     def end(self, info: CheckpointInfo | None, error: BaseException | None) -> None:
-        """For the thread that finishes it."""
+        """For the thread that finishes the save.
+
+        info: CheckpointInfo, what was committed; None where nothing was.
+        error: what it failed with; None where it did not.
+        """
         self.error, self._staged = error, None
         if error is None:
             self.give_up()
