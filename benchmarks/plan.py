@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from ckptcore.format.digest import chunk_count
-from ckptcore.format.index import ComponentIndex, FileEntry, Index, Piece, index_file_name
+from ckptcore.format.index import ComponentIndex, FileEntry, Index, StoredShard, index_file_name
 from ckptcore.format.layout import decode_layouts, encode_layouts
 from ckptcore.format.manifest import CheckpointManifest, ComponentManifest, FileRecord
 from ckptcore.format.values import TensorRef, encode
@@ -116,7 +116,7 @@ def _metadata(
     """Manifest, rank 0's index (with the table) and another rank's index, as they would be
     stored."""
     pieces = [
-        Piece(n, plan.name, place.start, bytes(8 * chunk_count(place.nbytes)))
+        StoredShard(n, plan.name, place.start, bytes(8 * chunk_count(place.nbytes)))
         for plan in files
         for n, place in plan.places
     ]

@@ -19,7 +19,7 @@ from .errors import InvalidState
 __all__ = [
     "COUNT_LIMIT",
     "check_callable",
-    "check_choice",
+    "check_one_of",
     "check_count",
     "check_flag",
     "check_flags",
@@ -65,7 +65,7 @@ def check_flags(**flags: Any) -> None:
         check_flag(name, value)
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+def check_one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     """`value` if it is one of these words."""
     if not isinstance(value, str) or value not in allowed:
         raise InvalidState(

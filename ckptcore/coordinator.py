@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
-from .arguments import check_choice, check_name, check_path, check_threads, shown
+from .arguments import check_name, check_one_of, check_path, check_threads, shown
 from .catalog.catalog import Catalog, Location
 from .catalog.folder import CheckpointInfo
 from .errors import CheckpointWarning, InvalidState
@@ -184,8 +184,8 @@ def check_parts(comm: Any, groups: Any, io_threads: Any, writers: Any, storage_m
         )
     process_groups_of(None, groups)
     check_threads("io_threads", io_threads)
-    check_choice("writers", writers, ("split", "lowest"))
-    check_choice("storage_mode", storage_mode, ("shared", "node"))
+    check_one_of("writers", writers, ("split", "lowest"))
+    check_one_of("storage_mode", storage_mode, ("shared", "node"))
 
 
 def _validated(component: StateComponent, validate: Any) -> StateComponent:

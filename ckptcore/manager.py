@@ -17,11 +17,11 @@ from typing import Any, Literal, TypeVar, cast
 
 from .arguments import (
     check_callable,
-    check_choice,
     check_flag,
     check_flags,
     check_hash,
     check_name,
+    check_one_of,
     check_seconds,
     checked_options,
     checked_timeout,
@@ -169,9 +169,9 @@ class CheckpointManager:
     ) -> None:
         # All of them before anything is opened, or begun that would have to be ended.
         check_policy("keep", keep)
-        check_choice("when_busy", when_busy, ("wait", "skip", "raise"))
-        check_choice("on_error", on_error, ("raise", "warn"))
-        check_choice("staging", staging, ("auto", "copy", "overlap"))
+        check_one_of("when_busy", when_busy, ("wait", "skip", "raise"))
+        check_one_of("on_error", on_error, ("raise", "warn"))
+        check_one_of("staging", staging, ("auto", "copy", "overlap"))
         check_flag("load_broadcast", load_broadcast)
         check_parts(comm, process_groups, io_threads, writers, storage_mode)
         check_callable("on_event", on_event)

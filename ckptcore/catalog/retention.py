@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from ..arguments import check_choice, check_count, check_number, shown
+from ..arguments import check_count, check_number, check_one_of, shown
 from ..errors import InvalidState
 from .branches import committed
 from .folder import CheckpointInfo
@@ -95,7 +95,7 @@ class KeepBest(RetentionPolicy):
 
     def __post_init__(self) -> None:
         check_count("KeepBest: count", self.count)
-        check_choice("KeepBest: mode", self.mode, ("min", "max"))
+        check_one_of("KeepBest: mode", self.mode, ("min", "max"))
         if not isinstance(self.metric, str) or not self.metric:
             raise InvalidState(
                 f"KeepBest: metric must be the name of a metric, not {shown(self.metric)}"
@@ -191,7 +191,7 @@ def best_rule(
     if metric is not None and (not isinstance(metric, str) or not metric):
         raise InvalidState(f"metric must be the name of a metric, not {shown(metric)}")
     if mode is not None:
-        check_choice("mode", mode, ("min", "max"))
+        check_one_of("mode", mode, ("min", "max"))
     if metric is None and not rules:
         there = ", ".join(sorted({name for info in infos for name in info.metrics})) or "none"
         raise InvalidState(

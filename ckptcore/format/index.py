@@ -30,7 +30,7 @@ from .digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest
 from .manifest import FileName
 from .tensorfile import DTYPES, HEADER_LIMIT, tensor_nbytes
 
-__all__ = ["ComponentIndex", "FileEntry", "Index", "Piece", "TensorEntry", "index_file_name"]
+__all__ = ["ComponentIndex", "FileEntry", "Index", "StoredShard", "TensorEntry", "index_file_name"]
 
 FORMAT = "ckptcore.index"
 VERSION = 1
@@ -71,7 +71,7 @@ class TensorEntry:
         )
 
 
-class Piece(NamedTuple):
+class StoredShard(NamedTuple):
     """One box of a sharded tensor, where this writer put it."""
 
     number: int
@@ -102,7 +102,7 @@ class ComponentIndex:
     tree: bytes | None
     tensors: list[TensorEntry] = field(default_factory=list)
     layouts: dict[str, Any] | None = None
-    pieces: list[Piece] | None = None
+    pieces: list[StoredShard] | None = None
     versions: bytes | None = None
 
 
@@ -115,7 +115,7 @@ class Index:
     def file_digests(self) -> dict[str, str]:
         """What the manifest must say of each tensor file: over header digest and chunk digests in
         file order."""
-        held: dict[str, list[TensorEntry | Piece]] = {name: [] for name in self.files}
+        held: dict[str, list[TensorEntry | StoredShard]] = {name: [] for name in self.files}
         for component in self.components.values():
             for entry in (*component.tensors, *(component.pieces or ())):
                 if entry.file is not None:
@@ -227,12 +227,12 @@ def _component(key: str, found: dict[str, Any], files: dict[str, FileEntry]) -> 
     return ComponentIndex(tree, entries, versions=versions)
 
 
-def _piece(row: list[Any], files: dict[str, FileEntry]) -> Piece:
+def _piece(row: list[Any], files: dict[str, FileEntry]) -> StoredShard:
     number, file, start, digests = row  # checked by hand, as a tensor's: there are very many
     known = files[file]
     if not known.header_size <= whole(start) <= known.size or type(digests) is not bytes:
         raise ValueError(f"a piece of tensor {number} is not inside {file}")
-    return Piece(whole(number), file, start, digests)
+    return StoredShard(whole(number), file, start, digests)
 
 
 def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:

@@ -405,7 +405,3 @@ def _check_json(document: Any) -> None:
             raise ValueError(f"it has more than {JSON_ITEMS:,} items")
         level = inner
     raise ValueError(f"it is nested deeper than {JSON_DEPTH} levels")
-
-
-Copy = ReplicaGroup
-copies = replica_groups  # both until the last user has moved

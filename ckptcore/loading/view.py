@@ -23,7 +23,7 @@ from ..errors import (
     UnknownName,
 )
 from ..format.digest import DIGEST_BYTES, chunk_count, content_digest
-from ..format.index import Index, Piece, TensorEntry, index_file_name
+from ..format.index import Index, StoredShard, TensorEntry, index_file_name
 from ..format.layout import Box, LogicalTensor, decode_layouts, intersection, volume
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..format.tensorfile import DTYPES, tensor_nbytes
@@ -169,7 +169,7 @@ class CheckpointView:
                 )
             raise
         self._indexes: dict[int, Index] = {}
-        self._pieces: dict[tuple[str, int], dict[int, Piece]] = {}
+        self._pieces: dict[tuple[str, int], dict[int, StoredShard]] = {}
         self._tables: dict[str, StoredComponent] = {}
         self._starts: dict[int, dict[str, list[int]]] = {}
         self._found: dict[str, tuple[str, StoredComponent, int]] = {}

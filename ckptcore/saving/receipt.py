@@ -10,9 +10,16 @@ from ..catalog.folder import join
 from ..catalog.transaction import Transaction
 from ..errors import CheckpointCorrupt, CoordinationError, InvalidState, UnsupportedValue
 from ..format.digest import combined_digest, content_digest
-from ..format.index import ComponentIndex, FileEntry, Index, Piece, TensorEntry, index_file_name
+from ..format.index import (
+    ComponentIndex,
+    FileEntry,
+    Index,
+    StoredShard,
+    TensorEntry,
+    index_file_name,
+)
 from ..format.layout import encode_layouts
-from ..format.manifest import SIZE_LIMIT, ComponentManifest, Copy, FileRecord
+from ..format.manifest import SIZE_LIMIT, ComponentManifest, FileRecord, ReplicaGroup
 from ..format.values import decode
 from ..ranks.messages import message
 from ..replicas.shard_table import PlainValues
@@ -185,7 +192,8 @@ def _indexed(
     ]
     if planned.table is not None:
         pieces = [
-            Piece(number, name, place.start, digests) for name, number, place, digests in places
+            StoredShard(number, name, place.start, digests)
+            for name, number, place, digests in places
         ]
         layouts = None if tree is None else encode_layouts(planned.table.tensors)
         return ComponentIndex(
@@ -221,7 +229,7 @@ def _indexed(
 
 def files_and_components(
     components: Sequence[StateComponent],
-    groups: Mapping[str, Sequence[Copy]],
+    groups: Mapping[str, Sequence[ReplicaGroup]],
     partitions: Mapping[str, list[list[int]]],
     group_keys: Mapping[str, list[str]],
     receipts: Sequence[RankReceipt],

@@ -35,10 +35,10 @@ from ..errors import AsyncSaveError, InvalidState, RankLost, RanksDisagree
 from ..format.manifest import (
     CheckpointManifest,
     ComponentManifest,
-    Copy,
+    ReplicaGroup,
     check_readable,
-    copies,
     private_json,
+    replica_groups,
 )
 from ..ranks.communicator import Communicator, check_same_call
 from ..ranks.groups import group_index, own_view, partitions
@@ -245,7 +245,7 @@ class JoinedSave:
     components: list[StateComponent]
     verdict: JoinVerdict
     number: int
-    groups: dict[str, list[Copy]]
+    groups: dict[str, list[ReplicaGroup]]
     target: SaveTarget | None = None
     destination: Destination | None = None
 
@@ -412,9 +412,11 @@ def _group_keys(
     return given
 
 
-def _groups_of(component: StateComponent, comm: Communicator, verdict: JoinVerdict) -> list[Copy]:
+def _groups_of(
+    component: StateComponent, comm: Communicator, verdict: JoinVerdict
+) -> list[ReplicaGroup]:
     group = component.process_group_name
-    return copies(
+    return replica_groups(
         component.sharing_pattern.value,
         comm.world_size,
         comm.nodes,

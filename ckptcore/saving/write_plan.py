@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import NoSpace
-from ..format.manifest import Copy
+from ..format.manifest import ReplicaGroup
 from ..replicas.shard_table import ShardTable, ShardTables
 from ..state.component import SharingPattern, StateComponent
 from ..state.tree import StateSnapshot, Structure, TensorLeaf
@@ -89,7 +89,7 @@ class KeptPlans:
         self,
         rank: int,
         components: Sequence[StateComponent],
-        groups: Mapping[str, Sequence[Copy]],
+        groups: Mapping[str, Sequence[ReplicaGroup]],
         snapshots: Mapping[str, StateSnapshot],
         tables: Mapping[str, ShardTable],
         *,
@@ -116,7 +116,7 @@ class KeptPlans:
             self._structure = structure
         return self._plan
 
-    def _writers(self, component: StateComponent, group: Copy) -> tuple[int, ...]:
+    def _writers(self, component: StateComponent, group: ReplicaGroup) -> tuple[int, ...]:
         one = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
         return tuple(group.members[:1] if one or not self.split else group.members)
 
