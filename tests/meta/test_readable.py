@@ -22,16 +22,7 @@ EVERYWHERE = [
 ]
 
 MOST_LINES = 60
-LONG_FUNCTIONS = {
-    "CheckpointManager.__init__": 81,
-    "CheckpointManager._load": 61,
-    "CheckpointManager.restore": 68,
-    "Saving.finish": 105,
-    "_copy": 62,
-    "capture": 103,
-    "join_load": 61,
-    "join_save": 65,
-}
+LONG_FUNCTIONS = {"CheckpointManager.__init__": 81, "CheckpointManager.restore": 62, "_copy": 61}
 
 
 def functions(node: ast.AST, outer: str = "") -> Iterator[tuple[str, int]]:
@@ -64,6 +55,15 @@ def test_functions_fit_on_a_screen() -> None:
     assert long == {}, f"at most {MOST_LINES} lines beside the docstring"
 
 
+def test_the_list_of_long_functions_has_none_that_became_short() -> None:
+    found: Counter[str] = Counter()
+    for path in PRODUCT:
+        for name, lines in functions(ast.parse(path.read_text())):
+            found[name] = max(found[name], lines)
+    shorter = {name for name, lines in LONG_FUNCTIONS.items() if found[name] < lines}
+    assert shorter == set(), "to be lowered, or taken out"
+
+
 # Neither can be broken: what a tool is to read on the line, and a part of a regular expression.
 UNBROKEN = re.compile(r'  # (type: ignore|noqa).*|^ *r[bf]?"[^"]*"$')
 
@@ -89,38 +89,38 @@ def test_lines_are_short_and_formatted() -> None:
 # each may still stand there; at 0 the word is gone.
 OLD_WORDS: dict[str, int] = {
     "agree": 6,
-    "apart": 7,
-    "captured": 52,
-    "choice": 10,
+    "apart": 5,
+    "captured": 49,
+    "choice": 2,
     "elsewhere": 7,
-    "judge": 4,
+    "judge": 2,
     "look": 0,
-    "looked": 6,
-    "meet": 2,
+    "looked": 4,
+    "meet": 0,
     "modest": 0,
-    "place": 83,
+    "place": 76,
     "places": 34,
     "said": 7,
-    "seen": 62,
-    "settle": 8,
+    "seen": 52,
+    "settle": 0,
     "settled": 3,
     "stay": 2,
-    "tell": 20,
-    "together": 20,
-    "told": 33,
-    "truth": 7,
+    "tell": 16,
+    "together": 9,
+    "told": 19,
+    "truth": 2,
 }
 OLD_WORDS_IN_DEFINITIONS: dict[str, int] = {
-    "copies": 8,
+    "copies": 6,
     "found": 16,
-    "here": 7,
+    "here": 6,
     "its": 0,
-    "own": 17,
-    "piece": 5,
+    "own": 19,
+    "piece": 4,
     "pieces": 6,
-    "share": 11,
-    "shares": 5,
-    "what": 24,
+    "share": 3,
+    "shares": 1,
+    "what": 23,
 }
 
 
@@ -154,7 +154,8 @@ def test_old_words_go() -> None:
         for name, is_definition in names(ast.parse(path.read_text())):
             everywhere.update(words_of(name))
             defined.update(words_of(name) if is_definition else ())
-    more = {w: (everywhere[w], n) for w, n in OLD_WORDS.items() if everywhere[w] > n}
-    assert more == {}, "now, and at most"
-    more = {w: (defined[w], n) for w, n in OLD_WORDS_IN_DEFINITIONS.items() if defined[w] > n}
-    assert more == {}, "now, and at most"
+    for found, most in ((everywhere, OLD_WORDS), (defined, OLD_WORDS_IN_DEFINITIONS)):
+        more = {word: (found[word], n) for word, n in most.items() if found[word] > n}
+        assert more == {}, "now, and at most"
+        fewer = {word: (found[word], n) for word, n in most.items() if found[word] < 0.9 * n}
+        assert fewer == {}, "now, and the limit to be lowered"

@@ -41,7 +41,6 @@ copy
 upkeep
 coordinator
 tiers
-saves
 manager
 preemption
 testing interop integrations
@@ -194,6 +193,20 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
+
+
+def test_lists_of_exceptions_have_nothing_that_is_mended() -> None:
+    late = {found for path in ENGINE[1:] for found in late_imports(path)}
+    assert set(LATE) - late == set(), "imported at the top by now"
+    edges = {
+        (name, module_of(start, taken))
+        for name, path in PATHS.items()
+        for node in ast.walk(parsed(path))
+        for start, taken in imported(path, node)
+    }
+    assert CIRCLES - edges == set(), "imported no more"
+    rooms = {name_of(path).split(".")[1] for path in ENGINE if name_of(path) != "ckptcore"}
+    assert set(LINE_OF) - rooms - {"integrations"} == set(), "gone by now"
 
 
 MODULES = sorted(
