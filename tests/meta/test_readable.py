@@ -115,7 +115,7 @@ OLD_WORDS_IN_DEFINITIONS: dict[str, int] = {
     "found": 16,
     "here": 6,
     "its": 0,
-    "own": 19,
+    "own": 17,
     "piece": 4,
     "pieces": 6,
     "share": 3,
