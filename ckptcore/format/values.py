@@ -581,6 +581,13 @@ def largest_part(tree: bytes) -> tuple[str, int]:
         size, path = most, (*path, step)
 
 
+def _holds_tensor(value: Any) -> bool:
+    """Whether what is to be hashed has a tensor in it, for which a reference stands so far."""
+    if isinstance(value, tuple | frozenset):
+        return any(_holds_tensor(item) for item in value)
+    return isinstance(value, TensorRef)
+
+
 class _Decoder:
     def __init__(
         self, leaf: Callable[[TensorRef], Any] | None, lenient: bool, opaque: bool
@@ -615,9 +622,15 @@ class _Decoder:
         if code == TUPLE:
             return tuple(exact(self.value_of(data), list))
         if code == DICT:
-            return unique([(key, item) for key, item in exact(self.value_of(data), list)])
+            before = self.refs
+            pairs = [(key, item) for key, item in exact(self.value_of(data), list)]
+            if self.refs > before and any(_holds_tensor(key) for key, _ in pairs):
+                raise ValueError("a tensor cannot be a key")
+            return unique(pairs)
         if code in (SET, FROZENSET):
             items = [self.value_of(item) for item in exact_items(self.value_of(data), bytes)]
+            if any(_holds_tensor(item) for item in items):
+                raise ValueError("a tensor cannot be in a set")
             return set(items) if code == SET else frozenset(items)
         if code == COMPLEX:
             return complex(*struct.unpack(">dd", data))
