@@ -28,7 +28,14 @@ from typing import Literal, Protocol
 
 from ..arguments import checked_timeout
 from ..catalog.folder import CheckpointInfo
-from ..errors import AsyncSaveError, CheckpointWarning, InvalidState, RankFailed
+from ..errors import (
+    AsyncSaveError,
+    CheckpointWarning,
+    InvalidState,
+    JoinTimeout,
+    RankFailed,
+    RankLost,
+)
 from ..events import OnEvent, SaveEvent
 from ..ranks.communicator import Communicator
 from ..storage.workers import Workers, yield_to_others
@@ -475,11 +482,14 @@ class Saves:
         """Do all of a save."""
         record = SaveRecord(job.storage.retries)
         self.wait_for_pending()
+        joined: JoinedSave | None = None
         try:
             joined = self._joined(job, call, run, record)
             saved = finish(StagedSave(capture(job, joined, record)))
         except BaseException as error:
-            if record.name:
+            # A call that ranks did not come to was none.
+            alone = joined is None and isinstance(error, JoinTimeout | RankLost)
+            if record.name and not alone:
                 self._emit("failed", job, record, error=error)
             with suppress(CheckpointWarning):  # as an error it must not hide the one that counts
                 warn_all(record.warnings)
