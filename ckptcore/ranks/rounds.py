@@ -651,7 +651,7 @@ _open: weakref.WeakSet[BoardCommunicator] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    """At the end of a program that has not closed them: a heart that beats into the end of the
+    """At the end of a program that has not closed them: threads that go on into the end of the
     interpreter can crash it."""
     found = [comm for comm in _open if comm._pid == os.getpid() and not comm._closed]
     deadline = time.monotonic() + READ_SECONDS
@@ -662,3 +662,5 @@ def _leave() -> None:
         comm.heart.stop()
     for comm in found:
         comm.heart.join(1.0)
+    for comm in found:
+        comm.board.close()

@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _created = itertools.count()
 
 # How long a call waits for a connection that is being made anew. Longer waits are for `patience`.
 RECONNECT_SECONDS = 2.0
+# How long closing waits for the threads of connections.
+CLOSE_SECONDS = 1.0
 # A store logs a warning when a wait times out. This one never does: who no longer wants the answer
 # leaves the connection to its thread.
 ENDLESS = timedelta(days=7)
@@ -66,7 +69,8 @@ class _Connection:
         self.connect, self.answers, self.lost = connect, first, False
         self.calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         try:
-            threading.Thread(target=self._serve, name="ckptcore-store", daemon=True).start()
+            self.thread = threading.Thread(target=self._serve, name="ckptcore-store", daemon=True)
+            self.thread.start()
         except RuntimeError as error:  # no thread can be started at the end of a program
             raise BoardLost(str(error)) from None
 
@@ -77,6 +81,11 @@ class _Connection:
 
     def close(self) -> None:
         self.calls.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait for its thread to end, which may be stuck."""
+        if self.thread is not threading.current_thread():
+            self.thread.join(max(0.0, seconds))
 
     def _serve(self) -> None:
         store: Any = None
@@ -206,9 +215,14 @@ class StoreBoard(Board):
             waits = [self._waits.popitem()[1] for _ in range(len(self._waits))]
             found = [self._talking, *self._idle, *(wait.connection for wait in waits)]
             self._talking, self._idle = None, []
-        for connection in found:
-            if connection is not None:
-                connection.close()
+        open_ones = [connection for connection in found if connection is not None]
+        for connection in open_ones:
+            connection.close()
+        # A thread that comes out of a call of the store, when the interpreter ends, can crash it.
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for connection in open_ones:
+            if not connection.lost:
+                connection.join(deadline - time.monotonic())
 
 
 def _values(store: Any, keys: list[str]) -> list[bytes]:
