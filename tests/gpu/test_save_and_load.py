@@ -10,7 +10,7 @@ from ckptcore import (
     StateComponent,
     ValidationLevel,
 )
-from ckptcore.ranks import replication
+from ckptcore.replicas import compare
 from ckptcore.replicas.device_digest import fingerprints
 from ckptcore.testing.ranks import run_ranks
 
@@ -101,7 +101,7 @@ def test_fingerprints_are_of_every_byte_and_of_nothing_else(device):
 @pytest.mark.parametrize("how", ["save", "save_async"])
 def test_replicas_on_the_device(tmp_path, device, level, how, monkeypatch):
     copied = []
-    monkeypatch.setattr(replication, "chunk_digests", lambda t: copied.append(t.name) or b"")
+    monkeypatch.setattr(compare, "chunk_digests", lambda t: copied.append(t.name) or b"")
 
     def program(comm, spoil):
         weight = tensor_of(torch.float32, (2000, 1000), device)
