@@ -141,7 +141,7 @@ def test_auto_takes_a_snapshot_where_there_is_room(root, device):
     faults = FaultStorage(CheckpointManager(root).storage)
     with CheckpointManager(faults, staging="auto") as ckpt:
         handle = ckpt.save_async(1, job.state())
-        taken = handle._saving.staged.devices[0]
+        taken = handle._staged.copy.devices[0]
         assert devices._safe_bytes(device) > 1 << 30
         assert taken.sources == []  # nothing was left to copy from the live state
         handle.result(60)
