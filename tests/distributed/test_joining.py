@@ -347,17 +347,17 @@ def test_store_does_not_grow_with_saves(tmp_path):
         ckpt = CheckpointManager(tmp_path, comm=comm)
         for step in range(50):
             ckpt.save(step, state(rank))
-            if step in (5, 49):
-                with comm.round("settled") as r:
+            if step % 2:
+                comm.board.get("x")  # what this rank has deleted is gone when it answers
+                with comm.round("count") as r:
                     r.gather()
                     if r.leads:
-                        comm.board.get("x")  # what was deleted before is gone when it answers
                         sizes.append(store.num_keys())
         return sizes
 
     sizes = over_store(3, program)[0]
-    # One key more or less: a verdict that nobody waits for is removed a little later.
-    assert abs(sizes[1] - sizes[0]) <= 1
+    # One count may be made before a key of the same round is there, or gone; a leak would show.
+    assert len(sizes) == 25 and max(sizes[-10:]) <= max(sizes[:10])
 
 
 def test_several_managers_in_one_job_at_the_same_time(tmp_path):
