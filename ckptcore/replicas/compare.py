@@ -45,7 +45,6 @@ __all__ = [
     "report",
     "some_keys",
     "take_digests",
-    "validate",
 ]
 
 SAMPLES = 16
@@ -178,17 +177,6 @@ def explain(comm: Communicator, replicas: Replicas, verdict: ReplicaVerdict) -> 
         tags = [tag for tag in verdict.parts if tag.split(" ", 1)[1] == component.key]
         if tags:
             _explain_parts(comm, replicas, component, tags)
-
-
-def validate(comm: Communicator, replicas: Replicas) -> None:
-    """Compare all replicas, in rounds of their own. Raises ReplicationMismatch on all ranks."""
-    if not replicas.whole and not replicas.sharded:
-        return
-    with comm.round("compare replicas") as r:
-        reports = r.gather(report(replicas))
-        if r.leads:
-            r.verdict = decide(replicas, reports)
-    explain(comm, replicas, r.verdict)
 
 
 def take_digests(component: StateComponent, leaves: Iterable[TensorLeaf]) -> None:

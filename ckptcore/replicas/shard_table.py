@@ -36,7 +36,6 @@ from ..format.layout import (
 )
 from ..format.tensorfile import tensor_nbytes
 from ..format.values import TensorRef, decode, encode, join_path
-from ..ranks.communicator import Communicator
 from ..ranks.messages import message
 from ..state.tree import StateSnapshot, Structure
 
@@ -47,7 +46,6 @@ __all__ = [
     "ShardTables",
     "StructureReport",
     "StructureVerdict",
-    "agree_layouts",
     "decide",
     "describe",
     "descriptions",
@@ -284,40 +282,6 @@ def _merged_values(
         tree, lambda _, x: TensorRef(numbers[x.name], x.numpy) if isinstance(x, _Named) else None
     )
     return PlainValues(encoded, _merged_versions([each.versions for each in values]))
-
-
-def agree_layouts(
-    comm: Communicator, snapshots: Mapping[str, StateSnapshot], tables: ShardTables
-) -> tuple[dict[str, ShardTable], dict[str, PlainValues]]:
-    """Tables and plain values of all sharded components, in rounds of their own.
-
-    Raises InvalidState and ReplicationMismatch, with key and ranks, on every rank.
-    """
-    if not snapshots:
-        return {}, {}
-    with comm.round("structure") as r:
-        mine = {key: describe(snapshot) for key, snapshot in snapshots.items()}
-        reports = r.gather(tables.report(mine))
-        if r.leads:
-            r.verdict = decide(reports, spread=tables.spread)
-    verdict: StructureVerdict = r.verdict
-    structures: dict[str, list[bytes]] = {}
-    if verdict.incomplete:
-        with comm.round("layout") as r:
-            sent = r.gather(descriptions(mine, verdict, comm.rank))
-            if r.leads:
-                r.verdict = structures_of(sent, verdict)
-        structures = r.verdict
-    with comm.round("shard tables"):
-        made = tables.update(mine, verdict, structures)
-    own = {key: each.values for key, each in mine.items()}
-    if verdict.senders:
-        with comm.round("plain values") as r:
-            sent = r.gather(values_of(mine, verdict, comm.rank))
-            if r.leads:
-                r.verdict = merged_values(made, verdict, sent)
-        own |= r.verdict
-    return made, own
 
 
 @dataclass(slots=True)
