@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .accel import AccelTrainer as AccelTrainer
     from .arguments import AccelTrainingArguments as AccelTrainingArguments
     from .arguments import BaseTrainingArguments as BaseTrainingArguments
     from .arguments import DataNotFound as DataNotFound
@@ -26,17 +25,18 @@ if TYPE_CHECKING:
     from .callbacks.protocol import TrainerCallback as TrainerCallback
     from .callbacks.protocol import TrainerControl as TrainerControl
     from .callbacks.protocol import TrainerState as TrainerState
-    from .data import ResumableLoader as ResumableLoader
-    from .ddp import DDPTrainer as DDPTrainer
-    from .environment import DistributedEnvironment as DistributedEnvironment
-    from .fsdp2 import FSDP2Trainer as FSDP2Trainer
+    from .data.loader import ResumableLoader as ResumableLoader
     from .model import ByteGPT as ByteGPT
-    from .pipeline import PipelineTrainer as PipelineTrainer
+    from .parallel.accel import AccelTrainer as AccelTrainer
+    from .parallel.ddp import DDPTrainer as DDPTrainer
+    from .parallel.environment import DistributedEnvironment as DistributedEnvironment
+    from .parallel.fsdp2 import FSDP2Trainer as FSDP2Trainer
+    from .parallel.pipeline import PipelineTrainer as PipelineTrainer
     from .trainer import Trainer as Trainer
     from .trainer import TrainResult as TrainResult
 
 _HOMES = {
-    "accel": ["AccelTrainer"],
+    "parallel.accel": ["AccelTrainer"],
     "arguments": [
         "AccelTrainingArguments",
         "BaseTrainingArguments",
@@ -54,12 +54,12 @@ _HOMES = {
         "resolve_arguments",
     ],
     "callbacks.protocol": ["CallbackHandler", "TrainerCallback", "TrainerControl", "TrainerState"],
-    "data": ["ResumableLoader"],
-    "ddp": ["DDPTrainer"],
-    "environment": ["DistributedEnvironment"],
-    "fsdp2": ["FSDP2Trainer"],
+    "data.loader": ["ResumableLoader"],
+    "parallel.ddp": ["DDPTrainer"],
+    "parallel.environment": ["DistributedEnvironment"],
+    "parallel.fsdp2": ["FSDP2Trainer"],
     "model": ["ByteGPT"],
-    "pipeline": ["PipelineTrainer"],
+    "parallel.pipeline": ["PipelineTrainer"],
     "trainer": ["TrainResult", "Trainer"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

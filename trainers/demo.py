@@ -22,8 +22,8 @@ import click
 
 from ckptcore import scan_root
 
+from .callbacks.loss_record import LOSSES, read_losses
 from .compare import compare_checkpoints
-from .loss_record import LOSSES, read_losses
 
 __all__ = ["main"]
 

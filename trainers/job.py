@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .environment import DistributedEnvironment
+    from .parallel.environment import DistributedEnvironment
 
 __all__ = ["Job"]
 
@@ -22,7 +22,7 @@ class Job:
         self._starting = False
 
     def start(self, args: Any) -> DistributedEnvironment:
-        from .environment import DistributedEnvironment
+        from .parallel.environment import DistributedEnvironment
 
         self._starting = True
         self.environment = DistributedEnvironment.from_environ(args)

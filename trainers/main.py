@@ -44,7 +44,7 @@ from .arguments.errors import whole
 from .job import Job
 
 if TYPE_CHECKING:
-    from .environment import DistributedEnvironment
+    from .parallel.environment import DistributedEnvironment
     from .trainer import Trainer
 
 __all__ = ["Program", "main", "make_program"]
@@ -271,8 +271,8 @@ def run(program: Program, threads: int | None, job: Job) -> None:
 
 def make_trainer(program: Program, environment: DistributedEnvironment) -> Trainer:
     """The trainer of the kind that is wanted, with the byte-level GPT and its text."""
-    from .corpus import read_corpus, split_corpus
-    from .loss_record import LossRecord
+    from .callbacks.loss_record import LossRecord
+    from .data.corpus import read_corpus, split_corpus
     from .model import ByteGPT, next_byte_loss
     from .trainer import Trainer
 
@@ -289,18 +289,18 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
         "compute_loss_func": None if args.label_smoothing_factor else next_byte_loss,
     }
     if program.kind == "ddp":
-        from .ddp import DDPTrainer
+        from .parallel.ddp import DDPTrainer
 
         return DDPTrainer(args, **what)
     if program.kind == "fsdp2":
-        from .fsdp2 import FSDP2Trainer
+        from .parallel.fsdp2 import FSDP2Trainer
 
         return FSDP2Trainer(args, **what)
     if program.kind == "pipeline":
         import torch.distributed.pipelining as pipelining
 
-        from .pipeline import PipelineTrainer
-        from .splitting import ByteGPTSplitter
+        from .parallel.pipeline import PipelineTrainer
+        from .parallel.splitting import ByteGPTSplitter
 
         schedule = getattr(pipelining, program.schedule, None)
         if schedule is None:
@@ -313,7 +313,7 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
     if program.kind == "accel":
         from accelerate import Accelerator
 
-        from .accel import AccelTrainer
+        from .parallel.accel import AccelTrainer
 
         accelerator = Accelerator(
             cpu=environment.device.type == "cpu",

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptcore import OptimizerState, Shard, StateMismatch
 
-from .optimizers import parameter_names
+from .optim import parameter_names
 
 __all__ = ["QuantizedOptimizerState", "optimizer_state"]
 

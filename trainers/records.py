@@ -7,8 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from .environment import DistributedEnvironment
-from .log_paths import path_in_root, relative_to_root
+from .callbacks.log_paths import path_in_root, relative_to_root
+from .parallel.environment import DistributedEnvironment
 
 if TYPE_CHECKING:
     from .trainer_parts import TrainerParts

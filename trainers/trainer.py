@@ -12,11 +12,11 @@ import torch
 from ckptcore import CheckpointManager
 
 from .arguments import InvalidArgument
-from .construction import seed_everything
-from .evaluation import mean_loss
+from .boundary import Boundary, stop_signal
+from .build import seed_everything
+from .data.evaluation import mean_loss
 from .export import write_model
 from .losses import labels_in
-from .trainer_control import Boundary, stop_signal
 from .trainer_parts import Micro, TrainerParts
 
 __all__ = ["Micro", "TrainResult", "Trainer", "seed_everything"]

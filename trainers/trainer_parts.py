@@ -17,19 +17,19 @@ from ckptcore import CheckpointManager, CheckpointNotFound, SharingPattern, Stat
 
 from .arguments import TrainingArguments, resolve_arguments, steps_of
 from .best import BestModel
+from .build import Models, apply_settings
 from .callbacks.protocol import CallbackHandler, TrainerControl, TrainerState
-from .construction import Models, apply_settings
-from .data import ResumableLoader
-from .environment import DistributedEnvironment, choose_workspace
-from .foreign import ForeignLoader
+from .checkpoints import Saves
+from .data.foreign import ForeignLoader
+from .data.loader import ResumableLoader
 from .losses import labels_in, loss_of, make_loss_function, samples_in
 from .meters import Meters
+from .optim import make_optimizer
 from .optimizer_states import optimizer_state
-from .optimizers import make_optimizer
+from .parallel.environment import DistributedEnvironment, choose_workspace
 from .records import add_reporters, choose_logging_dir, set_log_level
 from .run_state import run_components
 from .schedules import make_scheduler
-from .trainer_saves import Saves
 
 __all__ = ["Micro", "TrainerParts"]
 

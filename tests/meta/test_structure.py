@@ -82,15 +82,15 @@ LATE: dict[tuple[str, str], str] = {
 CIRCLES: set[tuple[str, str]] = {
     ("trainers.arguments.checks", "trainers.arguments.native"),
     ("trainers.arguments.trainer_checks", "trainers.arguments.native"),
-    ("trainers.arguments.trainer_checks", "trainers.optimizers"),
+    ("trainers.arguments.trainer_checks", "trainers.optim"),
     ("trainers.best", "trainers.trainer_parts"),
-    ("trainers.evaluation", "trainers.trainer"),
+    ("trainers.data.evaluation", "trainers.trainer"),
     ("trainers.export", "trainers.trainer"),
     ("trainers.meters", "trainers.trainer_parts"),
     ("trainers.records", "trainers.trainer_parts"),
     ("trainers.run_state", "trainers.trainer_parts"),
-    ("trainers.trainer_control", "trainers.trainer"),
-    ("trainers.trainer_saves", "trainers.trainer_parts"),
+    ("trainers.boundary", "trainers.trainer"),
+    ("trainers.checkpoints", "trainers.trainer_parts"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument
-from ckpt_trainers.environment import DistributedEnvironment
+from ckpt_trainers.parallel.environment import DistributedEnvironment
 
 from ckptcore import CheckpointWarning, scan_root
 

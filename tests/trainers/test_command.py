@@ -406,7 +406,7 @@ def test_a_save_that_fails_in_the_background_fails_the_run(
     storage = FaultStorage(open_storage(tmp_path / "run"))
     storage.fail(kind="write_at", path="checkpoint-2*", error=number, times=None)
     monkeypatch.setattr(
-        "ckpt_trainers.trainer_saves.CheckpointManager",
+        "ckpt_trainers.checkpoints.CheckpointManager",
         lambda root, **how: CheckpointManager(storage, **how),
     )
     result = train(*run, "save_async=true", "max_steps=6")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_trainers.arguments import DataNotFound, InvalidArgument
-from ckpt_trainers.corpus import ByteWindows, find_files, read_corpus, split_corpus
+from ckpt_trainers.data.corpus import ByteWindows, find_files, read_corpus, split_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

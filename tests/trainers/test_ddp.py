@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from ckpt_trainers.arguments import DDPTrainingArguments, InvalidArgument
+from ckpt_trainers.callbacks.loss_record import read_losses
 from ckpt_trainers.compare import compare_checkpoints
-from ckpt_trainers.loss_record import read_losses
 from ckpt_trainers.main import main
 from click.testing import CliRunner
 

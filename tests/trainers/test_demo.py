@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import click
 import pytest
 from ckpt_trainers import demo
-from ckpt_trainers.loss_record import LossRecord
+from ckpt_trainers.callbacks.loss_record import LossRecord
 
 from ckptcore import CheckpointManager
 

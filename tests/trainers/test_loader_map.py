@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument
-from ckpt_trainers.corpus import ByteWindows
-from ckpt_trainers.data import ResumableLoader
+from ckpt_trainers.data.corpus import ByteWindows
+from ckpt_trainers.data.loader import ResumableLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

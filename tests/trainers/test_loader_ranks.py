@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ckpt_trainers.data import ResumableLoader
-from ckpt_trainers.dispatch import Agreed, DispatchedLoader, share_of
+from ckpt_trainers.data.loader import ResumableLoader
+from ckpt_trainers.data.ranks import Agreed, DispatchedLoader, share_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument
-from ckpt_trainers.data import ResumableLoader
+from ckpt_trainers.data.loader import ResumableLoader
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info

@@ -11,7 +11,7 @@ import pytest
 from ckpt_trainers import records, trainer_saves
 from ckpt_trainers.callbacks import ResumableSummaryWriter, read_json_array
 from ckpt_trainers.callbacks.json_log import ResumableJsonFile
-from ckpt_trainers.log_paths import path_in_root
+from ckpt_trainers.callbacks.log_paths import path_in_root
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ckpt_trainers.arguments import DDPTrainingArguments, InvalidArgument, TrainingArguments
-from ckpt_trainers.optimizers import (
+from ckpt_trainers.optim import (
     DEFAULT_GROUP,
     make_optimizer,
     optimizer_class,

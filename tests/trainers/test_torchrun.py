@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckpt_trainers.callbacks.loss_record import read_losses
 from ckpt_trainers.compare import compare_checkpoints
-from ckpt_trainers.loss_record import read_losses
 
 from ckptcore import scan_root
 

@@ -184,7 +184,7 @@ def test_b16_a_save_that_fails_is_told_to_callbacks_and_raised(
         storage.fail(kind="write_at", path=f"*checkpoint-{failing}*", times=None)
         return CheckpointManager(storage, **how)
 
-    monkeypatch.setattr("ckpt_trainers.trainer_saves.CheckpointManager", make)
+    monkeypatch.setattr("ckpt_trainers.checkpoints.CheckpointManager", make)
     notes = tiny.notes()
     with pytest.raises(AsyncSaveError) as caught:
         tiny.trainer(notes=notes, max_steps=12, save_steps=4, logging_strategy="no").train()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import checks, exactness, trainer_checks
+from ..arguments import checks, exactness, trainer_checks
 from .errors import InvalidArgument
 from .nested import DDPArguments, FSDP2Arguments, PostLocalSGDArguments
 from .typed import check_types

@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from . import vocabulary as words
+from ..arguments import vocabulary as words
 from .accelerator import accelerator_settings
 from .errors import HIDDEN, InvalidArgument
 from .fsdp import apply_fsdp

@@ -159,7 +159,7 @@ def check_parts(
             "give one of the two",
         )
     if optimizer_factory is None and optimizer_cls_and_kwargs is None:
-        from ..optimizers import optimizer_class
+        from ..optim import optimizer_class
 
         optimizer_class(args)  # its package is there, and its class has the options
     if args.gradient_checkpointing_kwargs and enable_activation_checkpoint_fn is not None:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from ..log_paths import path_in_root, relative_to_root
+from .log_paths import path_in_root, relative_to_root
 from .protocol import TrainerCallback, TrainerState
 
 __all__ = ["JsonArrayFile", "JsonLogger", "ResumableJsonFile", "plain", "read_json_array"]

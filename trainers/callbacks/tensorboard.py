@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..log_paths import path_in_root, relative_to_root
 from .json_log import plain
+from .log_paths import path_in_root, relative_to_root
 from .protocol import TrainerCallback, TrainerState
 
 __all__ = ["DEFAULT_SCALARS", "ResumableSummaryWriter", "TBLogger"]

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
-from ckpt_trainers.accel import AccelTrainer
 from ckpt_trainers.arguments import GPTArguments, InvalidArgument
-from ckpt_trainers.ddp import DDPTrainer
-from ckpt_trainers.environment import DistributedEnvironment
-from ckpt_trainers.fsdp2 import FSDP2Trainer
 from ckpt_trainers.model import ByteGPT, next_byte_loss
-from ckpt_trainers.pipeline import PipelineTrainer
-from ckpt_trainers.splitting import ByteGPTSplitter
+from ckpt_trainers.parallel.accel import AccelTrainer
+from ckpt_trainers.parallel.ddp import DDPTrainer
+from ckpt_trainers.parallel.environment import DistributedEnvironment
+from ckpt_trainers.parallel.fsdp2 import FSDP2Trainer
+from ckpt_trainers.parallel.pipeline import PipelineTrainer
+from ckpt_trainers.parallel.splitting import ByteGPTSplitter
 from ckpt_trainers.trainer import Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -297,7 +297,7 @@ def warnings_of(logger: str) -> list[str]:
 def anatomy(run: dict[str, Any]) -> dict[str, Any]:
     """How FSDP2Trainer has laid out a model with a buffer of its own, and what its parts compute
     in."""
-    heard = warnings_of("ckpt_trainers.fsdp2")
+    heard = warnings_of("ckpt_trainers.parallel.fsdp2")
 
     def with_buffer() -> nn.Module:
         made = model()
@@ -333,7 +333,7 @@ def anatomy(run: dict[str, Any]) -> dict[str, Any]:
 
 def decided(args: dict[str, Any], **what: Any) -> dict[str, Any]:
     """What an AccelTrainer makes of arguments and an Accelerator."""
-    heard = warnings_of("ckpt_trainers.accel")
+    heard = warnings_of("ckpt_trainers.parallel.accel")
     trainer = trainer_of("accel", args, **what)
     given = trainer.args
     return {

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_trainers.accel import AccelTrainer
 from ckpt_trainers.arguments import InvalidArgument
+from ckpt_trainers.parallel.accel import AccelTrainer
 
 pytest.importorskip("accelerate")
 

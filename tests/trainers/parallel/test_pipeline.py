@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument
-from ckpt_trainers.splitting import ByteGPTSplitter, place_stages
+from ckpt_trainers.parallel.splitting import ByteGPTSplitter, place_stages
 from safetensors.numpy import load_file
 from torch import nn
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ckptcore import StateMismatch
 
-from .reading import Counted
+from .mapped import Counted
 
 __all__ = ["Agreed", "DispatchedLoader", "Exchange", "GroupExchange", "share_of"]
 

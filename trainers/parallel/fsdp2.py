@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from ckptcore import SharingPattern, StateComponent
 
-from .arguments import FSDP2TrainingArguments, InvalidArgument
+from ..arguments import FSDP2TrainingArguments, InvalidArgument
+from ..optimizer_states import optimizer_state
 from .ddp import RanksTrainer
-from .optimizer_states import optimizer_state
 
 __all__ = ["FSDP2Trainer"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .arguments import InvalidArgument
-from .environment import choose_workspace
+from .parallel.environment import choose_workspace
 
 __all__ = ["Models", "apply_settings", "seed_everything"]
 

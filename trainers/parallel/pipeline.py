@@ -18,15 +18,15 @@ from torch.utils.data import DataLoader
 
 from ckptcore import ModelState, RNGState, SharingPattern, StateComponent
 
-from .arguments import InvalidArgument, PipelineTrainingArguments, resolve_arguments
-from .construction import stepper
+from ..arguments import InvalidArgument, PipelineTrainingArguments, resolve_arguments
+from ..build import stepper
+from ..optim import make_optimizer, parameter_groups
+from ..optimizer_states import optimizer_state
+from ..schedules import make_scheduler
+from ..trainer_parts import Micro
 from .ddp import RanksTrainer
-from .optimizer_states import optimizer_state
-from .optimizers import make_optimizer, parameter_groups
-from .schedules import make_scheduler
 from .splitting import ModelSplitter, place_stages
 from .stages import Stages
-from .trainer_parts import Micro
 
 __all__ = ["PipelineOutput", "PipelineTrainer"]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .arguments import InvalidArgument
+from ..arguments import InvalidArgument
 
 __all__ = ["DistributedEnvironment", "choose_device", "choose_workspace"]
 

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptcore import RNGState, SharingPattern, StateComponent
 
-from .arguments import DDPArguments, DDPTrainingArguments
-from .construction import seed_everything
-from .dispatch import Agreed, DispatchedLoader
-from .foreign import ForeignLoader
-from .reading import is_stream
-from .trainer import Trainer
+from ..arguments import DDPArguments, DDPTrainingArguments
+from ..build import seed_everything
+from ..data.foreign import ForeignLoader
+from ..data.mapped import is_stream
+from ..data.ranks import Agreed, DispatchedLoader
+from ..trainer import Trainer
 
 __all__ = ["DDPTrainer", "RanksTrainer"]
 

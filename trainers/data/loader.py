@@ -10,8 +10,8 @@ from torch.utils.data import default_collate
 
 from ckptcore import StateMismatch
 
-from .arguments import InvalidArgument
-from .reading import Counted, MapReader, Options, Reader, is_stream
+from ..arguments import InvalidArgument
+from .mapped import Counted, MapReader, Options, Reader, is_stream
 from .streams import StreamReader
 
 __all__ = ["Counted", "ResumableLoader"]

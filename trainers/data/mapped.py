@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from .arguments import InvalidArgument
+from ..arguments import InvalidArgument
 from .randomness import seed_random, seeded_random
 
 __all__ = ["Counted", "MapReader", "Options", "Reader", "is_stream", "shut_down", "torch_loader"]

@@ -10,9 +10,9 @@ import torch
 
 from ckptcore import StateMismatch
 
-from .arguments import InvalidArgument
+from ..arguments import InvalidArgument
+from .mapped import Counted, is_stream, shut_down
 from .randomness import random_state, restored_random, seed_random, set_random_state
-from .reading import Counted, is_stream, shut_down
 
 __all__ = ["ForeignLoader", "rows_of"]
 

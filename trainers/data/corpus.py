@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .arguments import DataNotFound, InvalidArgument
+from ..arguments import DataNotFound, InvalidArgument
 
 __all__ = ["ByteWindows", "find_files", "read_corpus", "split_corpus"]
 

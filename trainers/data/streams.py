@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ckptcore import StateMismatch
 
-from .arguments import InvalidArgument
+from ..arguments import InvalidArgument
+from .mapped import Counted, Options, shut_down, torch_loader
 from .randomness import seeded_random
-from .reading import Counted, Options, shut_down, torch_loader
 
 __all__ = ["StreamReader"]
 

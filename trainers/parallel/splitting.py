@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
-from .arguments import InvalidArgument
-from .model import ByteGPT, next_byte_loss
+from ..arguments import InvalidArgument
+from ..model import ByteGPT, next_byte_loss
 
 __all__ = ["ByteGPTSplitter", "ByteGPTStage", "ModelSplitter", "place_stages"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import AccelTrainingArguments, InvalidArgument, resolve_arguments
+from ..arguments import AccelTrainingArguments, InvalidArgument, resolve_arguments
+from ..data.mapped import is_stream
 from .ddp import DDPTrainer
 from .environment import DistributedEnvironment
-from .reading import is_stream
 
 __all__ = ["AccelTrainer"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .arguments import InvalidArgument
+from ..arguments import InvalidArgument
 from .environment import DistributedEnvironment
 
 __all__ = ["Stages"]

@@ -1,0 +1,1 @@
+"""Trainers for several processes, and where a process stands among them."""
