@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_trainers import records, trainer_saves
+from ckpt_trainers import checkpoints, records
 from ckpt_trainers.callbacks import ResumableSummaryWriter, read_json_array
 from ckpt_trainers.callbacks.json_log import ResumableJsonFile
 from ckpt_trainers.callbacks.log_paths import path_in_root
@@ -127,7 +127,7 @@ def test_what_a_crafted_checkpoint_names_is_ignored(
 
         patch.setattr(ResumableJsonFile, "state_dict", json_state)
         patch.setattr(ResumableSummaryWriter, "state_dict", writer_state)
-        patch.setattr(trainer_saves, "stored_logging_dir", lambda args, folder: named)
+        patch.setattr(checkpoints, "stored_logging_dir", lambda args, folder: named)
         tiny.trainer(**{**LOGGED, "max_steps": 2}).train()
     theirs, checkpoint = contents(outside), contents(tiny.root() / "checkpoint-2")
     tiny.trainer(**{**LOGGED, "max_steps": 3}).train()

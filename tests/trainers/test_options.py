@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckpt_trainers import environment
 from ckpt_trainers.arguments import InvalidArgument, TrainingArguments
 from ckpt_trainers.model import ByteGPT
+from ckpt_trainers.parallel import environment
 from ckpt_trainers.trainer import Trainer
 from safetensors.torch import load_file
 from torch import nn
