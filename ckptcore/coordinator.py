@@ -26,9 +26,9 @@ from .saving.write_plan import KeptPlans
 from .state.adapters import as_components
 from .state.component import StateComponent, ValidationLevel, process_groups_of
 from .storage.base import Storage
+from .storage.chunks import Workers
 from .storage.opening import open_storage
 from .storage.urls import split_url
-from .storage.workers import Workers
 
 __all__ = ["CheckpointCoordinator"]
 

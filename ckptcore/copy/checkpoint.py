@@ -44,9 +44,9 @@ from ..errors import (
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..loading.view import CheckpointView, Problem
 from ..storage.base import Storage
+from ..storage.chunks import Workers
 from ..storage.opening import open_storage
 from ..storage.urls import masked_url, split_url
-from ..storage.workers import Workers
 from .files import CopyProgress, Counted, FileCopies
 
 __all__ = ["CopyProgress", "copy_between", "copy_checkpoint"]

@@ -22,8 +22,7 @@ from ..loading.view import CheckpointView
 from ..saving.plan import FilePlan
 from ..saving.writer import write_files
 from ..storage.base import Storage
-from ..storage.chunks import Chunk, Scratch
-from ..storage.workers import Workers
+from ..storage.chunks import Chunk, Scratch, Workers
 
 __all__ = ["CopyProgress", "Counted", "FileCopies"]
 

@@ -17,8 +17,7 @@ from ..errors import CheckpointCorrupt, StorageError
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
 from ..format.index import FileEntry, TensorEntry
 from ..storage.base import FileReader, Storage
-from ..storage.chunks import Chunk, DueFile, Scratch, Target, batches, split_up
-from ..storage.workers import Workers
+from ..storage.chunks import Chunk, DueFile, Scratch, Target, Workers, batches, split_up
 
 __all__ = ["StoredFile", "TensorRead", "check_header", "open_member", "read_tensors"]
 

@@ -38,7 +38,7 @@ from ..errors import (
 )
 from ..events import OnEvent, SaveEvent
 from ..ranks.communicator import Communicator
-from ..storage.workers import Workers, yield_to_others
+from ..storage.chunks import Workers, yield_to_others
 from .save import (
     JoinedSave,
     RunFacts,

@@ -26,7 +26,7 @@ from ..replicas.shard_table import PlainValues
 from ..state.component import StateComponent
 from ..state.layout import TensorSource
 from ..state.tree import StateSnapshot
-from ..storage.workers import Workers
+from ..storage.chunks import Workers
 from .plan import hugging_face_index
 from .write_plan import PlannedComponent, WritePlan
 from .writer import WrittenFile, write_files

@@ -59,7 +59,7 @@ from ..state.streams import synchronize
 from ..state.tree import StateSnapshot, check_values_fit
 from ..state.tree import capture as taken_apart
 from ..storage.base import Storage
-from ..storage.workers import Workers
+from ..storage.chunks import Workers
 from ..version import __version__
 from .devices import warm_up
 from .receipt import RankReceipt, check_tree, files_and_components, write_planned

@@ -22,7 +22,7 @@ from ..replicas.device_digest import on_accelerator
 from ..state.component import StateComponent
 from ..state.layout import words
 from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
-from ..storage.workers import Workers
+from ..storage.chunks import Workers
 from .devices import (
     DeviceCopy,
     Item,

@@ -11,8 +11,7 @@ from typing import Protocol
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
 from ..format.tensorfile import StoredTensor
 from ..storage.base import FileWriter, Storage
-from ..storage.chunks import Chunk, DueFile, Scratch, batches, split_up
-from ..storage.workers import Workers
+from ..storage.chunks import Chunk, DueFile, Scratch, Workers, batches, split_up
 from .plan import FilePlan
 
 __all__ = ["ByteSource", "NewFiles", "WrittenFile", "write_files"]

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import NoSpace, StorageError
 from .urls import join_url
 
-__all__ = ["Entry", "FileReader", "FileWriter", "Storage", "translated"]
+__all__ = ["Entry", "FileReader", "FileWriter", "Storage", "failure"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -181,27 +180,13 @@ class Storage(ABC):
         return join_url(self.url, path)
 
 
-@contextmanager
-def translated(storage: Storage, path: str, doing: str) -> Iterator[None]:
-    """Turn an OSError into the StorageError that says what was done to which path."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        number = error.errno or (
-            errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
-        )
-        why = error.strerror or str(error) or type(error).__name__
-        if number in FULL:
-            free = storage.free_bytes()
-            left = "" if free is None else f" ({free:,} bytes free)"
-            raise NoSpace(
-                f"{storage.at(path)}: {doing} failed: {why}{left}",
-                path=path,
-                errno=number,
-                free=free,
-            ) from error
-        raise StorageError(
-            f"{storage.at(path)}: {doing} failed: {why}", path=path, errno=number
-        ) from error
+def failure(storage: Storage, path: str, doing: str, error: OSError) -> StorageError:
+    """The StorageError that says what was done to which path."""
+    number = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO)
+    what = f"{storage.at(path)}: {doing} failed: "
+    what += error.strerror or str(error) or type(error).__name__
+    if number not in FULL:
+        return StorageError(what, path=path, errno=number)
+    free = storage.free_bytes()
+    left = "" if free is None else f" ({free:,} bytes free)"
+    return NoSpace(what + left, path=path, errno=number, free=free)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StorageError, UnsafePath
-from .base import Entry, FileReader, FileWriter, Storage, translated
+from .base import Entry, FileReader, FileWriter, Storage, failure
 
 __all__ = ["LocalStorage"]
 
@@ -46,8 +46,18 @@ class LocalStorage(Storage):
         self.url = str(self.root)
         self.direct_flag: int = getattr(os, "O_DIRECT", 0) if direct_io else 0
 
-    def _full(self, path: str) -> str:
-        return f"{self.root}/{path}" if path else str(self.root)
+    def at(self, path: str) -> str:
+        return f"{self.url.rstrip('/')}/{path}" if path else self.url
+
+    @contextmanager
+    def doing(self, path: str, what: str) -> Iterator[None]:
+        """Turn an OSError into the StorageError that says what was done to which path."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            raise failure(self, path, what, error) from error
 
     @contextmanager
     def _inside(self, path: str) -> Iterator[tuple[int | None, str]]:
@@ -55,10 +65,10 @@ class LocalStorage(Storage):
         not followed."""
         above, _, name = path.rpartition("/")
         if not above:
-            yield None, self._full(path)
+            yield None, self.at(path)
             return
         folder = os.open(
-            self._full(above), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self.at(above), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         )
         try:
             yield folder, name
@@ -66,11 +76,9 @@ class LocalStorage(Storage):
             os.close(folder)
 
     def create(self, path: str, size: int) -> FileWriter:
-        with translated(self, path, "creating the file"):
+        with self.doing(path, "creating the file"):
             # Mode 0666 less the umask, as any ordinary program creates files.
-            fd = os.open(
-                self._full(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666
-            )
+            fd = os.open(self.at(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         return _Writer(
             self,
             path,
@@ -83,14 +91,14 @@ class LocalStorage(Storage):
         # other end of a pipe.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            with translated(self, path, "opening the file"), self._inside(path) as (folder, name):
+            with self.doing(path, "opening the file"), self._inside(path) as (folder, name):
                 fd = os.open(name, flags, dir_fd=folder)
         except StorageError as error:
             above = path.rpartition("/")[0]
             if (
                 error.errno in (errno.ELOOP, errno.ENOTDIR)
                 and above
-                and os.path.islink(self._full(above))
+                and os.path.islink(self.at(above))
             ):
                 raise StorageError(self._linked(above), path=above, errno=errno.ELOOP) from None
             if error.errno == errno.ELOOP:
@@ -114,9 +122,9 @@ class LocalStorage(Storage):
     def list(self, path: str = "") -> list[Entry]:
         # The root may be a link; a folder in it that is one lies elsewhere and is not ours to list
         # or to delete.
-        if path and os.path.islink(self._full(path)):
+        if path and os.path.islink(self.at(path)):
             raise StorageError(self._linked(path), path=path, errno=errno.ENOTDIR)
-        with translated(self, path, "listing the folder"), os.scandir(self._full(path)) as found:
+        with self.doing(path, "listing the folder"), os.scandir(self.at(path)) as found:
             entries = []
             for item in found:
                 folder = item.is_dir(follow_symlinks=False)
@@ -140,18 +148,18 @@ class LocalStorage(Storage):
         )
 
     def _is_folder_link(self, name: str) -> bool:
-        full = self._full(name)
+        full = self.at(name)
         return os.path.islink(full) and (os.path.isdir(full) or not os.path.exists(full))
 
     def _linked(self, path: str) -> str:
-        target = os.path.realpath(self._full(path))
+        target = os.path.realpath(self.at(path))
         return (
             f"{self.at(path)} is a symbolic link; refused: move here what it leads to, or load "
             f"{target} by its path"
         )
 
     def make_folder(self, path: str) -> None:
-        with translated(self, path, "creating the folder"):
+        with self.doing(path, "creating the folder"):
             # Names below the root are synced by those who need them; nobody else can see to the
             # root itself.
             new = (
@@ -159,17 +167,17 @@ class LocalStorage(Storage):
                 if self.root.exists()
                 else [f for f in (self.root, *self.root.parents) if not f.exists()]
             )
-            os.makedirs(self._full(path), exist_ok=True)
+            os.makedirs(self.at(path), exist_ok=True)
             for folder in new:
                 _sync_folder(folder.parent)
 
     def sync_folder(self, path: str) -> None:
-        with translated(self, path, "syncing the folder"):
-            _sync_folder(self._full(path))
+        with self.doing(path, "syncing the folder"):
+            _sync_folder(self.at(path))
 
     def rename(self, source: str, target: str) -> None:
-        with translated(self, target, f"renaming {source}"):
-            if os.path.isdir(self._full(source)) and os.path.isdir(self._full(target)):
+        with self.doing(target, f"renaming {source}"):
+            if os.path.isdir(self.at(source)) and os.path.isdir(self.at(target)):
                 raise FileExistsError(
                     errno.EEXIST, os.strerror(errno.EEXIST)
                 )  # POSIX replaces an empty folder
@@ -177,7 +185,7 @@ class LocalStorage(Storage):
                 os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
 
     def remove(self, path: str) -> None:
-        with translated(self, path, "removing the file"):
+        with self.doing(path, "removing the file"):
             try:
                 with self._inside(path) as (folder, name):
                     os.unlink(name, dir_fd=folder)
@@ -185,9 +193,9 @@ class LocalStorage(Storage):
                 pass
 
     def remove_folder(self, path: str) -> None:
-        with translated(self, path, "removing the folder"):
+        with self.doing(path, "removing the folder"):
             try:
-                os.rmdir(self._full(path))
+                os.rmdir(self.at(path))
             except FileNotFoundError:
                 pass
 
@@ -252,7 +260,7 @@ class _Writer(FileWriter):
         self.lock = threading.Lock()
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        with translated(self.storage, self.path, "writing"):
+        with self.storage.doing(self.path, "writing"):
             # What lies side by side in memory comes as one buffer, but for a header before it.
             start = offset + sum(len(b) for b in buffers[:-1])
             if not (buffers and self.tries_direct and _lies_alike(start, buffers[-1])):
@@ -311,7 +319,7 @@ class _Writer(FileWriter):
             os.close(fd)
 
     def close(self) -> None:
-        with translated(self.storage, self.path, "syncing"):
+        with self.storage.doing(self.path, "syncing"):
             try:
                 self._close_direct()
                 os.fsync(self.fd)
@@ -335,7 +343,7 @@ class _Reader(FileReader):
         self.storage, self.path, self.fd, self.size = storage, path, fd, size
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        with translated(self.storage, self.path, "reading"):
+        with self.storage.doing(self.path, "reading"):
             _transfer(os.preadv, self.fd, offset, buffers)
 
     def close(self) -> None:

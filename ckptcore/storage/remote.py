@@ -32,7 +32,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from ..errors import CheckpointError, StorageError
-from .base import Entry, FileReader, FileWriter, Storage, translated
+from .base import Entry, FileReader, FileWriter, Storage, failure
 from .retry import RETRY_SECONDS, Retries, http_code
 from .urls import masked_url, secrets_of
 
@@ -402,35 +402,28 @@ def version_in(item: dict[str, Any]) -> str | None:
 @contextmanager
 def translating(storage: FsspecStorage, path: str, doing: str) -> Iterator[None]:
     """Turn whatever a client raises into the StorageError that says what was done to which path."""
-    with translated(storage, path, doing):
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:
-            plain = isinstance(error, OSError)
-            number = error.errno if isinstance(error, OSError) else None
-            number = number or next(
-                (n for kind, n in _NUMBERS if isinstance(error, kind)), _ELSEWHERE
-            )
-            status, code = http_code(error)
-            if status is not None:
-                number = (
-                    errno.ENOSPC if status == 507 else _ELSEWHERE if number == errno.EIO else number
-                )
-            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            parts = [why if plain and why else f"{type(error).__name__}: {why}".rstrip(": ")]
-            parts += (
-                [f"({code or status})"]
-                if (code or status) and str(code or status) not in why
-                else []
-            )
-            parts += [
-                f"({note})"
-                for note in getattr(error, "__notes__", ())
-                if note.startswith("given up")
-            ]
-            text = storage.scrubbed(" ".join(parts))
-            # With a secret in it, it is no cause to be shown either.
-            shown = storage.scrubbed(f"{error} {error.__cause__}") == f"{error} {error.__cause__}"
-            raise OSError(number, text) from (error if shown else None)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        plain = isinstance(error, OSError)
+        number = error.errno if isinstance(error, OSError) else None
+        number = number or next((n for kind, n in _NUMBERS if isinstance(error, kind)), _ELSEWHERE)
+        status, code = http_code(error)
+        if status == 507:
+            number = errno.ENOSPC
+        elif status is not None and number == errno.EIO:
+            number = _ELSEWHERE
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        parts = [why if plain and why else f"{type(error).__name__}: {why}".rstrip(": ")]
+        if (code or status) and str(code or status) not in why:
+            parts.append(f"({code or status})")
+        notes = getattr(error, "__notes__", ())
+        parts += [f"({note})" for note in notes if note.startswith("given up")]
+        text = storage.scrubbed(" ".join(parts))
+        # With a secret in it, it is no cause to be shown either.
+        shown = storage.scrubbed(f"{error} {error.__cause__}") == f"{error} {error.__cause__}"
+        plainly = OSError(number, text)
+        plainly.__cause__ = error if shown else None
+        raise failure(storage, path, doing, plainly) from plainly

@@ -39,9 +39,9 @@ from ..errors import (
 from ..events import SaveEvent
 from ..saving.background import JOIN_SECONDS, Background, Outcome, SaveHandle
 from ..storage.base import Storage
+from ..storage.chunks import Workers
 from ..storage.opening import open_storage
 from ..storage.urls import masked_url
-from ..storage.workers import Workers
 
 __all__ = ["Tier", "Uploads"]
 
