@@ -50,14 +50,14 @@ class LocalStorage(Storage):
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
 
     @contextmanager
-    def doing(self, path: str, what: str) -> Iterator[None]:
+    def doing(self, path: str, action: str) -> Iterator[None]:
         """Turn an OSError into the StorageError that says what was done to which path."""
         try:
             yield
         except StorageError:
             raise
         except OSError as error:
-            raise failure(self, path, what, error) from error
+            raise failure(self, path, action, error) from error
 
     @contextmanager
     def _inside(self, path: str) -> Iterator[tuple[int | None, str]]:
