@@ -7,6 +7,7 @@ on a socket that was made before the fork: no two jobs can want the same port.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 def child(order: dict[str, Any], rank: int, listener: socket.socket, answer: int) -> None:
     """One rank: never returns."""
+    faulthandler.enable()  # what dies in native code says where
     world, port = order["world"], listener.getsockname()[1]
     try:
         wait = timedelta(seconds=order["deadline"])

@@ -446,13 +446,23 @@ def test_ctrl_c_on_the_real_command(run: list[str], tmp_path: Path) -> None:
     # Nothing is being deleted when the signal comes: all checkpoints are kept.
     endless = ["max_steps=1000000", "save_steps=20", "save_total_limit=null"]
     command = [sys.executable, "-m", "ckpt_trainers.main", *TINY, *run, *endless]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+    )
     until = time.monotonic() + 60
     while not (tmp_path / "run" / "checkpoint-20").exists() and time.monotonic() < until:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        _, errors = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # says where each thread is
+        pytest.fail("\n".join(process.communicate(timeout=20)))
     assert process.returncode == 130
     found = re.search(r"the latest checkpoint is checkpoint-(\d+) in", errors)
     assert found and "Traceback" not in errors
