@@ -28,8 +28,20 @@ from .arguments import (
     checked_which,
     shown,
 )
-from .catalog.branches import committed, left_by_going_back, left_by_last, merged, within
-from .catalog.catalog import Location, best_of, candidates, choice, entry, find, with_commit
+from .catalog.catalog import (
+    Location,
+    best_of,
+    candidates,
+    choice,
+    committed,
+    entry,
+    find,
+    left_by_going_back,
+    left_by_last,
+    merged,
+    with_commit,
+    within,
+)
 from .catalog.domain import Entries, ScanRound
 from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, still_there
 from .catalog.retention import RetentionPolicy, best_rule, check_policy, unknown_metric

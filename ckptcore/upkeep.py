@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .catalog.attempt import Attempt
-from .catalog.branches import committed, newest_run
-from .catalog.catalog import scan, sweep
-from .catalog.folder import CheckpointInfo, attempts_among, entries_in, read_manifest
+from .catalog.catalog import committed, left_behind, newest_run, scan, sweep
+from .catalog.folder import Attempt, CheckpointInfo, attempts_among, entries_in, read_manifest
 from .catalog.folder import delete_checkpoint as delete_folder
 from .catalog.folder import pin_checkpoint as pin_folder
 from .catalog.folder import remove_checkpoint_folder as remove_folder
@@ -109,7 +107,7 @@ def kept_by(
     """
     run = run_id or newest_run(infos)
     mine = committed(infos, run) if run else []
-    left = [i for i in infos if i.status == "committed" and i.abandoned and i.run_id == run]
+    left = left_behind(infos, run)
     reasons: dict[str, list[str]] = {info.name: [] for info in [*mine, *left]}
     for label, policy in policies.items():
         for name in policy.keep(mine) | (policy.keep(left) if left else set()):

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointNotFound, InvalidState, StorageError
+from ..format.manifest import CheckpointManifest
 from ..storage.base import Entry, Storage
 from ..storage.opening import open_storage
 from ..storage.urls import join_url, split_url
-from .attempt import Attempt
-from .branches import committed, mark_abandoned, newest_run
 from .folder import (
     DELETING,
     FOLDER,
     LEFTOVER_OF_OTHERS,
     MOST_SCANS,
+    Attempt,
     CheckpointInfo,
     Memory,
     attempts_among,
@@ -38,12 +38,22 @@ from .folder import (
     unmark_attempts,
     unpin_checkpoint,
 )
-from .retention import KeepBest, RetentionPolicy, surplus
+from .retention import KeepBest, RetentionPolicy
 
 __all__ = [
     "Catalog",
     "Location",
+    "Ranges",
     "best_of",
+    "committed",
+    "left_behind",
+    "left_by_going_back",
+    "left_by_last",
+    "mark_abandoned",
+    "merged",
+    "newest_run",
+    "surplus",
+    "within",
     "candidates",
     "choice",
     "copies",
@@ -57,6 +67,7 @@ __all__ = [
 ]
 
 Warn = Callable[[str], None]
+Ranges = Sequence[Sequence[int]]  # [first, last] commit sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,3 +471,97 @@ def copies(infos: Sequence[CheckpointInfo], info: CheckpointInfo) -> list[str]:
         i for i in infos if i.manifest is not None and i.manifest.digest == info.manifest.digest
     ]
     return [i.name for i in reversed(same)]
+
+
+# Branches: a run that goes back and saves again leaves what came after as a branch of its own.
+
+
+def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
+    """The run that committed last in this root, by commit sequence; also when what it committed is
+    damaged now."""
+    last = max(
+        (i for i in infos if i.manifest), key=lambda i: (i.sequence or 0, *i.order), default=None
+    )
+    return last.run_id if last else None
+
+
+def committed(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[CheckpointInfo]:
+    """The committed checkpoints of one run that it has not abandoned, oldest first; of all runs
+    with None."""
+    return [
+        i
+        for i in infos
+        if i.status == "committed" and not i.abandoned and run_id in (None, i.run_id)
+    ]
+
+
+def mark_abandoned(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The same with `abandoned` set: what the run had gone back behind, by the last commit of
+    it."""
+    infos = list(infos)
+    last, result = _last_commits(infos), []
+    for info in infos:
+        commit = info.manifest
+        of_run = None if commit is None else last.get(commit.run_id)
+        left = bool(commit and of_run and within(commit.sequence, of_run.abandoned))
+        result.append(info if info.abandoned == left else replace(info, abandoned=left))
+    return result
+
+
+def left_by_last(infos: Iterable[CheckpointInfo], run_id: str) -> Ranges:
+    """The commit sequences that a run had abandoned when it committed last."""
+    last = _last_commits(infos).get(run_id)
+    return last.abandoned if last else []
+
+
+def _last_commits(infos: Iterable[CheckpointInfo]) -> dict[str, CheckpointManifest]:
+    """The manifest that each run committed last."""
+    last: dict[str, CheckpointManifest] = {}
+    for info in infos:
+        found = info.manifest
+        if found is not None and info.status in ("committed", "damaged"):
+            before = last.get(found.run_id)
+            if before is None or before.sequence < found.sequence:
+                last[found.run_id] = found
+    return last
+
+
+def within(sequence: int, ranges: Ranges) -> bool:
+    return any(first <= sequence <= last for first, last in ranges)
+
+
+def left_by_going_back(origin: int, before: Ranges, last: int) -> list[list[int]]:
+    """What a run has abandoned that goes on from the commit `origin`, which itself had abandoned
+    `before`, when there are commits up to `last`. Others that are made later are of another job."""
+    ranges = [[first, min(end, origin)] for first, end in before if first <= origin]
+    return merged([*ranges, [origin + 1, last]] if last > origin else ranges)
+
+
+def merged(ranges: Ranges) -> list[list[int]]:
+    """The same sequences in as few ranges as can be, in order."""
+    result: list[list[int]] = []
+    for first, last in sorted(map(tuple, ranges)):
+        if result and first <= result[-1][1] + 1:
+            result[-1][1] = max(result[-1][1], last)
+        else:
+            result.append([first, last])
+    return result
+
+
+def left_behind(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[CheckpointInfo]:
+    """The committed checkpoints of one run that it has abandoned."""
+    return [i for i in infos if i.status == "committed" and i.abandoned and i.run_id == run_id]
+
+
+def surplus(
+    infos: Sequence[CheckpointInfo], policy: RetentionPolicy | None, run_id: str, saved: str
+) -> list[CheckpointInfo]:
+    """Which of a root's checkpoints need not stay, after the commit of `saved`."""
+    if policy is None:
+        return []
+    mine, left = committed(infos, run_id), left_behind(infos, run_id)
+    # A branch that was left has the same policy, for itself: it neither counts against the new one
+    # nor grows.
+    keep = policy.keep(mine) | (policy.keep(left) if left else set())
+    keep |= {saved, *(info.name for info in mine[-1:])}
+    return [info for info in [*mine, *left] if info.name not in keep and not info.pinned]

@@ -18,8 +18,7 @@ from ..errors import InvalidState, RanksDisagree
 from ..format.manifest import CheckpointManifest, ReplicaGroup
 from ..ranks.communicator import Communicator, Round
 from ..ranks.groups import group_index, node_name
-from .branches import Ranges, left_by_last, newest_run
-from .catalog import Catalog, Location
+from .catalog import Catalog, Location, Ranges, left_by_last, newest_run
 from .folder import CheckpointInfo
 from .retention import RetentionPolicy
 from .transaction import Transaction, check_place

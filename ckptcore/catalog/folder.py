@@ -1,4 +1,5 @@
-"""One folder of a root: what it is, what marks it, how its checkpoint is withdrawn and removed.
+"""One folder of a root: what it is, whose attempt marks it, how its checkpoint is withdrawn and
+removed.
 
 A checkpoint exists if and only if its manifest is there and verifies; names, times and listing
 order decide nothing. Folder names only say where to look:
@@ -12,10 +13,15 @@ checkpoint-500 does not
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from ..errors import (
     CheckpointCorrupt,
@@ -25,10 +31,12 @@ from ..errors import (
     StorageError,
     UnsupportedVersion,
 )
+from ..format.digest import content_digest
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..storage.base import Entry, Storage
 
 __all__ = [
+    "Attempt",
     "CheckpointInfo",
     "Memory",
     "attempts_among",
@@ -74,8 +82,6 @@ _OURS = re.compile(
     r".*\.safetensors|.*\.safetensors\.index\.json|index\.rank\d{5,}\.msgpack|upload\.[0-9a-f]+\.partial|"
     rf"{re.escape(MANIFEST_NAME)}|{re.escape(WITHDRAWN_NAME)}|{re.escape(PIN_NAME)}|{_MARKER.pattern}"
 )
-
-
 _INDEX = re.compile(r"index\.rank\d{5,}\.msgpack")
 # What other programs call the files of their checkpoints.
 _FOREIGN = tuple(
@@ -104,9 +110,9 @@ class CheckpointInfo:
     step: int of the manifest; None where none was read.
     reason: text, why it is not committed; None where it is.
     manifest: CheckpointManifest; None where none was read.
-    marked: bool, the mark of an attempt lies in it.
-    pinned: bool, retention leaves it alone.
-    abandoned: bool, the run has gone back behind it.
+    marked: bool, it is committed and the mark of the attempt still lies in it.
+    pinned: bool, retention and `delete` leave it alone, whatever its status.
+    abandoned: bool, the run went back behind it and saved again: never the newest or the best.
     """
 
     name: str
@@ -115,11 +121,8 @@ class CheckpointInfo:
     step: int | None = None
     reason: str | None = None
     manifest: CheckpointManifest | None = None
-    marked: bool = False  # the commit went through, and the mark of the attempt is still there
-    # Somebody asked for it to stay, whatever its status; retention and `delete` leave it alone.
+    marked: bool = False
     pinned: bool = False
-    # The run went back behind it and saved again: never the newest or the best. See
-    # catalog/branches.py.
     abandoned: bool = False
 
     def __str__(self) -> str:
@@ -401,6 +404,93 @@ def _unusable(
         status = "unreadable"
     step = manifest.step if manifest else step
     return CheckpointInfo(name, url, status, step, str(error), manifest, pinned=pinned)
+
+
+@cache
+def _machine() -> str:
+    """8 hex digits for this boot of this machine and its process ids (containers number theirs
+    afresh)."""
+    parts = [socket.gethostname()]
+    if os.path.exists("/proc/sys/kernel/random/boot_id"):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    if os.path.exists("/proc/self/ns/pid"):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return content_digest("|".join(parts).encode())[:8]
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in clock ticks since boot; "0" where the system does not tell; None
+    when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        fields = stat.rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else fields[19]
+    except (OSError, IndexError):
+        if os.path.exists("/proc/self/stat"):
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return "0"
+
+
+def _run(run_id: str) -> str:
+    """8 hex digits for a run. The id may be one that another program has written."""
+    return content_digest(run_id.encode("utf-8", "surrogatepass"))[:8]
+
+
+_numbers = itertools.count(1)
+_in_flight: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Who tries to write a checkpoint: run, machine and process, so that leftovers can be told from
+    work in progress."""
+
+    run: str
+    machine: str
+    pid: int
+    started: str
+    number: int
+
+    @classmethod
+    def new(cls, run_id: str) -> Attempt:
+        pid = os.getpid()
+        run = _run(run_id)
+        return cls(run, _machine(), pid, _started(pid) or "0", next(_numbers))
+
+    @classmethod
+    def parse(cls, text: str) -> Attempt:
+        parts = text.split("-")
+        if len(parts) != 5 or not (parts[2].isdecimal() and parts[4].isdecimal()):
+            return cls("", "", 0, "", 0)
+        return cls(parts[0], parts[1], int(parts[2]), parts[3], int(parts[4]))
+
+    def __str__(self) -> str:
+        return f"{self.run}-{self.machine}-{self.pid}-{self.started}-{self.number}"
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """While it lasts, this process does not take the attempt for abandoned."""
+        _in_flight.add(str(self))
+        try:
+            yield
+        finally:
+            _in_flight.discard(str(self))
+
+    def is_abandoned(self, run_id: str) -> bool:
+        """True when nobody can still be writing: its process is gone, or is this one and has moved
+        on; from another machine, only when it belongs to this very run, which has one job at a
+        time."""
+        if self.machine != _machine():
+            return self.run == _run(run_id)
+        if self.pid == os.getpid() and self.started == (_started(self.pid) or "0"):
+            return str(self) not in _in_flight
+        return _started(self.pid) != self.started
 
 
 def mark_name(attempt: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from ..arguments import check_count, check_number, check_one_of, shown
 from ..errors import InvalidState
-from .branches import committed
 from .folder import CheckpointInfo
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "RetentionPolicy",
     "best_rule",
     "check_policy",
-    "surplus",
     "unknown_metric",
 ]
 
@@ -152,29 +150,6 @@ class KeepEvery(RetentionPolicy):
                 names.add(info.name)
                 last = created
         return names
-
-
-def surplus(
-    infos: Sequence[CheckpointInfo], policy: RetentionPolicy | None, run_id: str, saved: str
-) -> list[CheckpointInfo]:
-    """Which of a root's checkpoints need not stay, after the commit of `saved`."""
-    if policy is None:
-        return []
-    mine = committed(infos, run_id)
-    # A branch that was left has the same policy, for itself: it neither counts against the new one
-    # nor grows.
-    left = [
-        info
-        for info in infos
-        if info.status == "committed" and info.abandoned and info.run_id == run_id
-    ]
-    keep = (
-        policy.keep(mine)
-        | {saved}
-        | {info.name for info in mine[-1:]}
-        | (policy.keep(left) if left else set())
-    )
-    return [info for info in [*mine, *left] if info.name not in keep and not info.pinned]
 
 
 def best_rule(

@@ -31,11 +31,11 @@ from ..errors import (
 from ..format.digest import content_digest
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, check_readable
 from ..storage.base import Entry, FileWriter, Storage
-from .attempt import Attempt
-from .branches import Ranges, within
+from .catalog import Ranges, within
 from .folder import (
     PIN_NAME,
     WITHDRAWN_NAME,
+    Attempt,
     attempts_among,
     check_files,
     entries_in,

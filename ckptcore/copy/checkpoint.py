@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arguments import check_callable, check_flag, check_path, check_threads, checked_options
-from ..catalog.attempt import Attempt
 from ..catalog.folder import (
     PIN_NAME,
+    Attempt,
     CheckpointInfo,
     attempts_among,
     check_files,

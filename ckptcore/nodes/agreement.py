@@ -14,8 +14,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..catalog.branches import Ranges, left_by_last, mark_abandoned, newest_run, within
-from ..catalog.catalog import Catalog, Location
+from ..catalog.catalog import (
+    Catalog,
+    Location,
+    Ranges,
+    left_by_last,
+    mark_abandoned,
+    newest_run,
+    surplus,
+    within,
+)
 from ..catalog.domain import (
     ActingRound,
     Destination,
@@ -25,7 +33,7 @@ from ..catalog.domain import (
     StorageDomains,
 )
 from ..catalog.folder import CheckpointInfo, still_there
-from ..catalog.retention import RetentionPolicy, surplus
+from ..catalog.retention import RetentionPolicy
 from ..catalog.transaction import Transaction, check_place
 from ..errors import CheckpointExists, InvalidState, StorageError
 from ..format.manifest import CheckpointManifest, ReplicaGroup

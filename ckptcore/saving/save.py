@@ -26,10 +26,9 @@ from typing import Any, Literal
 import torch
 
 from ..arguments import check_flag, check_hash, check_mapping, checked_step, shown
-from ..catalog.attempt import Attempt
-from ..catalog.branches import Ranges
+from ..catalog.catalog import Ranges
 from ..catalog.domain import Destination, SaveTarget, StorageDomains
-from ..catalog.folder import CheckpointInfo, checkpoint_name
+from ..catalog.folder import Attempt, CheckpointInfo, checkpoint_name
 from ..catalog.transaction import Transaction, open_transaction
 from ..errors import AsyncSaveError, InvalidState, RankLost, RanksDisagree
 from ..format.manifest import (

@@ -22,8 +22,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from ..arguments import check_count, check_path, checked_options
-from ..catalog.branches import committed, mark_abandoned
-from ..catalog.catalog import Catalog, scan
+from ..catalog.catalog import Catalog, committed, mark_abandoned, scan
 from ..catalog.folder import CheckpointInfo, read_manifest
 from ..catalog.retention import RetentionPolicy, check_policy
 from ..copy.checkpoint import copy_between

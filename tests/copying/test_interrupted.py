@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore import CheckpointExists, NoSpace, Storage, StorageError
-from ckptcore.catalog.attempt import Attempt
 from ckptcore.catalog.catalog import scan, sweep
+from ckptcore.catalog.folder import Attempt
 from ckptcore.testing import FaultStorage, Killed, VolatileStorage
 from ckptcore.testing.rules import WRITE_OPERATIONS
 
@@ -270,7 +270,7 @@ def test_whose_leftovers_are_swept(
     target = make_root(kind)
     for run, removed in (("mine", True), (None, False)):
         with monkeypatch.context() as patch:
-            patch.setattr("ckptcore.catalog.attempt._machine", lambda: "0badc0de")
+            patch.setattr("ckptcore.catalog.folder._machine", lambda: "0badc0de")
             assert killed_at(copies, target, 25, run_id=run)
         (left,) = scan(target)
         assert left.status == "partial"

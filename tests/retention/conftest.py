@@ -22,8 +22,7 @@ from ckptcore import (
     Storage,
     open_storage,
 )
-from ckptcore.catalog.branches import newest_run
-from ckptcore.catalog.catalog import scan
+from ckptcore.catalog.catalog import newest_run, scan
 from ckptcore.format.manifest import MANIFEST_NAME
 from ckptcore.storage.remote import FsspecStorage
 from ckptcore.testing.ranks import run_ranks

@@ -9,9 +9,8 @@ import threading
 import pytest
 
 from ckptcore import CheckpointExists, CheckpointManager, KeepLast, StorageError
-from ckptcore.catalog.attempt import Attempt
 from ckptcore.catalog.catalog import scan, sweep
-from ckptcore.catalog.folder import mark_attempt, mark_name
+from ckptcore.catalog.folder import Attempt, mark_attempt, mark_name
 from ckptcore.format.manifest import MANIFEST_NAME
 from ckptcore.testing import FaultStorage
 

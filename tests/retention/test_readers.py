@@ -22,8 +22,8 @@ from ckptcore import (
     open_checkpoint,
     scan_root,
 )
-from ckptcore.catalog.attempt import Attempt
 from ckptcore.catalog.catalog import scan
+from ckptcore.catalog.folder import Attempt
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.faults import WRITE_OPERATIONS
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from ckptcore import CheckpointExists, CheckpointManager, open_storage
-from ckptcore.catalog.attempt import Attempt
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.catalog.folder import read_manifest
+from ckptcore.catalog.folder import Attempt, read_manifest
 from ckptcore.catalog.transaction import Transaction, open_transaction
 
 

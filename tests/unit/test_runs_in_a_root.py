@@ -196,7 +196,7 @@ def test_scan_lists_everything_that_looks_like_a_checkpoint(tmp_path: Path) -> N
 
 
 def test_attempts_of_dead_processes_are_swept_and_others_are_not(tmp_path: Path) -> None:
-    from ckptcore.catalog.attempt import Attempt
+    from ckptcore.catalog.folder import Attempt
 
     mine = Attempt.new("run")
     dead = Attempt(mine.run, mine.machine, 2**22 + 5, "1", 1)

@@ -63,7 +63,7 @@ def test_what_policies_keep_and_why(root: Path) -> None:
 
 
 def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_stay(root: Path) -> None:
-    from ckptcore.catalog.attempt import Attempt
+    from ckptcore.catalog.folder import Attempt
 
     mine = Attempt.new("b")
     dead = f"{mine.run}-{mine.machine}-999999999-1-1"
