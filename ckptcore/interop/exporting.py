@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,14 +14,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
-from xxhash import xxh3_128
 
-from ..errors import CheckpointExists, InvalidState, StorageError
+from ..errors import InvalidState, StorageError
 from ..loading.view import CheckpointView, TensorInfo, open_checkpoint
+from ..storage.urls import masked_url
 from .dcp import read_dcp
 from .optimizer_names import with_parameter_lists
 from .pickles import load_file
 from .scratch import TORCH_DTYPES, Scratch, from_numpy, torch_dtype
+from .transfer import Target, check_free, made_locally, opened_target
 
 __all__ = ["FORMATS", "ExportReport", "export_checkpoint"]
 
@@ -93,13 +92,15 @@ def export_checkpoint(
     rename: Mapping[str, str] | None = None,
     max_shard_size: int | str = "5GB",
     storage_options: dict[str, Any] | None = None,
+    target_options: dict[str, Any] | None = None,
     dry_run: bool = False,
     scratch: str | os.PathLike[str] | None = None,
 ) -> ExportReport:
     """Write a checkpoint as another library reads it; what was written is read back and compared.
 
     source: the folder of a checkpoint, or its URL.
-    folder: a local one that is not there yet, or empty; for "torch" the file.
+    folder: a local one, or a URL, that is not there yet, or empty; for "torch" the file. What
+        goes to a URL as "hf" is streamed; "torch" and "dcp" are made in `scratch` first.
     format: "hf": a Hugging Face folder of safetensors files, of one component (default); "torch": a
         file of torch.save; "dcp": a folder of torch.distributed.checkpoint.
     component: the one to take. By default "model" for "hf", and else all of them.
@@ -108,26 +109,42 @@ def export_checkpoint(
     rename: new beginnings of names, by old ones; the first that fits counts.
     max_shard_size: of a safetensors file: bytes, or as in "5GB" (default).
     storage_options: of `source` (default None).
+    target_options: of `folder` (default: those of `source`).
     dry_run: only say what would be written (default False).
     scratch: a folder for what "torch" and "dcp" pass through (default: that of temporary files).
 
     Raises InvalidState, CheckpointExists, CheckpointNotFound, CheckpointCorrupt, StorageError,
     OSError.
     """
-    target = Path(folder)
+    target = os.fspath(folder)
     selection = _Selection(_dtype(dtype), tuple(keys), tuple((rename or {}).items()))
-    report = ExportReport(str(source), str(target), format)
+    report = ExportReport(str(source), masked_url(target), format)
+    options = storage_options if target_options is None else target_options
     if format not in FORMATS:
         raise InvalidState(f"format {format!r} is not one of {', '.join(FORMATS)}")
     limit = _bytes(max_shard_size)
-    if not dry_run and (target.is_file() or (target.is_dir() and any(target.iterdir()))):
-        raise CheckpointExists(f"{target} is there already, and not empty", path=str(target))
-    with open_checkpoint(source, storage_options=storage_options) as view:
+    if not dry_run:
+        check_free(target, options)
+    with open_checkpoint(source, storage_options=storage_options) as view, Scratch(scratch) as held:
         if format == "hf":
-            _hugging_face(view, target, component, selection, limit, report, dry_run)
-        else:
-            with Scratch(scratch) as mapped:
-                _whole(view, target, component, selection, mapped, report, dry_run)
+            shards = _planned(view, component, selection, limit, report)
+            if not dry_run:
+                with opened_target(target, options) as into:
+                    _hugging_face(view, into, shards, selection, report)
+            return report
+        state = _whole(view, component, selection, held, report, dry_run)
+        if dry_run:
+            return report
+        with made_locally(target, options, scratch) as made:
+            if format == "torch":
+                torch.save(state, made)
+                report.verified = _equal(state, load_file(made))
+                report.files = {made.name: made.stat().st_size}
+            else:
+                save(state, storage_writer=FileSystemWriter(str(made)), no_dist=True)
+                again = read_dcp(made, held, report.left)
+                report.verified = _equal_tensors(state, again)
+                report.files = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
     return report
 
 
@@ -147,67 +164,48 @@ def _bytes(size: int | str) -> int:
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
-@contextmanager
-def _building(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place when all of it is written."""
-    building = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    try:
-        building.mkdir(parents=True)
-        yield building
-        if target.is_dir():
-            target.rmdir()
-        building.rename(target)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
 # ---------------------------------------------------------------- Hugging Face
 
 
-def _hugging_face(
+Shards = dict[str, dict[str, TensorInfo]]
+
+
+def _planned(
     view: CheckpointView,
-    target: Path,
     component: str | None,
     selection: _Selection,
     limit: int,
     report: ExportReport,
-    dry_run: bool,
-) -> None:
+) -> Shards:
+    """Tensors by file and name."""
     key = _model_of(view, component)
     report.components = [key]
-    tensors = _chosen(view, key, selection, report)
-    shards = _sharded(tensors, selection, limit)
-    files = _files(view, selection)
-    single = len(shards) == 1
-    names = [
-        "model.safetensors" if single else f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
-        for n in range(len(shards))
-    ]
+    shards = _sharded(_chosen(view, key, selection, report), selection, limit)
+    count = len(shards)
+    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+    found = dict(zip(names if count > 1 else ["model.safetensors"], shards, strict=True))
     report.files = {
         name: sum(_nbytes(info, selection) for info in shard.values())
-        for name, shard in zip(names, shards, strict=True)
-    } | {name: len(data) for name, data in files.items()}
-    if dry_run:
-        return
-    with _building(target) as folder:
-        for name, shard in zip(names, shards, strict=True):
-            digest = _write_safetensors(view, folder / name, shard, selection)
-            if _digest_of(folder / name) != digest:
-                raise StorageError(f"{folder / name} does not read back as it was written")
-            report.verified += len(shard)
-        if not single:
-            index = {
-                "metadata": {"total_size": report.size_bytes},
-                "weight_map": {
-                    tensor: name
-                    for name, shard in zip(names, shards, strict=True)
-                    for tensor in shard
-                },
-            }
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
-        report.files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        for name, shard in found.items()
+    } | {name: len(data) for name, data in _files(view, selection).items()}
+    return found
+
+
+def _hugging_face(
+    view: CheckpointView, into: Target, shards: Shards, selection: _Selection, report: ExportReport
+) -> None:
+    """The weights first, and what says what they are after them."""
+    for name, shard in shards.items():
+        _write_safetensors(view, into, name, shard, selection)
+        report.verified += len(shard)
+    files = _files(view, selection)
+    if len(shards) > 1:
+        weights = {tensor: name for name, shard in shards.items() for tensor in shard}
+        index = {"metadata": {"total_size": report.size_bytes}, "weight_map": weights}
+        files["model.safetensors.index.json"] = (json.dumps(index, indent=2) + "\n").encode()
+    for name, data in files.items():
+        into.write(name, len(data), iter([data]))
+    report.files = dict(sorted(into.files.items()))
 
 
 def _model_of(view: CheckpointView, component: str | None) -> str:
@@ -310,9 +308,13 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def _write_safetensors(
-    view: CheckpointView, path: Path, tensors: Mapping[str, TensorInfo], selection: _Selection
-) -> str:
-    """One file, portion by portion; returns the digest of its bytes."""
+    view: CheckpointView,
+    into: Target,
+    file: str,
+    tensors: Mapping[str, TensorInfo],
+    selection: _Selection,
+) -> None:
+    """One file, portion by portion."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     # Large items first: so every tensor is aligned, as stock readers want it.
@@ -330,14 +332,7 @@ def _write_safetensors(
         at += nbytes
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    hasher = xxh3_128()
-    with open(path, "wb") as file:
-        for data in _bytes_to_write(view, order, selection, head):
-            hasher.update(data)
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return hasher.hexdigest()
+    into.write(file, 8 + len(head) + at, _bytes_to_write(view, order, selection, head))
 
 
 def _bytes_to_write(
@@ -354,28 +349,19 @@ def _bytes_to_write(
             yield array.tobytes()
 
 
-def _digest_of(path: Path) -> str:
-    hasher = xxh3_128()
-    with open(path, "rb") as file:
-        while data := file.read(8 << 20):
-            hasher.update(data)
-    return hasher.hexdigest()
-
-
 # ---------------------------------------------------------------- torch
 
 
 def _whole(
     view: CheckpointView,
-    target: Path,
     component: str | None,
     selection: _Selection,
     scratch: Scratch,
     report: ExportReport,
     dry_run: bool,
-) -> None:
-    known = view.manifest.components
-    report.components = [_model_of(view, component)] if component else list(known)
+) -> dict[str, Any]:
+    """The state of one component, or of all by key, its tensors in mapped files."""
+    report.components = [_model_of(view, component)] if component else [*view.manifest.components]
     state: dict[str, Any] = {}
     for key in report.components:
         if len(copies := view.manifest.copies(key)) > 1:
@@ -388,27 +374,9 @@ def _whole(
         if report.format == "dcp" and isinstance(state[key], dict) and "group_of" in state[key]:
             state[key] = with_parameter_lists(state[key])
     if report.format == "torch" and component:
-        state = state[component]
-    if dry_run:
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if report.format == "torch":
-        building = target.with_name(f"{target.name}.partial-{os.getpid()}")
-        try:
-            torch.save(state, building)
-            back = load_file(building)
-            report.verified = _equal(state, back)
-            del back
-            os.replace(building, target)
-        finally:
-            building.unlink(missing_ok=True)
-        report.files = {target.name: target.stat().st_size}
-        return
-    with _building(target) as folder:
-        save(state, storage_writer=FileSystemWriter(str(folder)), no_dist=True)
-        again = read_dcp(folder, scratch, report.left)
-        report.verified = _equal_tensors(state, again)
-        report.files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        found: dict[str, Any] = state[component]
+        return found
+    return state
 
 
 def _state(

@@ -8,7 +8,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,10 @@ from ..loading.view import CheckpointView, TensorInfo, open_checkpoint
 from ..manager import CheckpointManager
 from ..ranks.communicator import SingleProcess
 from ..state.component import SharingPattern, StateComponent
-from ..storage.urls import split_url
+from ..storage.urls import masked_url, split_url
 from .scratch import Scratch, from_numpy
 from .sources import Part, Reading, Source, read_source
+from .transfer import fetched
 
 __all__ = ["ImportReport", "ImportedComponent", "import_checkpoint", "load_foreign"]
 
@@ -90,13 +90,15 @@ def import_checkpoint(
     components: Mapping[str, str] | None = None,
     rename: Callable[[str], str] | None = None,
     storage_options: dict[str, Any] | None = None,
+    source_options: dict[str, Any] | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     scratch: str | os.PathLike[str] | None = None,
+    max_download: int | None = None,
 ) -> ImportReport:
     """Make a checkpoint of what another library wrote; verified bit by bit against it afterwards.
 
-    source: a local folder or file.
+    source: a folder or file: a local path, or a URL, which is downloaded to `scratch` first.
     root: the root that gets the checkpoint, or its folder where the last name is
         checkpoint-<number>.
     format: "auto" (default), or one of `ckptcore.interop.sources.FORMATS`.
@@ -108,15 +110,23 @@ def import_checkpoint(
     components: other keys for components, by those that the import gives them; "" leaves one out.
     rename: from the names of a model's tensors to those that are stored.
     storage_options: of `root` (default None).
+    source_options: of `source` (default: those of `root`).
     overwrite: replace a checkpoint that is there (default False).
     dry_run: only say what would be done (default False).
-    scratch: a folder for what is put together from parts (default: that of temporary files).
+    scratch: a folder for what is downloaded or put together from parts (default: that of temporary
+        files).
+    max_download: bytes; a remote source with more is refused (default: nine tenths of what is free
+        in `scratch`).
 
     Raises InvalidState, CheckpointNotFound, CheckpointExists, StorageError, OSError. No file is
     ever executed: what could not be read without is in `left`.
     """
-    with Scratch(scratch) as mapped:
-        found = read_source(Path(source), format, Reading(mapped, model, names))
+    options = storage_options if source_options is None else source_options
+    with fetched(source, options, scratch, max_download) as local, Scratch(scratch) as mapped:
+        found = read_source(local.path, format, Reading(mapped, model, names))
+        found.path = masked_url(os.fspath(source))
+        if local.downloaded is not None:
+            found.checks.insert(0, local.downloaded)
         parts = [_renamed(part, components or {}, rename) for part in found.parts]
         parts = [
             Part(p.key, _storable(p.state, p.key, found.left), p.origin, p.per_rank)
@@ -125,7 +135,7 @@ def import_checkpoint(
         ]
         target, number = _root_and_step(os.fspath(root), found.step if step is None else step)
         report = ImportReport(
-            str(source), found.format, number, left=found.left, checks=found.checks
+            found.path, found.format, number, left=found.left, checks=found.checks
         )
         report.components = [_described(part) for part in parts]
         if dry_run:
@@ -167,21 +177,30 @@ def load_foreign(
     names: Sequence[Sequence[str]] | None = None,
     strict: bool = True,
     cast: bool = False,
+    storage_options: dict[str, Any] | None = None,
     scratch: str | os.PathLike[str] | None = None,
 ) -> LoadReport:
     """Load into live `state` what another library wrote, without keeping a checkpoint of it.
 
     state: as of `CheckpointManager.load`.
-    source: a local folder or file.
+    source: a folder or file: a local path, or a URL.
     format, model, names: as of `import_checkpoint`.
     strict, cast: as of `CheckpointManager.load`.
+    storage_options: of `source` (default None).
     scratch: a folder with room for the whole of it (default: that of temporary files).
 
     Raises what `import_checkpoint` and `CheckpointManager.load` do.
     """
     with tempfile.TemporaryDirectory(prefix="ckptcore-", dir=scratch) as folder:
         report = import_checkpoint(
-            source, folder, format=format, model=model, names=names, scratch=scratch
+            source,
+            folder,
+            format=format,
+            model=model,
+            names=names,
+            storage_options={},
+            source_options=storage_options or {},
+            scratch=scratch,
         )
         with CheckpointManager(folder, comm=SingleProcess()) as manager:
             return manager.load(state, report.step, strict=strict, cast=cast)
