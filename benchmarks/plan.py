@@ -17,7 +17,8 @@ from ckptcore.format.layout import decode_layouts, encode_layouts
 from ckptcore.format.manifest import CheckpointManifest, ComponentManifest, FileRecord
 from ckptcore.format.values import TensorRef, encode
 from ckptcore.replicas.shard_table import PlainValues, ShardTable, table_of
-from ckptcore.saving.plan import FilePlan, TensorSpec, plan_component
+from ckptcore.saving.plan import TensorSpec, plan_component
+from ckptcore.saving.writer import FilePlan
 
 from .frame import Check, Report, Row
 

@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from .ranks.communicator import SingleProcess as SingleProcess
     from .ranks.store import StoreCommunicator as StoreCommunicator
     from .saving.background import SaveHandle as SaveHandle
-    from .state.adapters import ModelState as ModelState
-    from .state.adapters import OptimizerState as OptimizerState
-    from .state.adapters import RNGState as RNGState
-    from .state.adapters import Value as Value
     from .state.component import SharingPattern as SharingPattern
     from .state.component import StateComponent as StateComponent
     from .state.component import Stateful as Stateful
     from .state.component import StatefulProvider as StatefulProvider
     from .state.component import ValidationLevel as ValidationLevel
     from .state.layout import Shard as Shard
+    from .state.modules import ModelState as ModelState
+    from .state.optimizers import OptimizerState as OptimizerState
+    from .state.plain import Value as Value
+    from .state.randomness import RNGState as RNGState
     from .storage.base import Storage as Storage
     from .storage.opening import open_storage as open_storage
     from .storage.urls import join_url as join_url
@@ -88,7 +88,6 @@ _HOMES = {
     "ranks.communicator": ["Communicator", "SingleProcess"],
     "ranks.store": ["StoreCommunicator"],
     "saving.background": ["SaveHandle"],
-    "state.adapters": ["ModelState", "OptimizerState", "RNGState", "Value"],
     "state.component": [
         "SharingPattern",
         "StateComponent",
@@ -97,6 +96,10 @@ _HOMES = {
         "ValidationLevel",
     ],
     "state.layout": ["Shard"],
+    "state.modules": ["ModelState"],
+    "state.optimizers": ["OptimizerState"],
+    "state.plain": ["Value"],
+    "state.randomness": ["RNGState"],
     "storage.base": ["Storage"],
     "storage.opening": ["open_storage"],
     "storage.urls": ["join_url", "masked_url", "split_url"],

@@ -21,10 +21,9 @@ from .nodes.agreement import StorageMode, domains_of
 from .ranks.communicator import Communicator
 from .ranks.store import shared_communicator
 from .saving.background import JOIN_SECONDS, warn_all
+from .saving.plan import KeptPlans
 from .saving.save import RunFacts, SaveCall, SaveJob, SaveRecord, StagedSave, capture, finish, join
-from .saving.write_plan import KeptPlans
-from .state.adapters import as_components
-from .state.component import StateComponent, ValidationLevel, process_groups_of
+from .state.component import StateComponent, ValidationLevel, as_components, process_groups_of
 from .storage.base import Storage
 from .storage.chunks import Workers
 from .storage.opening import open_storage

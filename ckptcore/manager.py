@@ -64,11 +64,10 @@ from .nodes.agreement import StorageMode, domains_of
 from .ranks.communicator import Communicator
 from .ranks.store import default_communicator
 from .saving.background import SaveHandle, Saves
+from .saving.plan import KeptPlans
 from .saving.save import RunFacts, SaveCall, SavedCheckpoint, SaveJob
 from .saving.staging import Staging
-from .saving.write_plan import KeptPlans
-from .state.adapters import as_components
-from .state.component import process_groups_of
+from .state.component import as_components, process_groups_of
 from .storage.base import Storage
 from .storage.opening import open_storage
 from .storage.urls import masked_url

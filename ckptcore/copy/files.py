@@ -19,8 +19,7 @@ from ..format.manifest import SIZE_LIMIT
 from ..format.tensorfile import StoredTensor
 from ..loading.reader import StoredFile, TensorRead, check_header, read_tensors
 from ..loading.view import CheckpointView
-from ..saving.plan import FilePlan
-from ..saving.writer import write_files
+from ..saving.writer import FilePlan, write_files
 from ..storage.base import Storage
 from ..storage.chunks import Chunk, Scratch, Workers
 

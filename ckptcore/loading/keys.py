@@ -20,8 +20,9 @@ from ..format.codecs import codec_of, keyed
 from ..format.digest import content_digest
 from ..format.layout import Box, LogicalTensor
 from ..format.values import Numbered, TensorRef, decode, encode, join_path
-from ..state.adapters import ModelState, OptimizerState
 from ..state.component import StateComponent
+from ..state.modules import ModelState
+from ..state.optimizers import OptimizerState
 from ..state.tree import Differences
 from .placement import LoadedComponent, RankPosition, stored_copy_for
 from .view import CheckpointView, StoredComponent

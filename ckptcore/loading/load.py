@@ -39,12 +39,16 @@ from ..ranks.communicator import Communicator
 from ..ranks.groups import node_name, own_node, own_view
 from ..ranks.groups import partitions as partitions_of
 from ..ranks.messages import message
-from ..state.adapters import ModelState, PlainState, is_optimizer, metadata_of, owner_of
-from ..state.component import StateComponent, differing_components
-from ..state.layout import Shard, copy_into, memory_span, words
-from ..state.names import one_walk
-from ..state.plain import only_own
-from ..state.streams import synchronize
+from ..state.component import (
+    StateComponent,
+    differing_components,
+    is_optimizer,
+    metadata_of,
+    owner_of,
+)
+from ..state.layout import Shard, copy_into, memory_span, synchronize, words
+from ..state.modules import ModelState, one_walk
+from ..state.plain import PlainState, only_own
 from ..state.tree import capture, differences, with_versions
 from .broadcast import read_shared
 from .keys import Keys, Selection, check_keys, chosen_components

@@ -20,19 +20,20 @@ from ..format.layout import Box, LogicalTensor, WholeLayout, volume
 from ..format.manifest import CheckpointManifest, ComponentManifest
 from ..format.values import TensorRef, join_path
 from ..ranks.groups import group_index
-from ..state.adapters import ModelState, PlainState, is_optimizer
-from ..state.component import StateComponent
+from ..state.component import StateComponent, is_optimizer
 from ..state.layout import (
     TensorBytes,
     local_shard,
     memory_span,
     overlaps_itself,
+    own_stream,
+    pinned_memory,
     same_view_key,
     torch_dtype,
     words,
 )
-from ..state.plain import owned_elsewhere
-from ..state.streams import own_stream, pinned_memory
+from ..state.modules import ModelState
+from ..state.plain import PlainState, owned_elsewhere
 from ..state.tree import StateSnapshot, TensorLeaf
 from ..storage.chunks import MakeMemory
 from .plan import Words, read_of

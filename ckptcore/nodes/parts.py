@@ -17,8 +17,7 @@ from ..format.tensorfile import tensor_nbytes
 from ..ranks.communicator import Communicator
 from ..ranks.groups import leads_node
 from ..replicas.shard_table import ShardTable
-from ..state.layout import LocalShard, TensorBytes, torch_dtype
-from ..state.streams import synchronize
+from ..state.layout import LocalShard, TensorBytes, synchronize, torch_dtype
 from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
 
 __all__ = ["on_node", "part_of", "pass_on"]

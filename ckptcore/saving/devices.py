@@ -22,8 +22,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ..state.layout import is_dtensor
-from ..state.streams import side_stream
+from ..state.layout import is_dtensor, side_stream
 
 __all__ = [
     "DeviceCopy",

@@ -27,8 +27,7 @@ from ..state.component import StateComponent
 from ..state.layout import TensorSource
 from ..state.tree import StateSnapshot
 from ..storage.chunks import Workers
-from .plan import hugging_face_index
-from .write_plan import PlannedComponent, WritePlan
+from .plan import PlannedComponent, WritePlan, hugging_face_index
 from .writer import WrittenFile, write_files
 
 __all__ = ["RankReceipt", "check_tree", "files_and_components", "write_planned"]

@@ -45,26 +45,28 @@ from ..ranks.messages import message
 from ..replicas import compare, shard_table
 from ..replicas.compare import ReplicaReport, Replicas, ReplicaVerdict
 from ..replicas.shard_table import Description, PlainValues, ShardTable, StructureVerdict
-from ..state.adapters import as_components, metadata_of, refuse_fixed_values
 from ..state.component import (
     SharingPattern,
     StateComponent,
     ValidationLevel,
+    as_components,
     differing_components,
+    metadata_of,
     process_groups_of,
+    refuse_fixed_values,
 )
-from ..state.names import one_walk
-from ..state.streams import synchronize
+from ..state.layout import synchronize
+from ..state.modules import one_walk
 from ..state.tree import StateSnapshot, check_values_fit
 from ..state.tree import capture as taken_apart
 from ..storage.base import Storage
 from ..storage.chunks import Workers
 from ..version import __version__
 from .devices import warm_up
+from .plan import KeptPlans, WritePlan
 from .receipt import RankReceipt, check_tree, files_and_components, write_planned
 from .staging import HostPool, StagedCopy
 from .staging import stage as copy_into_pool
-from .write_plan import KeptPlans, WritePlan
 
 __all__ = [
     "CapturedSave",

@@ -35,7 +35,7 @@ from .devices import (
     unpin,
     watch_optimizers,
 )
-from .write_plan import WritePlan
+from .plan import WritePlan
 
 __all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
 

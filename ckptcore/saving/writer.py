@@ -12,12 +12,27 @@ from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest
 from ..format.tensorfile import StoredTensor
 from ..storage.base import FileWriter, Storage
 from ..storage.chunks import Chunk, DueFile, Scratch, Workers, batches, split_up
-from .plan import FilePlan
 
-__all__ = ["ByteSource", "NewFiles", "WrittenFile", "write_files"]
+__all__ = ["ByteSource", "FilePlan", "NewFiles", "WrittenFile", "write_files"]
 
 # The digests of tensors that were hashed before, by component and tensor number.
 Known = Mapping[tuple[str, int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One tensor file. `places` pairs tensor numbers with their place in the file, in file
+    order."""
+
+    name: str
+    component: str
+    writer: int
+    header: bytes
+    places: tuple[tuple[int, StoredTensor], ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(place.nbytes for _, place in self.places)
 
 
 class ByteSource(Protocol):

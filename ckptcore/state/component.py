@@ -1,15 +1,24 @@
-"""What users declare: components of a training state, and who shares each of them."""
+"""What users declare: components of a training state, who shares each of them, and what the engine
+asks each for its state."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
+import torch
+from torch import nn
+
 from ..arguments import check_flag, check_mapping, check_name, check_number, shown
 from ..errors import InvalidState
+from ..format.checks import PLAIN_TYPES, only_plain
+from .layout import Shard, is_dtensor_class
+from .modules import ModelState, one_walk, parameter_table, tensors_in
+from .optimizers import OptimizerState, OwnOptimizerState, inside, is_ordinary, split_over_ranks
+from .plain import PlainState, Value, changeable
 
 __all__ = [
     "OnResize",
@@ -18,6 +27,12 @@ __all__ = [
     "Stateful",
     "StatefulProvider",
     "ValidationLevel",
+    "as_components",
+    "is_optimizer",
+    "metadata_of",
+    "owner_of",
+    "process_groups_of",
+    "refuse_fixed_values",
 ]
 
 
@@ -236,3 +251,225 @@ def differing_components(first: Sequence[str], other: Sequence[str], rank: int) 
         )
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f"components differ: {', '.join(found[:3])}{more}"
+
+
+def refuse_fixed_values(components: Iterable[StateComponent]) -> None:
+    """Raise InvalidState for a component whose value a restore could not put back: a number, a
+    text, None, a tuple."""
+    for component in components:
+        held = component.stateful
+        if isinstance(held, PlainState) and not changeable(held.value):
+            key, text = component.key, shown(held.value)
+            raise InvalidState(
+                f"component {key!r} is {text}, a value of type {type(held.value).__qualname__}, "
+                "which a restore cannot change in "
+                f"place: put it into a dict, as in {{'progress': {{{key!r}: {text}}}}}, or into a "
+                "ckptcore.Value(...), and use "
+                "it from there",
+                component=key,
+            )
+
+
+def owner_of(stateful: Any) -> Any:
+    """Whose state it is, where `stateful` stands for a part of it."""
+    return (
+        getattr(stateful, "whole", stateful)
+        if type(stateful).__module__.startswith("ckptcore.")
+        else stateful
+    )
+
+
+def is_optimizer(owner: Any) -> bool:
+    """Whether it takes an optimizer's state by name, and allocates what is not there yet."""
+    return isinstance(owner, OptimizerState | OwnOptimizerState) and hasattr(owner, "allocate")
+
+
+def metadata_of(stateful: Any) -> dict[str, Any] | None:
+    """What torch keeps beside the state of a module that was just asked for it."""
+    owner = owner_of(stateful)
+    return owner.metadata if isinstance(owner, ModelState) else None
+
+
+@one_walk()
+def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
+    """The components that `state` declares, each with a Stateful that the engine can ask.
+
+    `state` is a StatefulProvider, a list of StateComponent, or a dict of modules, optimizers,
+    Stateful objects and plain values. Raises InvalidState.
+    """
+    if isinstance(state, StatefulProvider) and not isinstance(state, type):
+        state = state.get_state_components()
+    if isinstance(state, Mapping):
+        declared = [_in_dict(key, value, world_size) for key, value in state.items()]
+    elif isinstance(state, Sequence) and not isinstance(state, str | bytes | bytearray):
+        declared = list(state)
+        for number, item in enumerate(declared):
+            if not isinstance(item, StateComponent):
+                raise InvalidState(
+                    f"a list as state has StateComponents only, and item {number} of "
+                    f"{len(declared)} is "
+                    f"{shown(item)}, a {type(item).__qualname__}; write StateComponent(key, ...), "
+                    "or pass a dict"
+                )
+    else:
+        raise InvalidState(
+            "a state is a dict, a list of StateComponent, or an object with "
+            "get_state_components(), not "
+            f"{shown(state)}, a {type(state).__qualname__}"
+        )
+    if not declared:
+        raise InvalidState("the state has no components: nothing to save or load")
+    keys = [component.key for component in declared]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise InvalidState(f"two components have the key {twice[0]!r}", component=twice[0])
+    modules = {c.key: c.stateful for c in declared if _is_model(c.stateful)}
+    plain = {c.key: c.stateful for c in declared if isinstance(c.stateful, torch.Tensor | Mapping)}
+    return [_adapted(component, modules, plain, world_size) for component in declared]
+
+
+def _in_dict(key: Any, value: Any, world_size: int) -> StateComponent:
+    """The component that a value of a dict is, with all that was not said taken from the value."""
+    component = value if isinstance(value, StateComponent) else StateComponent(key, value)
+    if component.key != key:
+        raise InvalidState(
+            f"the dict calls a component {shown(key)}, and the StateComponent says "
+            f"{component.key!r}: give it one name",
+            component=component.key,
+        )
+    if component.inferred:
+        component = replace(component, sharing_pattern=_pattern(component.stateful, world_size))
+        component.inferred = _own_pattern(component.stateful) is None
+    return component
+
+
+def _own_pattern(value: Any) -> Any:
+    return None if isinstance(value, nn.Module) else getattr(value, "sharing_pattern", None)
+
+
+def _pattern(value: Any, world_size: int) -> SharingPattern:
+    """An object may say its pattern itself, and slices are sharded; else one process has global
+    state, and several have replicas."""
+    if (own := _own_pattern(value)) is not None:
+        return SharingPattern.of(own)
+    kinds: Any = set(map(type, _tensors_of(value)))
+    sharded = any(issubclass(kind, Shard) or is_dtensor_class(kind) for kind in kinds)
+    if sharded or (world_size > 1 and _is_split(value)):
+        return SharingPattern.SHARDED
+    return SharingPattern.GLOBAL if world_size == 1 else SharingPattern.REPLICATED
+
+
+def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """Tensors of modules, optimizers and plain nested values, without asking anybody for a
+    state_dict."""
+    if isinstance(value, nn.Module):
+        yield from tensors_in(value)
+    elif isinstance(value, torch.optim.Optimizer):
+        groups = getattr(value, "param_groups", None) or [
+            g for o in inside(value) for g in o.param_groups
+        ]
+        yield from (p for group in groups for p in group["params"])
+    elif isinstance(value, OptimizerState):
+        yield from _tensors_of(value.optimizer)
+    elif isinstance(value, ModelState):
+        yield from value.tensors()
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        kinds = set(map(type, items))
+        if all(issubclass(kind, torch.Tensor | Shard) for kind in kinds):
+            yield from items
+        # What contains itself is refused by name by whoever takes it apart.
+        elif not kinds <= PLAIN_TYPES and id(value) not in above:
+            within = above | {id(value)}
+            for item in items:
+                if type(item) not in (list, tuple) or not only_plain(item):
+                    yield from _tensors_of(item, within)
+    elif isinstance(value, Value):
+        yield from _tensors_of(value.value, above)
+    elif isinstance(value, torch.Tensor | Shard):
+        yield value
+
+
+def _is_model(value: Any) -> bool:
+    """A module, or a list of them: the stages of a pipeline."""
+    several = (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(item, nn.Module) for item in value)
+    )
+    return isinstance(value, nn.Module) or bool(several)
+
+
+def _is_split(value: Any) -> bool:
+    """Whether it is an optimizer that deals its state out over the ranks."""
+    return split_over_ranks(value.optimizer if isinstance(value, OptimizerState) else value)
+
+
+def _are_optimizers(value: Any) -> bool:
+    """An optimizer, or a list of them."""
+    several = value if isinstance(value, list | tuple) else [value]
+    return bool(several) and all(isinstance(item, torch.optim.Optimizer) for item in several)
+
+
+def _adapted(
+    component: StateComponent, modules: dict[str, Any], plain: dict[str, Any], world_size: int
+) -> StateComponent:
+    stateful = component.stateful
+    whole = component.sharing_pattern in (
+        SharingPattern.GLOBAL,
+        SharingPattern.REPLICATED,
+        SharingPattern.PER_NODE,
+    )
+    if whole and world_size > 1 and _is_split(stateful):
+        raise InvalidState(
+            f"component {component.key!r}: each rank has only a part of the optimizer's state, "
+            "and "
+            f"{component.sharing_pattern.value} would store that of one; declare it SHARDED",
+            component=component.key,
+        )
+    if _is_model(stateful):
+        adapter: Any = ModelState(stateful)
+    elif _are_optimizers(stateful):
+        adapter = _optimizer_state(stateful, modules, plain)
+    elif isinstance(stateful, Stateful) and not isinstance(stateful, type):
+        adapter = stateful
+    else:
+        adapter = PlainState(stateful)
+    adapted = replace(component, stateful=adapter)
+    # What says its pattern itself says this, too.
+    on_resize = getattr(stateful, "on_resize", None)
+    if on_resize and _own_pattern(stateful) is not None and component.on_resize == "error":
+        adapted.on_resize = on_resize
+    return adapted
+
+
+def _optimizer_state(optimizer: Any, modules: dict[str, Any], plain: dict[str, Any]) -> Any:
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    trained = {id(p) for p in _tensors_of(optimizer)}
+    holders = {
+        k: held
+        for k, held in modules.items()
+        if not trained.isdisjoint(parameter_table(held).names)
+    }
+    trained = trained.difference(*(parameter_table(held).names for held in holders.values()))
+    for key, value in plain.items() if trained else ():
+        # Tensors that are trained without a module go by the names that they have in the state.
+        found = _named_tensors(value, trained)
+        if found is not None:
+            holders[key] = found
+    models: Any = holders
+    if len(holders) == 1:
+        (only,) = holders.values()
+        models = holders if isinstance(only, torch.Tensor) else only
+    if len(several) > 1 or is_ordinary(several[0]):
+        return OptimizerState(optimizer, models)
+    return OwnOptimizerState(several[0], models)
+
+
+def _named_tensors(value: Any, wanted: set[int]) -> Any:
+    """Of a tensor, or of nested dicts of them, those that are wanted."""
+    if isinstance(value, torch.Tensor):
+        return value if id(value) in wanted else None
+    if not isinstance(value, Mapping):
+        return None
+    found = {key: _named_tensors(item, wanted) for key, item in value.items()}
+    return {key: item for key, item in found.items() if item is not None} or None

@@ -1,12 +1,14 @@
 """Tensor memory: dtypes, bytes in C order without a copy where that is possible, and which tensors
-share memory."""
+share memory; on accelerators, streams for copies, and when memory holds what was asked of it."""
 
 from __future__ import annotations
 
 import ctypes
 import operator
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -20,8 +22,7 @@ from ..arguments import shown
 from ..errors import InvalidState, StateMismatch
 from ..format.layout import Box, Mesh, MeshLayout, volume
 from ..format.tensorfile import DTYPES
-from ..storage.chunks import Chunk, Scratch
-from .streams import own_stream, pinned_memory
+from ..storage.chunks import Chunk, MakeMemory, Scratch
 
 __all__ = [
     "LocalShard",
@@ -36,7 +37,11 @@ __all__ = [
     "local_shard",
     "memory_span",
     "overlaps_itself",
+    "own_stream",
+    "pinned_memory",
     "same_view_key",
+    "side_stream",
+    "synchronize",
     "torch_dtype",
     "why_not_storable",
     "words",
@@ -380,6 +385,50 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
             f"items of a live tensor of shape {list(whole.shape)} share memory, and the saved "
             "ones differ"
         )
+
+
+_of_thread = threading.local()
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """This thread's stream for copies: what it does neither waits for training nor is waited
+    for."""
+    streams: dict[torch.device, torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return streams[device]
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Copies from or to `device` are made on this thread's stream, and are complete afterwards."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = side_stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def pinned_memory(device: torch.device) -> MakeMemory | None:
+    """How to make host memory that `device` copies from and to by itself; None where any memory
+    will do."""
+    return _pinned if device.type == "cuda" else None
+
+
+def _pinned(nbytes: int) -> memoryview:
+    return memoryview(
+        torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
+    )
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for what this thread has asked of `devices`, so that copies on other streams find it
+    done."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 class TensorBytes:

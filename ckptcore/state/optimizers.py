@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
 from .layout import is_dtensor, same_view_key, words
-from .names import ParameterTable, last_table, parameter_table
+from .modules import ParameterTable, last_table, parameter_table
 from .tree import Differences
 
 __all__ = ["OptimizerState", "OwnOptimizerState", "inside", "is_ordinary", "split_over_ranks"]

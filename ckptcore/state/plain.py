@@ -13,15 +13,114 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..format.codecs import keyed
+from ..format.codecs import BY_NAME, Opaque, keyed
 from ..format.values import TensorRef, encode, join_path
 from .layout import Shard, is_dtensor
-from .tree import key_names, part_of
+from .tree import Differences, holds_tensors, key_leaves, key_names, part_of
 
-__all__ = ["changeable", "fixed_parts", "only_own", "owned_elsewhere", "put_back"]
+__all__ = ["PlainState", "Value", "changeable", "only_own", "owned_elsewhere"]
 
 _CONTAINERS = (dict, list, deque, set, bytearray)
 _NOTHING = object()
+
+
+class PlainState:
+    """Plain nested values and tensors, put back where they are: in the same dicts, lists, sets,
+    arrays and tensors."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.loaded: Any = None
+        self.strict = True
+        self._inside: set[int] = set()
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def differences(self, saved: Any, *, sharded: bool = False) -> Differences:
+        """Values come back as they were saved, whatever is there now. Names count where a live
+        tensor is known to be used by something else, which another tensor in its place would not
+        reach; in the state of a module; of tensors, where each rank has a part of them (sharded);
+        and where not all need be there (not strict)."""
+        fixed = fixed_parts(self.value, every_tensor=sharded)
+        self._inside = fixed.inside
+        there, held = dict.fromkeys(key_names(self.value)), dict(key_leaves(saved))
+        needed = fixed.names if self.strict else there
+        missing = [name for name in needed if name not in held]
+        strays: list[str] = []
+        tolerated: list[str] = []
+        for name, leaf in held.items():
+            if name in there:
+                continue
+            strict = any(not path or name.startswith(f"{path}/") for path in fixed.modules)
+            if sharded and not strict:
+                parts = name.split("/")
+                strict = holds_tensors(leaf) and not any(
+                    "/".join(parts[:n]) in there for n in range(1, len(parts))
+                )
+            (strays if strict else tolerated).append(name)
+        others = len(there) > len(fixed.names) or not fixed.names
+        matched = sum(name in held for name in fixed.names) + others
+        return Differences(missing, strays, matched, self._kind_differs(saved), tolerated)
+
+    def _kind_differs(self, saved: Any) -> dict[str, tuple[str, str]]:
+        """Where the value as a whole cannot take what was saved, and nothing can be put in its
+        place."""
+        live = self.value
+        if isinstance(saved, TensorRef):
+            fits, kind = isinstance(live, torch.Tensor | Shard | np.ndarray), "Tensor"
+        else:
+            cls = (
+                codec.cls
+                if type(saved) is Opaque and (codec := BY_NAME.get(saved.codec))
+                else type(saved)
+            )
+            fits, kind = (
+                cls is type(live) or (isinstance(live, dict) and issubclass(cls, dict)),
+                cls.__qualname__,
+            )
+            if fits and isinstance(live, np.ndarray):
+                fits = (live.shape, live.dtype) == (saved.shape, saved.dtype)
+                kind = f"{kind} {saved.dtype} {list(saved.shape)}"
+        if fits or not changeable(live):
+            return {}
+        form = f" {live.dtype} {list(live.shape)}" if isinstance(live, np.ndarray) else ""
+        return {
+            "value": (f"a value of type {kind}", f"one of type {type(live).__qualname__}{form}")
+        }
+
+    def may_replace(self, live: Any) -> bool:
+        """Whether a tensor may be another object after a load."""
+        whole = isinstance(self.value, torch.Tensor | Shard | np.ndarray)
+        return not (whole or owned_elsewhere(live) or id(live) in self._inside)
+
+    def put_back(self, state_dict: Any, seen: dict[int, tuple[Any, Any]]) -> None:
+        """seen: shared by all of one load. Where the value itself cannot be changed, `loaded` alone
+        has what was saved."""
+        self.loaded = put_back(self.value, state_dict, seen, keep=not self.strict)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.put_back(state_dict, {})
+
+
+class Value:
+    """A holder of one value that cannot be changed in place: `{"epoch": Value(0)}`.
+
+    value: anything that a checkpoint holds; a load sets it. Checkpoints that have the bare value
+    load into it too.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Value({self.value!r})"
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.value = state_dict
 
 
 def changeable(value: Any) -> bool:

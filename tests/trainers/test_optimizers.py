@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckptcore.state.adapters import OptimizerState
+from ckptcore.state.optimizers import OptimizerState
 
 
 class Tiny(nn.Module):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ckptcore import CheckpointManager, InvalidState, RNGState, SharingPattern, StateMismatch
+from ckptcore.state.component import as_components
 from ckptcore.testing.ranks import run_ranks
 
 
@@ -218,3 +219,21 @@ def test_on_another_number_of_ranks(size: int, tmp_path: Path) -> None:
 def test_on_resize_is_checked_where_it_is_given() -> None:
     with pytest.raises(InvalidState, match="on_resize"):
         RNGState(on_resize="ignore")
+
+
+def test_an_object_that_says_its_pattern_says_what_a_resize_does_too() -> None:
+    class Loader:
+        sharing_pattern, on_resize = "PER_RANK", "keep"
+
+        def state_dict(self) -> dict:
+            return {}
+
+        def load_state_dict(self, state: dict) -> None:
+            pass
+
+    class Plain(Loader):
+        sharing_pattern = None  # says nothing, so its other names mean nothing either
+
+    loader, plain = as_components({"loader": Loader(), "plain": Plain()})
+    assert (loader.sharing_pattern, loader.on_resize) == ("PER_RANK", "keep")
+    assert (plain.sharing_pattern, plain.on_resize) == ("GLOBAL", "error")

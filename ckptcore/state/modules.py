@@ -1,8 +1,10 @@
-"""Names of parameters as the bare model has them, whatever it is wrapped in."""
+"""Modules: their parameters and buffers by the names that the bare model has for them, whatever it
+is wrapped in."""
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..errors import InvalidState, StateMismatch
+from ..format.values import TensorRef
+from .tree import DEFAULT_METADATA, Differences, differences
+
 __all__ = [
     "EXTRA_STATE",
+    "ModelState",
     "Models",
     "Names",
     "ParameterTable",
@@ -21,7 +28,7 @@ __all__ = [
     "named_parameters",
     "one_walk",
     "parameter_table",
-    "prefixed",
+    "tensors_in",
 ]
 
 # Wrappers that put the wrapped module under a name of their own: class name -> that name.
@@ -122,12 +129,14 @@ def _home(hook: Any) -> str:
     return getattr(getattr(hook, "hook", hook), "__module__", None) or ""
 
 
-def prefixed(models: Models) -> list[tuple[str, nn.Module]]:
+def _prefixed(models: Models) -> list[tuple[str, nn.Module]]:
     """Modules with the prefix of their names: none, or the key of the dict that they came in."""
     if isinstance(models, nn.Module):
         return [("", models)]
     if isinstance(models, Mapping):
-        return [(f"{key}.", module) for key, held in models.items() for _, module in prefixed(held)]
+        return [
+            (f"{key}.", module) for key, held in models.items() for _, module in _prefixed(held)
+        ]
     return [("", module) for module in models]
 
 
@@ -201,3 +210,142 @@ def parameter_table(models: Any) -> ParameterTable:
 def last_table(models: Any) -> ParameterTable | None:
     """What a module had when it was last walked. It may have changed since."""
     return _last.get(models) if isinstance(models, nn.Module) else None
+
+
+class ModelState:
+    """A module's state under canonical keys: those of the bare module, however it is compiled or
+    wrapped.
+
+    models: a module, several with distinct names (pipeline stages of a rank), or a dict of them,
+        whose keys become prefixes.
+
+    Raises InvalidState when two tensors have one name.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = _prefixed(models)
+        self.strict = True
+        self._raw()
+
+    def _raw(self) -> dict[str, tuple[nn.Module, str, Any]]:
+        """Canonical name -> (module, key as it is, value)."""
+        found: dict[str, tuple[nn.Module, str, Any]] = {}
+        self._own_loading: set[str] = set()
+        self.metadata: dict[str, Any] = {}
+        for prefix, module in self._models:
+            names = Names(module)
+            self._own_loading |= {prefix + name for name in names.own_loading}
+            # keep_vars: the parameters themselves, so that what was read into them in place need
+            # not be copied again.
+            state = module.state_dict(keep_vars=True)
+            for path, facts in (getattr(state, "_metadata", None) or {}).items():
+                # A wrapper comes before what it wraps, whose version is the one that counts.
+                at = f"{path}." if path else ""
+                self.metadata[(prefix + names.prefixes.get(at, at))[:-1]] = facts
+            for key, value in state.items():
+                name = prefix + names.canonical(key)
+                if name in found:
+                    raise InvalidState(
+                        f"{found[name][1]!r} and {key!r} are both {name!r} without wrappers; pass "
+                        "several models as a dict, "
+                        "whose keys become prefixes",
+                        key=name,
+                    )
+                found[name] = module, key, value
+        return found
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers, without asking for a state_dict."""
+        for _, module in self._models:
+            yield from tensors_in(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters and buffers themselves. `metadata` has the versions of the modules
+        then."""
+        return {name: value for name, (_, _, value) in self._raw().items()}
+
+    def decides(self, name: str) -> bool:
+        """Whether code of the module's own decides how `name` is loaded: it is handed what was
+        saved, and may resize."""
+        first = name.split("/", 1)[0]
+        if first.rpartition(".")[2] == EXTRA_STATE:
+            return True
+        ends = [0, *(at + 1 for at, letter in enumerate(first) if letter == ".")]
+        return any(first[:end] in self._own_loading for end in ends)
+
+    def differences(self, saved: Any) -> Differences:
+        """By the names, and whether there is a tensor where the module has one. What a module's own
+        code decides about is left to it."""
+        live = self.state_dict()
+        shown = {n: None if n.rpartition(".")[2] == EXTRA_STATE else v for n, v in live.items()}
+        if isinstance(saved, Mapping):
+            saved = {
+                n: None if str(n).rpartition(".")[2] == EXTRA_STATE else v for n, v in saved.items()
+            }
+        found = differences(saved, shown)
+        for name, value in live.items() if isinstance(saved, Mapping) else ():
+            kept = saved.get(name)
+            if (
+                isinstance(value, torch.Tensor)
+                and name in saved
+                and not self.decides(name)
+                and not (isinstance(kept, TensorRef) and not kept.numpy)
+            ):
+                kind = "numpy.ndarray" if isinstance(kept, TensorRef) else type(kept).__qualname__
+                found.mismatched[name] = (f"a value of type {kind}", "a tensor")
+        left = [
+            [n for n in names if not self.decides(n) or n.rpartition(".")[2] == EXTRA_STATE]
+            for names in (found.missing, found.unexpected)
+        ]
+        return found._replace(missing=left[0], unexpected=left[1])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        raw = self._raw()
+        versions = getattr(state_dict, "_metadata", None)
+        for prefix, module in self._models:
+            names = Names(module)
+            mine: OrderedDict[str, Any] = OrderedDict()
+            for name, value in state_dict.items():
+                if name in raw:
+                    if raw[name][0] is module:
+                        mine[raw[name][1]] = value
+                elif (
+                    self.decides(name) and (key := names.raw(name.removeprefix(prefix))) is not None
+                ):
+                    mine[key] = value
+            if versions is not None:
+                mine._metadata = {  # type: ignore[attr-defined]
+                    at[:-1]: dict(versions.get((prefix + name)[:-1], DEFAULT_METADATA))
+                    for at, name in names.prefixes.items()
+                }
+            # Not strict: missing and unexpected keys were judged before anything was read.
+            found = module.load_state_dict(mine, strict=False)
+            self._check_own(names, prefix, found)
+
+    def _check_own(self, names: Names, prefix: str, found: Any) -> None:
+        """Names that only code of the module's own could judge. Raises StateMismatch."""
+        lists = [
+            [
+                n
+                for key in getattr(found, kind, None) or ()
+                if (n := prefix + names.canonical(key)) is not None
+                and self.decides(n)
+                and n.rpartition(".")[2] != EXTRA_STATE
+            ]
+            for kind in ("missing_keys", "unexpected_keys")
+        ]
+        if self.strict and (lists[0] or lists[1]):
+            raise StateMismatch(
+                f"its own loading code found missing keys: {lists[0][:5] or 'none'}, and "
+                "unexpected ones: "
+                f"{lists[1][:5] or 'none'}; strict=False loads the rest",
+                missing=lists[0],
+                unexpected=lists[1],
+            )
+
+
+def tensors_in(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers; one that two modules have comes twice."""
+    for inner in module.modules():
+        for held in (inner._parameters, inner._buffers):
+            yield from (tensor for tensor in held.values() if tensor is not None)
