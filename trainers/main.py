@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,6 +42,7 @@ from .arguments import (
     resolve_arguments,
 )
 from .arguments.errors import whole
+from .control import control
 from .job import Job
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ EPILOG = (
     "on the sources of Python's standard library. Run the same command again after an "
     "interruption or a crash and it "
     "goes on from the newest good checkpoint, bit for bit; on a finished run it does nothing. "
+    "`ckpt-train control` lists the running jobs and tells one to save, stop or abort. "
     "Look at the result with "
     "`ckpt ls`, `ckpt inspect` and `ckpt verify`. On several processes: `torchrun "
     "--nproc-per-node 2 -m "
@@ -110,6 +113,7 @@ class Program:
     data: list[str] = field(default_factory=list)
     max_data_bytes: int | None = 4 * 2**20
     schedule: str = "ScheduleGPipe"
+    control: bool = False  # take commands: see `ckpt-train control`
 
     def __str__(self) -> str:
         """All that differs from the defaults of the arguments, as YAML that is a configuration
@@ -118,6 +122,7 @@ class Program:
             "data": self.data,
             "max_data_bytes": self.max_data_bytes,
             "model": asdict(self.model),
+            **({"control": True} if self.control else {}),
         }
         kind = {"schedule": self.schedule} if self.kind == "pipeline" else {}
         return print_configuration({"trainer": self.kind, **kind, **own, **self.args.changed()})
@@ -141,7 +146,9 @@ def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
     if kind not in CLASSES:
         raise InvalidArgument("trainer", kind, "unknown", f"give one of auto, {', '.join(CLASSES)}")
     own = {
-        name: given.pop(name) for name in ("data", "max_data_bytes", "schedule") if name in given
+        name: given.pop(name)
+        for name in ("data", "max_data_bytes", "schedule", "control")
+        if name in given
     }
     if isinstance(own.get("data"), str):
         own["data"] = [own["data"]]
@@ -160,7 +167,11 @@ def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
     return Program(args, kind, model, **own)
 
 
-def _check_own(data: Any = (), max_data_bytes: Any = None, schedule: Any = "") -> None:
+def _check_own(
+    data: Any = (), max_data_bytes: Any = None, schedule: Any = "", control: Any = False
+) -> None:
+    if not isinstance(control, bool):
+        raise InvalidArgument("control", control, "neither True nor False", "give one of them")
     if not isinstance(data, list | tuple | None) or not all(
         isinstance(entry, str) for entry in data or ()
     ):
@@ -188,7 +199,18 @@ def _model(given: Any) -> GPTArguments:
     return GPTArguments(**given)
 
 
+class WithControl(click.Command):
+    """Training, unless the first word is `control`."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **how: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        if words[:1] == ["control"]:
+            return control.main(words[1:], **{**how, "prog_name": "ckpt-train control"})
+        return super().main(words, *rest, **how)
+
+
 @click.command(
+    cls=WithControl,
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -271,6 +293,7 @@ def run(program: Program, threads: int | None, job: Job) -> None:
 
 def make_trainer(program: Program, environment: DistributedEnvironment) -> Trainer:
     """The trainer of the kind that is wanted, with the byte-level GPT and its text."""
+    from .callbacks.control import TrainerControlCallback
     from .callbacks.loss_record import LossRecord
     from .data.corpus import read_corpus, split_corpus
     from .model import ByteGPT, next_byte_loss
@@ -280,12 +303,13 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
     train, held_out = split_corpus(
         read_corpus(program.data, program.max_data_bytes), program.model.block_size
     )
+    commanded = [TrainerControlCallback()] if program.control else []
     what: dict[str, Any] = {
         "model_init": lambda: ByteGPT(program.model),
         "train_dataset": train,
         "eval_dataset": held_out,
         "distributed_env": environment,
-        "callbacks": [*Trainer.default_callbacks(), LossRecord()],
+        "callbacks": [*Trainer.default_callbacks(), LossRecord(), *commanded],
         "compute_loss_func": None if args.label_smoothing_factor else next_byte_loss,
     }
     if program.kind == "ddp":

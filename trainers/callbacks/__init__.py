@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .control import TrainerControlCallback as TrainerControlCallback
     from .divergence import DivergenceDetector as DivergenceDetector
     from .info import InfoCallback as InfoCallback
     from .json_log import JsonLogger as JsonLogger
@@ -44,6 +45,7 @@ _HOMES = {
     "TBLogger": "tensorboard",
     "TrainerCallback": "protocol",
     "TrainerControl": "protocol",
+    "TrainerControlCallback": "control",
     "TrainerState": "protocol",
     "WeightNormLogger": "norms",
     "read_json_array": "json_log",

@@ -22,23 +22,30 @@ __all__ = ["JsonArrayFile", "JsonLogger", "ResumableJsonFile", "plain", "read_js
 log = logging.getLogger(__name__)
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it: numbers that JSON lacks as text, tensors as numbers or lists,
-    anything else as text."""
+AS_TEXT = object()
+
+
+def plain(value: Any, not_finite: Any = AS_TEXT) -> Any:
+    """A value as JSON has it: tensors as numbers or lists, what JSON lacks as text.
+
+    not_finite: in the place of NaN and infinities (default: "NaN", "Infinity", "-Infinity").
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, torch.Tensor):
-        return plain(value.detach().cpu().tolist())
+        return plain(value.detach().cpu().tolist(), not_finite)
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
+        return plain(value.tolist(), not_finite)
     if isinstance(value, float):
         if math.isfinite(value):
             return value
+        if not_finite is not AS_TEXT:
+            return not_finite
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): plain(item, not_finite) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item, not_finite) for item in value]
     return str(value)
 
 

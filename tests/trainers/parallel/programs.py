@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
+import json
 import logging
 import os
 import random
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from ckpt_trainers.arguments import GPTArguments, InvalidArgument
+from ckpt_trainers.callbacks import TrainerControlCallback
 from ckpt_trainers.model import ByteGPT, next_byte_loss
 from ckpt_trainers.parallel.accel import AccelTrainer
 from ckpt_trainers.parallel.ddp import DDPTrainer
@@ -438,3 +441,40 @@ class WithTable(ByteGPTSplitter):
         for module in modules:
             module.register_buffer("table", whole.table, persistent=False)
         return modules, stages
+
+
+class Sends:
+    """Rank 0 sends commands to its own job in a step; all note what comes of it."""
+
+    def __init__(self, control: Any, at: dict[str, list[str]]) -> None:
+        self.control, self.at, self.events = control, at, []
+
+    def on_step_begin(self, state: Any, **_: Any) -> None:
+        where = self.control.endpoint
+        for command in self.at.get(str(state.global_step), []) if where is not None else ():
+            connection = http.client.HTTPConnection(where.host, where.port, timeout=20)
+            headers = {"Authorization": f"Bearer {where.token()}"}
+            body = json.dumps({"command": command})
+            connection.request("POST", f"/jobs/{where.job_id}/control", body, headers)
+            assert connection.getresponse().status == 200
+
+    def on_save(self, state: Any, **_: Any) -> None:
+        self.events.append(["save", state.global_step])
+
+    def on_evaluate(self, state: Any, **_: Any) -> None:
+        self.events.append(["evaluate", state.global_step])
+
+
+def controlled(kind: str, args: dict[str, Any], at: dict[str, list[str]]) -> dict[str, Any]:
+    """A run that is sent commands over HTTP, as each rank saw it."""
+    os.environ["TRAINERS_CONFIG_DIR"] = str(Path(args["output_dir"]) / "config")
+    control = TrainerControlCallback(port=0)
+    sends = Sends(control, at)
+    trainer = trainer_of(kind, args, callbacks=[control, sends])
+    result = trainer.train()
+    return {
+        "step": result.global_step,
+        "reason": result.stop_reason,
+        "by": trainer.state.stop_requested_by,
+        "events": sends.events,
+    }
