@@ -12,9 +12,17 @@ import time
 from collections.abc import Callable
 
 from ckptcore.format.digest import chunk_count
-from ckptcore.format.index import ComponentIndex, FileEntry, Index, StoredShard, index_file_name
 from ckptcore.format.layout import decode_layouts, encode_layouts
-from ckptcore.format.manifest import CheckpointManifest, ComponentManifest, FileRecord
+from ckptcore.format.manifest import (
+    CheckpointManifest,
+    ComponentIndex,
+    ComponentManifest,
+    FileEntry,
+    FileRecord,
+    Index,
+    StoredShard,
+    index_file_name,
+)
 from ckptcore.format.values import TensorRef, encode
 from ckptcore.replicas.shard_table import PlainValues, ShardTable, table_of
 from ckptcore.saving.plan import TensorSpec, plan_component

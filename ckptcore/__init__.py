@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from .copy.checkpoint import copy_checkpoint as copy_checkpoint
     from .events import SaveEvent as SaveEvent
     from .events import TensorBoardEvents as TensorBoardEvents
-    from .format.codecs import Opaque as Opaque
-    from .format.codecs import register_codec as register_codec
     from .format.manifest import CheckpointManifest as CheckpointManifest
     from .format.manifest import ComponentManifest as ComponentManifest
+    from .format.values import Opaque as Opaque
+    from .format.values import register_codec as register_codec
     from .interop.exporting import ExportReport as ExportReport
     from .interop.exporting import export_checkpoint as export_checkpoint
     from .interop.importing import ImportReport as ImportReport
@@ -77,8 +77,8 @@ _HOMES = {
     "coordinator": ["CheckpointCoordinator"],
     "copy.checkpoint": ["copy_checkpoint"],
     "events": ["SaveEvent", "TensorBoardEvents"],
-    "format.codecs": ["Opaque", "register_codec"],
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
+    "format.values": ["Opaque", "register_codec"],
     "interop.exporting": ["ExportReport", "export_checkpoint"],
     "interop.importing": ["ImportReport", "import_checkpoint", "load_foreign"],
     "loading.load": ["LoadReport"],

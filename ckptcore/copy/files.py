@@ -14,8 +14,7 @@ from ..catalog.folder import attempts_among, entries_in, is_ours, join, mark_nam
 from ..catalog.transaction import Transaction
 from ..errors import CheckpointCorrupt, NoSpace, StorageError
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, content_digest
-from ..format.index import FileEntry, Index
-from ..format.manifest import SIZE_LIMIT
+from ..format.manifest import SIZE_LIMIT, FileEntry, Index
 from ..format.tensorfile import StoredTensor
 from ..loading.reader import StoredFile, TensorRead, check_header, read_tensors
 from ..loading.view import CheckpointView

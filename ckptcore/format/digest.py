@@ -9,7 +9,7 @@ digests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import xxhash
 from typing_extensions import Buffer
@@ -33,24 +33,13 @@ def chunk_count(nbytes: int) -> int:
     return -(-nbytes // CHUNK_BYTES)
 
 
-def chunk_digest(data: Buffer) -> bytes:
-    """8 bytes, big-endian: xxh3-64 of one chunk. Releases the GIL."""
-    return xxhash.xxh3_64_digest(data)
-
-
-def content_hash(data: Buffer) -> bytes:
-    """16 bytes: xxh3-128 of `data`."""
-    return xxhash.xxh3_128_digest(data)
-
-
-def content_digest(data: Buffer) -> str:
-    """32 hex digits: xxh3-128 of `data`, as manifests record it for whole files."""
-    return content_hash(data).hex()
+# 8 bytes, big-endian: xxh3-64 of one chunk. Releases the GIL.
+chunk_digest: Callable[[Buffer], bytes] = xxhash.xxh3_64_digest
+# 16 bytes, and the same as 32 hex digits: xxh3-128 of what manifests record for whole files.
+content_hash: Callable[[Buffer], bytes] = xxhash.xxh3_128_digest
+content_digest: Callable[[Buffer], str] = xxhash.xxh3_128_hexdigest
 
 
 def combined_digest(parts: Iterable[bytes]) -> str:
     """32 hex digits: xxh3-128 of the concatenation of digests, in order."""
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
+    return content_digest(b"".join(parts))

@@ -13,13 +13,13 @@ of the rule: torch.chunk, torch.distributed.tensor.Shard and _StridedShard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
 
-from .checks import DIMENSIONS, sizes, whole
+from .manifest import DIMENSIONS, sizes, whole
 from .tensorfile import DTYPES, tensor_nbytes
 
 __all__ = [
@@ -40,8 +40,7 @@ __all__ = [
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
-def volume(shape: Sequence[int]) -> int:
-    return prod(shape)
+volume: Callable[[Sequence[int]], int] = prod  # items of a shape
 
 
 def intersection(a: Box, b: Box) -> Box | None:

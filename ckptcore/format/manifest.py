@@ -1,9 +1,35 @@
-"""The manifest: strict JSON, written last. Its presence and its own digest are the commit.
+"""What a checkpoint says of itself, and the rules by which that is read.
 
-The file is the JSON object with sorted keys and one-space indentation, in UTF-8, whose last member
-(out of order, so that it can be cut off) is "digest": the xxh3-128, in hex, of every byte of the
-file before that member. A single changed byte anywhere is found without agreeing on how numbers or
-strings are spelled.
+**The manifest** is strict JSON, written last. Its presence and its own digest are the commit. The
+file is the JSON object with sorted keys and one-space indentation, in UTF-8, whose last member (out
+of order, so that it can be cut off) is "digest": the xxh3-128, in hex, of every byte of the file
+before that member. A single changed byte anywhere is found without a common spelling of numbers or
+strings.
+
+**An index** is what one writer wrote, in msgpack: {"format", "version", "writer", "files": {name:
+[size, header size, header digest]}, "components": {key: {"tree": bytes or nil, "tensors": [row,
+...]}}}. A row is [number, name, dtype, shape, file, name in file, start, chunk digests, alias]:
+`number` is what the tree calls the tensor; its bytes are C order in `file` from byte `start` on,
+with 8 bytes of digest per 4 MiB. `alias` (else nil) is the number of the tensor that holds the
+bytes; then file, start and digests are nil. A component that several ranks wrote has its tree, and
+its aliases, in the index of the lowest of them. A sharded component has {"tree", "layouts",
+"pieces"} instead: the table of layout.py beside the tree, and for each box that this writer wrote
+[number, file, start, chunk digests]; the rest follows from the table. Beside a tree there may be
+"versions": bytes of what torch keeps beside the state of modules in it, by path in the tree and
+name of the module, where that is not {"version": 1}.
+
+**Records** of both are described once: the annotations of a dataclass say what a file may hold.
+
+int                  a whole number from 0 to 2**62, itself excluded; a bool is none
+float                a number, or one of the texts "nan", "inf" and "-inf", which JSON lacks
+str, bool, bytes     exactly that; Any: whatever the file has
+Literal["a", "b"]    one of these texts
+Annotated[T, check]  a T that `check` gives back, or refuses with a ValueError
+T | None, list[T], dict[str, T]
+a NamedTuple         a list of its fields, in order
+a dataclass          an object. Its field `extra` keeps what is not known, so that fields of a
+                     newer minor version survive; NOT_STORED fields are not in the file, and
+                     OPTIONAL ones only where they differ from their default.
 """
 
 from __future__ import annotations
@@ -11,25 +37,232 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from math import prod
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from ..errors import CheckpointCorrupt, InvalidState, UnsafePath, UnsupportedVersion
-from .checks import NOT_STORED, OPTIONAL, parsing, read_json, short, typed, written
-from .digest import content_digest
+import msgpack
+
+from ..errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    InvalidState,
+    UnsafePath,
+    UnsupportedVersion,
+)
+from .digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest, content_digest
+from .tensorfile import DTYPES, HEADER_LIMIT
 
 __all__ = [
+    "DIMENSIONS",
+    "MALFORMED",
     "MANIFEST_NAME",
+    "NOT_STORED",
+    "OPTIONAL",
     "CheckpointManifest",
+    "ComponentIndex",
     "ComponentManifest",
+    "FileEntry",
     "FileRecord",
+    "Index",
     "ReplicaGroup",
+    "StoredShard",
+    "TensorEntry",
     "check_file_name",
     "check_readable",
+    "exact",
+    "exact_items",
+    "index_file_name",
+    "malformed",
     "private_json",
+    "read_json",
     "replica_groups",
+    "short",
+    "sizes",
+    "typed",
+    "unique",
+    "whole",
+    "written",
 ]
+
+DIMENSIONS = 64  # as many as numpy has; each costs a level of recursion where boxes are cut
+
+
+def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The dict of `pairs`. Raises ValueError when a key appears twice: readers would not agree on
+    which one counts."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice")
+    return result
+
+
+def read_json(text: str) -> Any:
+    """What strict JSON says. Raises ValueError for a name that an object has twice, and for the
+    constants that JSON lacks."""
+    return json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def whole(value: Any, below: int = 2**62) -> int:
+    """`value` if it is an int (and no bool) from 0 to `below`, itself excluded. Raises
+    ValueError."""
+    if type(value) is not int or not 0 <= value < below:
+        raise ValueError(f"{short(value)} is not a whole number below {below}")
+    return value
+
+
+def sizes(value: Any, below: int = 2**62) -> tuple[int, ...]:
+    """A shape whose items can be counted, also when one of its sizes is 0. Raises ValueError,
+    TypeError."""
+    if len(value) > DIMENSIONS:
+        raise ValueError(f"{len(value)} dimensions are more than {DIMENSIONS}")
+    shape = tuple([whole(n) for n in value])
+    whole(prod([n or 1 for n in shape]), below)
+    return shape
+
+
+def exact(value: Any, *kinds: type) -> Any:
+    """`value` if it is of exactly one of these types: what a codec is given may be crafted, and
+    then be anything."""
+    if type(value) not in kinds:
+        raise TypeError(f"a {type(value).__name__} is stored where a {kinds[0].__name__} belongs")
+    return value
+
+
+def exact_items(value: Any, *kinds: type) -> list[Any]:
+    """`value` if it is a list of items of these types."""
+    return [exact(item, *kinds) for item in exact(value, list)]
+
+
+def short(value: Any, limit: int = 200) -> str:
+    """`value` for a message: what a file says may be of any length."""
+    text = repr(value[:limit] if isinstance(value, str | bytes | list) else value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+    struct.error,
+    msgpack.UnpackException,
+)
+
+
+def malformed(
+    what: str, error: Exception, file: str | None, path: str | None = None, kind: str = "format"
+) -> CheckpointError:
+    """What to raise where a parser failed, with one of MALFORMED, on bytes that are not what they
+    should be: `what` in words, and why."""
+    if isinstance(error, CheckpointError):
+        return error
+    why = f"{what} ({type(error).__name__}: {short(str(error))})"
+    return CheckpointCorrupt(why, path=path, file=file, kind=kind)
+
+
+NOT_STORED = {"not_stored": True}
+OPTIONAL = {"optional": True}
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """`value`, as a file has it, made into what the annotation `kind` says. Objects are emptied, so
+    that a long list is not there twice. Raises ValueError, TypeError or OverflowError, which says
+    the field that is wrong."""
+    if kind is int:
+        return whole(value)
+    if kind in (str, bool, bytes):
+        return exact(value, kind)
+    origin, args = _parts(kind)
+    if origin is list:
+        return [typed(args[0], item) for item in exact(value, list)]
+    if origin is dict:
+        return {
+            typed(args[0], key): _named(key, args[1], item)
+            for key, item in exact(value, dict).items()
+        }
+    if origin is UnionType:
+        return None if value is None else typed(args[0], value)
+    if origin is Annotated:
+        return args[1](typed(args[0], value))
+    if origin is Literal:
+        return _one_of(value, args)
+    if origin is tuple:
+        if len(exact(value, list)) != len(args):
+            raise ValueError(f"{short(value)} has not {len(args)} items")
+        return kind(*map(typed, args, value))
+    if origin is None:
+        return value if kind is Any else _number(value)
+    found = exact(value, dict)
+    if lacking := [n for n, _, optional in args if n not in found and not optional]:
+        raise ValueError(f"{', '.join(lacking)} must be there")
+    known = {n: _named(n, part, found.pop(n)) for n, part, _ in args if n in found}
+    return kind(**known, extra=found)
+
+
+@cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What kind of annotation this is, and what it is made of. Of a dataclass (name, annotation,
+    whether it may lack) of each field."""
+    if args := get_args(kind):
+        return get_origin(kind), args
+    if is_dataclass(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        return kind, tuple((f.name, hints[f.name], bool(f.metadata)) for f in _stored(kind))
+    if hasattr(kind, "_fields"):
+        return tuple, tuple(get_type_hints(kind, include_extras=True).values())
+    return None, ()  # Any, float
+
+
+def written(record: Any) -> dict[str, Any]:
+    """The object that a file has for a record; records in it are left as they are. Raises TypeError
+    for what is none, as JSON does."""
+    if not hasattr(record, "extra"):
+        raise TypeError(f"a {type(record).__name__} is not JSON")
+    found = {f.name: getattr(record, f.name) for f in _stored(type(record))}
+    for f in fields(record):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if f.metadata == OPTIONAL and found[f.name] == default:
+            del found[f.name]
+    return {**record.extra, **found}
+
+
+def _stored(cls: Any) -> list[Field[Any]]:
+    return [f for f in fields(cls) if f.name != "extra" and f.metadata != NOT_STORED]
+
+
+def _named(name: str, kind: Any, value: Any) -> Any:
+    try:
+        return typed(kind, value)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"{name[:100]}: {error}") from None
+
+
+def _one_of(value: Any, words: tuple[str, ...]) -> Any:
+    if value not in words:
+        raise ValueError(f"{short(value)} is not one of {', '.join(words)}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{short(value)} is not a number")
+    return float(exact(value, float, int, str))
+
 
 MANIFEST_NAME = "checkpoint_manifest.json"
 FORMAT = "ckptcore"
@@ -322,7 +555,7 @@ class CheckpointManifest:
                 expected=expected,
                 actual=actual,
             )
-        with parsing(f"{where}: not a valid manifest", MANIFEST_NAME, path or None):
+        try:
             document = read_json(str(body, "utf-8") + "\n}")
             if document.pop("format") != FORMAT:
                 raise ValueError(f"format is not {FORMAT!r}")
@@ -341,6 +574,9 @@ class CheckpointManifest:
                 raise ValueError(
                     f"storage mode {short(mode)} with node {manifest.node} makes no sense"
                 )
+        except MALFORMED as error:
+            what = f"{where}: not a valid manifest"
+            raise malformed(what, error, MANIFEST_NAME, path or None) from None
         manifest.digest = expected
         return manifest
 
@@ -405,3 +641,242 @@ def _check_json(document: Any) -> None:
             raise ValueError(f"it has more than {JSON_ITEMS:,} items")
         level = inner
     raise ValueError(f"it is nested deeper than {JSON_DEPTH} levels")
+
+
+INDEX_FORMAT = "ckptcore.index"
+INDEX_VERSION = 1
+
+
+def index_file_name(writer: int) -> str:
+    return f"index.rank{writer:05d}.msgpack"
+
+
+@dataclass(slots=True)
+class TensorEntry:
+    """One tensor, or the piece of a sharded one at `offset` (else None). Shapes in items, `start`,
+    `nbytes` in bytes."""
+
+    number: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...] | None
+    local_shape: tuple[int, ...]
+    file: str | None
+    stored_name: str | None
+    start: int
+    digests: bytes
+    alias_of: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPES[self.dtype].itemsize * prod(self.local_shape)
+
+    def chunk(self, number: int) -> tuple[int, int, bytes]:
+        """Start in the file, length, and digest of chunk `number`."""
+        at = number * CHUNK_BYTES
+        return (
+            self.start + at,
+            min(CHUNK_BYTES, self.nbytes - at),
+            self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES],
+        )
+
+
+class StoredShard(NamedTuple):
+    """One box of a sharded tensor, where this writer put it."""
+
+    number: int
+    file: str
+    start: int
+    digests: bytes
+
+
+class FileEntry(NamedTuple):
+    """A tensor file: its size, and the length and 16-byte digest of its header (with the length
+    field)."""
+
+    size: int
+    header_size: int
+    header_digest: bytes
+
+
+@dataclass(slots=True)
+class ComponentIndex:
+    """`tree`: encoded plain values with TensorRefs that number the tensors; None where another
+    writer has it.
+
+    layouts: the table of a sharded component, beside its tree; pieces: what this writer has of it,
+    else None.
+    versions: of modules, encoded; None where there are none, or the writer did not know of them.
+    """
+
+    tree: bytes | None
+    tensors: list[TensorEntry] = field(default_factory=list)
+    layouts: dict[str, Any] | None = None
+    pieces: list[StoredShard] | None = None
+    versions: bytes | None = None
+
+
+@dataclass(slots=True)
+class Index:
+    writer: int
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    components: dict[str, ComponentIndex] = field(default_factory=dict)
+
+    def file_digests(self) -> dict[str, str]:
+        """What the manifest must say of each tensor file: over header digest and chunk digests in
+        file order."""
+        held: dict[str, list[TensorEntry | StoredShard]] = {name: [] for name in self.files}
+        for component in self.components.values():
+            for entry in (*component.tensors, *(component.pieces or ())):
+                if entry.file is not None:
+                    held[entry.file].append(entry)
+        return {
+            name: combined_digest(
+                [
+                    self.files[name].header_digest,
+                    *(e.digests for e in sorted(entries, key=lambda e: e.start)),
+                ]
+            )
+            for name, entries in held.items()
+        }
+
+    def starts(self) -> dict[str, list[int]]:
+        """Where in each file something starts, in order. Raises ValueError when two tensors lie on
+        the same bytes: then a small file would fill a lot of memory. How long a box is, is known
+        with the table of layouts only."""
+        held: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
+        for component in self.components.values():
+            for entry in component.tensors:
+                if entry.file is not None and (nbytes := entry.nbytes):
+                    held[entry.file].append((entry.start, nbytes))
+            for piece in component.pieces or ():
+                if piece.digests:
+                    held[piece.file].append(
+                        (piece.start, CHUNK_BYTES * (len(piece.digests) // DIGEST_BYTES - 1) + 1)
+                    )
+        for name, ranges in held.items():
+            ranges.sort()
+            if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(ranges)):
+                raise ValueError(f"two tensors lie on the same bytes of {name}")
+        return {name: [start for start, _ in ranges] for name, ranges in held.items()}
+
+    def encode(self) -> bytes:
+        components: dict[str, dict[str, Any]] = {}
+        for key, component in self.components.items():
+            rows = []
+            for e in component.tensors:
+                location = (
+                    [None, None, None, None]
+                    if e.file is None
+                    else [
+                        e.file,
+                        None if e.stored_name == e.name else e.stored_name,
+                        e.start,
+                        e.digests,
+                    ]
+                )
+                rows.append([e.number, e.name, e.dtype, e.shape, *location, e.alias_of])
+            if component.pieces is None:
+                components[key] = {"tree": component.tree, "tensors": rows}
+            else:
+                components[key] = {
+                    "tree": component.tree,
+                    "layouts": component.layouts,
+                    "pieces": component.pieces,
+                }
+            if component.versions is not None:
+                components[key]["versions"] = component.versions
+        packed = {
+            "format": INDEX_FORMAT,
+            "version": INDEX_VERSION,
+            "writer": self.writer,
+            "files": self.files,
+            "components": components,
+        }
+        return bytes(msgpack.packb(packed, use_bin_type=True, unicode_errors="surrogatepass"))
+
+    @classmethod
+    def decode(cls, data: bytes, file: str = "index") -> Index:
+        """Raises CheckpointCorrupt when `data` is not an index whose parts fit together."""
+        try:
+            raw = msgpack.unpackb(
+                data, raw=False, unicode_errors="surrogatepass", object_pairs_hook=unique
+            )
+            if raw["format"] != INDEX_FORMAT or raw["version"] != INDEX_VERSION:
+                raise ValueError(
+                    f"format {raw['format']!r} version {raw['version']!r} is not known"
+                )
+            index = cls(whole(raw["writer"]), typed(_Files, raw["files"]))
+            for key, component in raw["components"].items():
+                index.components[exact(key, str)] = _component(key, component, index.files)
+            index.starts()
+            return index
+        except MALFORMED as error:
+            raise malformed(f"{file} is not a valid index", error, file) from None
+
+
+def _file(entry: FileEntry) -> FileEntry:
+    if len(entry.header_digest) != 16:
+        raise ValueError("a header digest is not 16 bytes")
+    if not 8 <= entry.header_size <= min(entry.size, HEADER_LIMIT + 8):
+        raise ValueError(
+            f"a header of {entry.header_size} bytes is not that of a file of {entry.size}"
+        )
+    return entry
+
+
+_Files = dict[FileName, Annotated[FileEntry, _file]]
+
+
+def _component(key: str, found: dict[str, Any], files: dict[str, FileEntry]) -> ComponentIndex:
+    tree, versions = typed(bytes | None, found["tree"]), typed(bytes | None, found.get("versions"))
+    if "pieces" in found:
+        pieces = [_piece(row, files) for row in found["pieces"]]
+        return ComponentIndex(tree, [], found["layouts"], pieces, versions)
+    entries = [_entry(row, files) for row in found["tensors"]]
+    if len({e.name for e in entries}) != len(entries):
+        raise ValueError(f"two tensors of component {key!r} have one name")
+    return ComponentIndex(tree, entries, versions=versions)
+
+
+def _piece(row: list[Any], files: dict[str, FileEntry]) -> StoredShard:
+    number, file, start, digests = row  # checked by hand, as a tensor's: there are very many
+    known = files[file]
+    if not known.header_size <= whole(start) <= known.size or type(digests) is not bytes:
+        raise ValueError(f"a piece of tensor {number} is not inside {file}")
+    return StoredShard(whole(number), file, start, digests)
+
+
+def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
+    number, name, dtype, shape, file, stored_name, start, digests, alias = row
+    if not isinstance(name, str) or dtype not in DTYPES:
+        raise ValueError(f"tensor {name!r} has an unknown dtype {dtype!r}")
+    shape = sizes(shape, 2**57)
+    if alias is not None:
+        if whole(alias) == number or file is not None:
+            raise ValueError(f"tensor {name!r}: alias of number {alias} is not valid")
+        return TensorEntry(
+            whole(number), name, dtype, shape, None, shape, None, None, 0, b"", alias
+        )
+    nbytes = DTYPES[dtype].itemsize * prod(shape)
+    known = files[file]
+    if not known.header_size <= whole(start) <= start + nbytes <= known.size:
+        raise ValueError(
+            f"tensor {name!r}: bytes {start} to {start + nbytes} are not inside {file}"
+        )
+    if len(digests) != DIGEST_BYTES * chunk_count(nbytes):
+        raise ValueError(f"tensor {name!r}: {len(digests)} digest bytes for {nbytes} bytes of data")
+    return TensorEntry(
+        whole(number),
+        name,
+        dtype,
+        shape,
+        None,
+        shape,
+        file,
+        stored_name or name,
+        start,
+        bytes(digests),
+        None,
+    )

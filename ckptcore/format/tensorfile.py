@@ -15,18 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ..errors import CheckpointCorrupt
-from .checks import parsing, read_json
-
-__all__ = [
-    "DTYPES",
-    "HEADER_LIMIT",
-    "DType",
-    "StoredTensor",
-    "lay_out",
-    "parse_header",
-    "tensor_nbytes",
-]
+__all__ = ["DTYPES", "HEADER_LIMIT", "DType", "StoredTensor", "lay_out", "tensor_nbytes"]
 
 HEADER_LIMIT = 100_000_000  # stock readers refuse more
 ALIGNMENT = 4096
@@ -123,52 +112,3 @@ def lay_out(
         )
     head = len(text).to_bytes(8, "little") + text
     return head, [StoredTensor(n, d, s, len(head) + a, b) for n, d, s, a, b in placed]
-
-
-def parse_header(head: bytes, file_size: int, file: str = "") -> list[StoredTensor]:
-    """The tensors of a safetensors file, in file order, from its first bytes (length field and
-    header).
-
-    Checks what stock readers check: sizes that match dtype and shape, data without holes or
-    overlaps that ends with the file. Dtypes are as the file names them. Raises CheckpointCorrupt.
-    """
-
-    def bad(what: str) -> CheckpointCorrupt:
-        return CheckpointCorrupt(
-            f"{file or 'tensor file'}: {what}", file=file or None, kind="header"
-        )
-
-    if len(head) < 8:
-        raise bad(f"{len(head)} bytes are too short for a safetensors file")
-    length = int.from_bytes(head[:8], "little")
-    if length > HEADER_LIMIT or 8 + length > min(len(head), file_size):
-        raise bad(f"header length {length} does not fit the file of {file_size} bytes")
-    what = f"{file or 'tensor file'}: header is not that of a safetensors file"
-    with parsing(what, file or None, kind="header"):
-        header = read_json(str(head[8 : 8 + length], "utf-8"))
-        header.pop("__metadata__", None)
-        found = [
-            StoredTensor(
-                str(name),
-                e["dtype"],
-                tuple(e["shape"]),
-                8 + length + e["data_offsets"][0],
-                e["data_offsets"][1] - e["data_offsets"][0],
-            )
-            for name, e in header.items()
-        ]
-        found.sort(key=lambda t: (t.start, t.nbytes))
-        at = 8 + length
-        for t in found:
-            if not all(type(n) is int and n >= 0 for n in (*t.shape, t.start, t.nbytes)):
-                raise bad(
-                    f"tensor {t.name!r} has a shape or offset that is not made of whole numbers"
-                )
-            if t.start != at or t.nbytes != tensor_nbytes(t.dtype, t.shape):
-                raise bad(
-                    f"tensor {t.name!r} is not where, or not as long as, its dtype and shape say"
-                )
-            at += t.nbytes
-    if at != file_size:
-        raise bad(f"data end at byte {at}, the file at {file_size}")
-    return found

@@ -16,10 +16,9 @@ from typing import Any
 
 from ..arguments import shown
 from ..errors import InvalidState, StateMismatch
-from ..format.codecs import codec_of, keyed
 from ..format.digest import content_digest
 from ..format.layout import Box, LogicalTensor
-from ..format.values import Numbered, TensorRef, decode, encode, join_path
+from ..format.values import Numbered, TensorRef, codec_of, decode, encode, join_path, keyed
 from ..state.component import StateComponent
 from ..state.modules import ModelState
 from ..state.optimizers import OptimizerState

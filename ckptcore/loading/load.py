@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,11 +29,9 @@ from ..errors import (
     RanksDisagree,
     StateMismatch,
 )
-from ..format.checks import containers_copied
-from ..format.codecs import revived
 from ..format.digest import content_hash
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest
-from ..format.values import decode
+from ..format.values import decode, revived
 from ..nodes.agreement import StorageMode
 from ..ranks.communicator import Communicator
 from ..ranks.groups import node_name, own_node, own_view
@@ -98,7 +96,7 @@ class LoadedValues(dict[str, Any]):
         self._copies: dict[str, Any] = {}
 
     def keep(self, key: str, value: Any) -> None:
-        self[key], self._copies[key] = value, containers_copied(value)
+        self[key], self._copies[key] = value, _containers_copied(value)
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -824,7 +822,7 @@ class StateBefore:
 
     def __init__(self, live: LiveComponent) -> None:
         self.stateful = live.loaded.component.stateful
-        self.state = containers_copied(live.state, _private)
+        self.state = _containers_copied(live.state, _private)
         # As integers, which every dtype can be copied as.
         self.bytes = [
             (t.tensor, words(t.tensor).to("cpu", copy=True))
@@ -853,6 +851,21 @@ class StateBefore:
             self.stateful.put_back(self.state, {})
         else:
             self.stateful.load_state_dict(self.state)
+
+
+def _containers_copied(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """`value` with dicts, lists, tuples, sets and deques of its own, and `leaf(item)` for
+    everything else."""
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = _containers_copied(item, leaf)
+        return made
+    if type(value) in (list, tuple, set):
+        return type(value)(_containers_copied(item, leaf) for item in value)
+    if type(value) is deque:
+        return deque((_containers_copied(item, leaf) for item in value), value.maxlen)
+    return leaf(value)
 
 
 def _private(leaf: Any) -> Any:

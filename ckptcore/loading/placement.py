@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointWarning, StateMismatch
-from ..format.checks import only_plain, short
-from ..format.codecs import Opaque, keyed
 from ..format.layout import Box, LogicalTensor, WholeLayout, volume
-from ..format.manifest import CheckpointManifest, ComponentManifest
-from ..format.values import TensorRef, join_path
+from ..format.manifest import CheckpointManifest, ComponentManifest, short
+from ..format.values import Opaque, TensorRef, join_path, keyed, only_plain
 from ..ranks.groups import group_index
 from ..state.component import StateComponent, is_optimizer
 from ..state.layout import (

@@ -15,8 +15,8 @@ from math import prod
 from typing import Any
 
 from ..format.digest import CHUNK_BYTES
-from ..format.index import TensorEntry
 from ..format.layout import Box, intersection
+from ..format.manifest import TensorEntry
 from ..storage.chunks import MakeMemory
 from .reader import TensorRead
 

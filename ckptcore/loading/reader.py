@@ -15,7 +15,7 @@ import xxhash
 from ..catalog.folder import join
 from ..errors import CheckpointCorrupt, StorageError
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
-from ..format.index import FileEntry, TensorEntry
+from ..format.manifest import FileEntry, TensorEntry
 from ..storage.base import FileReader, Storage
 from ..storage.chunks import Chunk, DueFile, Scratch, Target, Workers, batches, split_up
 

@@ -23,9 +23,16 @@ from ..errors import (
     UnknownName,
 )
 from ..format.digest import DIGEST_BYTES, chunk_count, content_digest
-from ..format.index import Index, StoredShard, TensorEntry, index_file_name
 from ..format.layout import Box, LogicalTensor, decode_layouts, intersection, volume
-from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
+from ..format.manifest import (
+    MANIFEST_NAME,
+    SIZE_LIMIT,
+    CheckpointManifest,
+    Index,
+    StoredShard,
+    TensorEntry,
+    index_file_name,
+)
 from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import TensorRef, decode
 from ..storage.base import Storage

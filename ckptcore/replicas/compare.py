@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..errors import ReplicationMismatch
-from ..format.codecs import Opaque
 from ..format.digest import (
     CHUNK_BYTES,
     chunk_count,
@@ -22,7 +21,7 @@ from ..format.digest import (
 )
 from ..format.layout import volume
 from ..format.manifest import ReplicaGroup
-from ..format.values import Numbered, TensorRef, decode, encode, join_path
+from ..format.values import Numbered, Opaque, TensorRef, decode, encode, join_path
 from ..ranks.communicator import Communicator
 from ..ranks.messages import message
 from ..state.component import StateComponent, ValidationLevel

@@ -21,7 +21,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..errors import InvalidState, ReplicationMismatch
-from ..format.codecs import Opaque, keyed
 from ..format.digest import content_hash
 from ..format.layout import (
     Box,
@@ -35,7 +34,7 @@ from ..format.layout import (
     volume,
 )
 from ..format.tensorfile import tensor_nbytes
-from ..format.values import TensorRef, decode, encode, join_path
+from ..format.values import Opaque, TensorRef, decode, encode, join_path, keyed
 from ..ranks.messages import message
 from ..state.tree import StateSnapshot, Structure
 

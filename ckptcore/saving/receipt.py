@@ -10,16 +10,19 @@ from ..catalog.folder import join
 from ..catalog.transaction import Transaction
 from ..errors import CheckpointCorrupt, CoordinationError, InvalidState, UnsupportedValue
 from ..format.digest import combined_digest, content_digest
-from ..format.index import (
+from ..format.layout import encode_layouts
+from ..format.manifest import (
+    SIZE_LIMIT,
     ComponentIndex,
+    ComponentManifest,
     FileEntry,
+    FileRecord,
     Index,
+    ReplicaGroup,
     StoredShard,
     TensorEntry,
     index_file_name,
 )
-from ..format.layout import encode_layouts
-from ..format.manifest import SIZE_LIMIT, ComponentManifest, FileRecord, ReplicaGroup
 from ..format.values import decode
 from ..ranks.messages import message
 from ..replicas.shard_table import PlainValues

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..arguments import check_flag, check_mapping, check_name, check_number, shown
 from ..errors import InvalidState
-from ..format.checks import PLAIN_TYPES, only_plain
+from ..format.values import PLAIN_TYPES, only_plain
 from .layout import Shard, is_dtensor_class
 from .modules import ModelState, one_walk, parameter_table, tensors_in
 from .optimizers import OptimizerState, OwnOptimizerState, inside, is_ordinary, split_over_ranks

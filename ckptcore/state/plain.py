@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..format.codecs import BY_NAME, Opaque, keyed
-from ..format.values import TensorRef, encode, join_path
+from ..format.values import BY_NAME, Opaque, TensorRef, encode, join_path, keyed
 from .layout import Shard, is_dtensor
 from .tree import Differences, holds_tensors, key_leaves, key_names, part_of
 

@@ -13,16 +13,18 @@ import numpy as np
 import torch
 
 from ..errors import InvalidState, UnsupportedValue
-from ..format.codecs import Opaque, keyed, register_codec
 from ..format.digest import content_hash
 from ..format.layout import Box, MeshLayout
 from ..format.manifest import SIZE_LIMIT
 from ..format.values import (
     Numbered,
+    Opaque,
     TensorRef,
     encode,
     join_path,
+    keyed,
     largest_part,
+    register_codec,
     tensor_wires,
     tensors_wire,
 )

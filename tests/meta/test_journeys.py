@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "save to the first byte": {"modules": 28, "moves": 407, "closures": 4},
-    "restore": {"modules": 30, "moves": 610, "closures": 8},
+    "save to the first byte": {"modules": 26, "moves": 337, "closures": 4},
+    "restore": {"modules": 25, "moves": 454, "closures": 8},
     "talk": {
         "rounds of a save": 4,
         "messages of a save": 13,

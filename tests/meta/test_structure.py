@@ -66,7 +66,7 @@ STARTS_FAST = "`import ckptcore` and `ckpt ls` start without it"
 OPTIONAL = "an optional package"
 LATE: dict[tuple[str, str], str] = {
     ("events", "torch"): STARTS_FAST,
-    ("format.codecs", "numpy"): STARTS_FAST,
+    ("format.values", "numpy"): STARTS_FAST,
     ("interop.optimizer_names", "transformers"): OPTIONAL,
     ("interop.sources", "transformers"): OPTIONAL,
     ("loading.plan", "numpy"): STARTS_FAST,

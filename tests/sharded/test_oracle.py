@@ -18,8 +18,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ckptcore import CheckpointManager, Shard, SharingPattern, StateComponent, open_checkpoint
-from ckptcore.format.index import Index
 from ckptcore.format.layout import Mesh, MeshLayout
+from ckptcore.format.manifest import Index
 from ckptcore.testing.ranks import run_ranks
 
 DTYPES = [

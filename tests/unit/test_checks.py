@@ -10,8 +10,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pytest
 
 from ckptcore.errors import CheckpointCorrupt, UnsafePath
-from ckptcore.format.checks import NOT_STORED, OPTIONAL, parsing, typed, written
-from ckptcore.format.manifest import FileName
+from ckptcore.format.manifest import (
+    MALFORMED,
+    NOT_STORED,
+    OPTIONAL,
+    FileName,
+    malformed,
+    typed,
+    written,
+)
 
 
 class Pair(NamedTuple):
@@ -92,9 +99,12 @@ def test_optional_fields_are_written_where_they_say_something() -> None:
     ],
 )
 def test_a_wrong_value_is_named_by_its_field(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(CheckpointCorrupt, match=why) as caught, parsing("m: not valid", "m", "p"):
+    with pytest.raises(MALFORMED, match=why) as caught:
         typed(Record, document(**changes))
-    assert (caught.value.file, caught.value.path, caught.value.kind) == ("m", "p", "format")
+    error = malformed("m: not valid", caught.value, "m", "p")
+    assert isinstance(error, CheckpointCorrupt)
+    assert str(caught.value) in error.message
+    assert (error.file, error.path, error.kind) == ("m", "p", "format")
 
 
 def test_checks_of_annotations_raise_their_own_errors() -> None:

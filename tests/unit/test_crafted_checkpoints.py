@@ -21,7 +21,7 @@ from ckptcore import (
     open_checkpoint,
 )
 from ckptcore.format.digest import content_digest
-from ckptcore.format.index import Index
+from ckptcore.format.manifest import Index
 from ckptcore.format.values import encode
 
 

@@ -1,4 +1,4 @@
-"""Tensor files: the layout that is written, and what is refused when it is read."""
+"""Tensor files: the layout that is written."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.errors import CheckpointCorrupt
 from ckptcore.format import tensorfile
-from ckptcore.format.tensorfile import DTYPES, HEADER_LIMIT, lay_out, parse_header, tensor_nbytes
+from ckptcore.format.tensorfile import DTYPES, HEADER_LIMIT, lay_out, tensor_nbytes
 
 NATIVE = sorted(name for name, kind in DTYPES.items() if kind.native)
 tensors = st.dictionaries(
@@ -50,17 +49,18 @@ def test_layout(listed, random) -> None:
 @given(tensors)
 def test_header_is_read_back(listed) -> None:
     head, placed = lay_out(listed)
-    found = parse_header(head, len(head) + sum(p.nbytes for p in placed))
+    assert int.from_bytes(head[:8], "little") == len(head) - 8
+    found = json.loads(head[8:])
+    assert found.pop("__metadata__") == {"format": "pt"}
     expected = {
-        p.name: (p.dtype, p.shape)
+        p.name: (p.dtype, [*p.shape])
         if DTYPES[p.dtype].native
-        else ("U8", (*p.shape, DTYPES[p.dtype].itemsize))
+        else ("U8", [*p.shape, DTYPES[p.dtype].itemsize])
         for p in placed
     }
-    assert {t.name: (t.dtype, t.shape) for t in found} == expected
-    assert {t.name: (t.start, t.nbytes) for t in found} == {
-        p.name: (p.start, p.nbytes) for p in placed
-    }
+    assert {name: (t["dtype"], t["shape"]) for name, t in found.items()} == expected
+    starts = {name: [at + len(head) for at in t["data_offsets"]] for name, t in found.items()}
+    assert starts == {p.name: [p.start, p.start + p.nbytes] for p in placed}
 
 
 @given(tensors)
@@ -104,115 +104,6 @@ def test_header_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     lay_out([(f"t{i:03d}", "F32", (1,)) for i in range(40)])
     with pytest.raises(ValueError, match="5,000"):
         lay_out([(f"t{i:03d}", "F32", (1,)) for i in range(200)])
-
-
-@given(st.binary(max_size=120), st.integers(0, 300))
-def test_random_bytes_as_header(head: bytes, size: int) -> None:
-    with pytest.raises(CheckpointCorrupt):
-        parse_header(head, size)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-entries = st.fixed_dictionaries(
-    {},
-    optional={
-        "dtype": st.sampled_from(["F32", "U8", "nope"]) | json_values,
-        "shape": st.lists(st.integers(-1, 4), max_size=2) | json_values,
-        "data_offsets": st.lists(st.integers(-1, 16), min_size=2, max_size=2) | json_values,
-    },
-)
-
-
-@given(st.dictionaries(st.text(max_size=3), entries, max_size=3) | json_values, st.integers(0, 40))
-def test_random_json_as_header(document, data: int) -> None:
-    text = json.dumps(document).encode()
-    head = len(text).to_bytes(8, "little") + text
-    try:
-        found = parse_header(head, len(head) + data, "x.safetensors")
-    except CheckpointCorrupt as error:
-        assert error.file == "x.safetensors"
-        assert error.kind == "header"
-    else:
-        assert sum(t.nbytes for t in found) == data
-        assert all(t.nbytes == tensor_nbytes(t.dtype, t.shape) for t in found)
-
-
-@given(st.integers(0, 10**6))
-def test_flipped_bits_in_a_header(at: int) -> None:
-    head, placed = lay_out([("w", "F32", (2, 2)), ("b", "I64", (3,)), ("e", "U8", (0,))])
-    size = len(head) + sum(p.nbytes for p in placed)
-    damaged = bytearray(head)
-    at %= 8 * 200
-    damaged[at // 8] ^= 1 << at % 8
-    try:
-        found = parse_header(bytes(damaged), size)
-    except CheckpointCorrupt:
-        return
-    assert sum(t.nbytes for t in found) == size - len(head)
-
-
-def _header(text: str) -> bytes:
-    return len(text).to_bytes(8, "little") + text.encode()
-
-
-WHOLE = '{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}'
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "data"),
-    [
-        ("[2,3]", "[3,4]", 4),
-        ("[2,3]", "[1,2]", 3),
-        ("[2]", "[3]", 3),
-        ('"b"', '"a"', 3),
-        ("U8", "XX", 3),
-        ("[2,3]", "[2,3]", 4),
-        ("[2,3]", "[2,3]", 2),
-        ("[2]", "[2.0]", 3),
-        ("[2]", "[-2]", 3),
-        ("[2]", "[true]", 3),
-        ("[2]", "2", 3),
-        ("[0,2]", "[0]", 3),
-        ("[2]", "[1e400]", 3),
-        ("}}", "}", 3),
-        ("[2]", '"2"', 3),
-    ],
-    ids=[
-        "hole",
-        "overlap",
-        "length",
-        "twice",
-        "dtype",
-        "long",
-        "short",
-        "float",
-        "negative",
-        "bool",
-        "no list",
-        "one offset",
-        "infinite",
-        "cut",
-        "text",
-    ],
-)
-def test_headers_that_stock_readers_refuse(old: str, new: str, data: int) -> None:
-    whole = _header(WHOLE)
-    assert [(t.name, t.nbytes) for t in parse_header(whole, len(whole) + 3)] == [("a", 2), ("b", 1)]
-    head = _header(WHOLE.replace(old, new, 1))
-    with pytest.raises(CheckpointCorrupt):
-        parse_header(head, len(head) + data)
-
-
-@pytest.mark.parametrize("length", [2**63, 2**64 - 1, HEADER_LIMIT + 1, 1000])
-def test_header_length_that_cannot_be(length: int) -> None:
-    with pytest.raises(CheckpointCorrupt, match=str(length)):
-        parse_header(length.to_bytes(8, "little") + b"{}", 10)
 
 
 def test_sixteen_byte_and_small_dtypes_are_stored_as_bytes() -> None:

@@ -26,8 +26,7 @@ from hypothesis.extra import numpy as hnp
 from ckptcore import register_codec
 from ckptcore.errors import CheckpointCorrupt, UnsupportedValue
 from ckptcore.format import values as encoding
-from ckptcore.format.codecs import Opaque
-from ckptcore.format.values import TensorRef, decode, encode, join_path
+from ckptcore.format.values import Opaque, TensorRef, decode, encode, join_path
 
 any_float = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("<d", n.to_bytes(8, "little"))[0])
 any_text = st.text(st.characters(exclude_categories=()), max_size=8)
