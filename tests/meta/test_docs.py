@@ -1,0 +1,62 @@
+"""The documents hold together: links lead somewhere, every public name is shown, the picture is the
+one that its script draws."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import ckptcore
+
+REPO = Path(ckptcore.__file__).parent.parent
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in LINK.findall(without_code(page)):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_the_readme_links_every_page() -> None:
+    linked = set(LINK.findall((REPO / "README.md").read_text()))
+    made_for_the_site = {"docs/index.md", "docs/api.md"}
+    pages = {str(page.relative_to(REPO)) for page in (REPO / "docs").glob("*.md")}
+    assert pages - made_for_the_site <= linked
+
+
+def test_the_site_has_every_page() -> None:
+    nav = (REPO / "mkdocs.yml").read_text().partition("nav:")[2]
+    assert set(re.findall(r"(\w+\.md)", nav)) == {p.name for p in (REPO / "docs").glob("*.md")}
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    shown = re.findall(r"^::: ckptcore\.(\w+)$", (REPO / "docs" / "api.md").read_text(), re.M)
+    assert len(shown) == len(set(shown))
+    names = set(ckptcore.__all__) - set(ckptcore.errors.__all__) - {"__version__"}
+    assert set(shown) == names | {"errors"}
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    images = REPO / "docs" / "images"
+    drawn = runpy.run_path(str(images / "draw.py"))["picture"]()
+    assert (images / "life-of-a-checkpoint.svg").read_text() == drawn
