@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..diloco.callback import DiLoCoCallback as DiLoCoCallback
     from .control import TrainerControlCallback as TrainerControlCallback
     from .divergence import DivergenceDetector as DivergenceDetector
     from .info import InfoCallback as InfoCallback
@@ -33,6 +34,7 @@ _HOMES = {
     "CallbackHandler": "protocol",
     "CheckpointMetrics": "metrics",
     "DefaultMetrics": "metrics",
+    "DiLoCoCallback": ".diloco.callback",
     "DivergenceDetector": "divergence",
     "EarlyStopping": "stopping",
     "GradNormLogger": "norms",

@@ -162,7 +162,8 @@ def _largest_in_gib(value: Any, record: Mapping[str, Any]) -> float:
     return float(max(value) if isinstance(value, list | tuple) else value) / 2**30
 
 
-CHECKPOINTS = "checkpoint/*"
+# All keys of a record that begin so, each under its name.
+GROUPS = ("checkpoint/*", "diloco/*")
 
 # tag -> where its value comes from, and what becomes of it.
 DEFAULT_SCALARS: dict[str, dict[str, Any]] = {
@@ -175,7 +176,7 @@ DEFAULT_SCALARS: dict[str, dict[str, Any]] = {
     "mfu": {"source": "mfu"},
     "peak-mem": {"source": "peak_mem", "transform": _largest_in_gib},
     "weight-norm": {"source": "weight_norm"},
-    CHECKPOINTS: {},
+    **{group: {} for group in GROUPS},
 }
 
 
@@ -245,9 +246,9 @@ class TBLogger(TrainerCallback):
 
     def _scalars(self, record: Mapping[str, Any], step: int) -> None:
         for tag, entry in self.scalars.items():
-            if tag == CHECKPOINTS:
+            if tag in GROUPS:
                 for key, value in record.items():
-                    if key.startswith("checkpoint/") and value is not None:
+                    if key.startswith(tag[:-1]) and value is not None:
                         self.writer.add_scalar(key, _number(value), step)
                 continue
             value = record.get(entry.get("source", tag))
