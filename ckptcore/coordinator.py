@@ -17,7 +17,7 @@ from .catalog.folder import CheckpointInfo
 from .errors import CheckpointWarning, InvalidState
 from .loading.keys import Keys
 from .loading.load import LoadJob, LoadReport, LoadRequest, load, same_call
-from .nodes.agreement import StorageMode, domains_of
+from .nodes.roots import StorageMode, domains_of
 from .ranks.communicator import Communicator
 from .ranks.store import shared_communicator
 from .saving.background import JOIN_SECONDS, warn_all

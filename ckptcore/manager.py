@@ -29,6 +29,7 @@ from .arguments import (
     shown,
 )
 from .catalog.catalog import (
+    CleanUp,
     Location,
     best_of,
     candidates,
@@ -60,7 +61,7 @@ from .format.manifest import CheckpointManifest
 from .loading.keys import Keys
 from .loading.load import PARTLY_OVERWRITTEN, LoadJob, LoadReport, LoadRequest, load, same_call
 from .loading.view import CheckpointView, Problem
-from .nodes.agreement import StorageMode, domains_of
+from .nodes.roots import StorageMode, domains_of
 from .ranks.communicator import Communicator
 from .ranks.store import default_communicator
 from .saving.background import SaveHandle, Saves
@@ -747,9 +748,9 @@ class CheckpointManager:
             self._left = []
         if self.comm.rank == 0 and info.metrics and not self._metrics_known:
             self._check_metrics(saved)
-        self._domains.clean_up(
-            comm, self.keep, self.run_id, info, saved.warnings.append, self._deleted, saved.listed
-        )
+        warn = saved.warnings.append
+        after = CleanUp(self.keep, self.run_id, info, warn, self._deleted, saved.listed)
+        self._domains.clean_up(comm, after)
 
     def _check_metrics(self, saved: SavedCheckpoint) -> None:
         """At the first commit that has metrics. Before retention deletes anything by a metric that

@@ -42,6 +42,7 @@ from .retention import KeepBest, RetentionPolicy
 
 __all__ = [
     "Catalog",
+    "CleanUp",
     "Location",
     "Ranges",
     "best_of",
@@ -76,6 +77,23 @@ class Location:
 
     storage: Storage
     folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class CleanUp:
+    """What is to be cleaned up after the commit of `saved`.
+
+    policy: which checkpoints of the run stay. warn: is given what could not be done; deleted: is
+    called for each checkpoint that went. listed: what was found before that commit (default: look
+    now).
+    """
+
+    policy: RetentionPolicy | None
+    run_id: str
+    saved: CheckpointInfo
+    warn: Warn
+    deleted: Callable[[CheckpointInfo], None]
+    listed: Sequence[CheckpointInfo] | None = None
 
 
 class Catalog:
@@ -170,13 +188,17 @@ class Catalog:
             work(at.storage, at.folder)
 
     def delete_all(
-        self, infos: Iterable[CheckpointInfo], warn: Warn, deleted: Callable[[CheckpointInfo], None]
+        self,
+        infos: Iterable[CheckpointInfo],
+        warn: Warn,
+        deleted: Callable[[CheckpointInfo], None] | None = None,
     ) -> None:
-        """Delete checkpoints of the root; a failure is a warning."""
+        """Delete checkpoints of the root; a failure is a warning. deleted: is called for each."""
         for info in infos:
             try:
                 delete_checkpoint(self.storage, info.name)
-                deleted(info)
+                if deleted is not None:
+                    deleted(info)
             except (StorageError, CheckpointCorrupt, InvalidState) as error:
                 # pinned meanwhile, or refused
                 warn(f"{info.url} could not be deleted: {error}")
@@ -185,22 +207,11 @@ class Catalog:
         """See `sweep` below."""
         return sweep(self.storage, infos, run_id, warn)
 
-    def clean_up(
-        self,
-        policy: RetentionPolicy | None,
-        run_id: str,
-        saved: CheckpointInfo,
-        warn: Warn,
-        deleted: Callable[[CheckpointInfo], None],
-        listed: Sequence[CheckpointInfo] | None = None,
-    ) -> None:
-        """Retention and sweeping in the root, after the commit of `saved`. A failure is a warning:
-        the checkpoint is safe.
-
-        listed: what was found before that commit (default: look now).
-        """
+    def clean_up(self, after: CleanUp) -> None:
+        """Retention and sweeping in the root. A failure is a warning: the checkpoint is safe."""
+        policy, run_id, saved, warn = after.policy, after.run_id, after.saved, after.warn
         try:
-            infos = self.recall() if listed is None else with_commit(listed, saved)
+            infos = self.recall() if after.listed is None else with_commit(after.listed, saved)
             going = surplus(infos, policy, run_id, saved.name)
             read: set[str] = set()
             while again := {info.name for info in going} - read:
@@ -210,8 +221,8 @@ class Catalog:
                 kept = [info for info in infos if info.name not in again]
                 infos = scan(self.storage, known=kept)
                 going = surplus(infos, policy, run_id, saved.name)
-            self.delete_all(going, warn, deleted)
-            self.sweep(infos, run_id, warn)
+            self.delete_all(going, warn, after.deleted)
+            sweep(self.storage, infos, run_id, warn)
         except Exception as error:  # a policy of the user's own may raise anything
             warn(f"{self.storage.url}: cleaning up after step {saved.step} failed: {error!r}")
 

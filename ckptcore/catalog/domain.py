@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..errors import InvalidState, RanksDisagree
 from ..format.manifest import CheckpointManifest, ReplicaGroup
-from ..ranks.communicator import Communicator, Round
-from ..ranks.groups import group_index, node_name
-from .catalog import Catalog, Location, Ranges, left_by_last, newest_run
+from ..ranks.communicator import Communicator, node_name
+from .catalog import Catalog, CleanUp, Location, Ranges, left_by_last, newest_run
 from .folder import CheckpointInfo
-from .retention import RetentionPolicy
 from .transaction import Transaction, check_place
 
 __all__ = ["ActingRound", "Destination", "Entries", "SaveTarget", "ScanRound", "StorageDomains"]
@@ -35,7 +33,7 @@ class Entries:
     """infos: what lies in this rank's storage, as all domains together see it. run: the one that
     committed last."""
 
-    infos: list[CheckpointInfo]
+    infos: Sequence[CheckpointInfo]
     run: str | None
 
 
@@ -65,13 +63,33 @@ class Destination:
     listed: list[CheckpointInfo]
 
 
-class ActingRound:
-    """A round in which rank 0 decides, and then one rank of each domain acts. leads, gather,
-    verdict: of a Round."""
+class DomainRound:
+    """A round of all ranks in which domains take part. leads, gather, verdict: of a Round."""
 
-    def __init__(self, round_: Round) -> None:
-        self.leads, self.gather = round_.leads, round_.gather
-        self.verdict: Any = None
+    verdict: Any = None
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self._stack = comm, ExitStack()
+
+    @contextmanager
+    def begun(self, topic: str, joining: bool = False) -> Iterator[Self]:
+        with self._stack:
+            self._enter(topic, joining)
+            yield self
+            self._complete()
+            self._round.verdict = self.verdict
+        self.verdict = self._round.verdict
+
+    def _enter(self, topic: str, joining: bool = False) -> None:
+        self._round = self._stack.enter_context(self.comm.round(topic, joining=joining))
+        self.topic, self.leads, self.gather = topic, self._round.leads, self._round.gather
+
+    def _complete(self) -> None:
+        """On every rank, at the end of the block: what not every one of them has asked for."""
+
+
+class ActingRound(DomainRound):
+    """A round in which rank 0 decides, and then one rank of each domain acts."""
 
     def acts(self) -> bool:
         """Whether this rank is to act on the verdict, for its domain, before the block ends. Every
@@ -79,21 +97,24 @@ class ActingRound:
         return self.leads
 
 
-class ScanRound:
-    """A round in which rank 0 sees what lies in all domains. leads, gather, verdict: of a Round.
+class ScanRound(DomainRound):
+    """A round in which rank 0 knows what lies in all domains.
 
     infos: on rank 0, the entries of its storage as all domains together see them; of each commit
     one.
     """
 
-    def __init__(self, catalog: Catalog, round_: Round, recall: bool) -> None:
+    def __init__(self, comm: Communicator, catalog: Catalog, recall: bool) -> None:
+        super().__init__(comm)
         self._catalog, self._recall = catalog, recall
-        self.leads, self.gather = round_.leads, round_.gather
-        self.verdict: Any = None
+
+    def _listed(self) -> list[CheckpointInfo]:
+        """What lies in this rank's storage."""
+        return self._catalog.recall() if self._recall else self._catalog.scan()
 
     @cached_property
     def infos(self) -> list[CheckpointInfo]:
-        return self._catalog.recall() if self._recall else self._catalog.scan()
+        return self._listed()
 
     @property
     def sequence(self) -> int:
@@ -104,11 +125,13 @@ class ScanRound:
         """Where this rank finds a checkpoint that rank 0 calls `name`. After the block."""
         return self._catalog.locate(name)
 
+    def revised(self, entries: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+        """Entries of this rank's storage as all domains together see them."""
+        return entries
+
     def find(self, name: str) -> CheckpointInfo | None:
         """The entry that rank 0 calls `name`, on the lowest rank of each domain; elsewhere None."""
-        if not self.leads:
-            return None
-        return next(info for info in self.infos if info.name == name)
+        return next(info for info in self.infos if info.name == name) if self.leads else None
 
 
 class StorageDomains:
@@ -121,6 +144,8 @@ class StorageDomains:
     words = ""  # what a call adds to its words, so that all ranks mean the same
     asks_together = False  # whether `entries` is a call of all ranks, too
     marked = False  # see Transaction
+    _scan_round: type[ScanRound] = ScanRound
+    _acting_round: type[ActingRound] = ActingRound
 
     def __init__(self, comm: Communicator, catalog: Catalog) -> None:
         self.comm, self.catalog = comm, catalog
@@ -131,7 +156,7 @@ class StorageDomains:
 
     def domain_ranks(self, comm: Communicator) -> Sequence[int]:
         """The ranks that see the same storage as this one."""
-        return self.ranks(comm)[0]
+        return next(ranks for ranks in self.ranks(comm) if comm.rank in ranks)
 
     def leads(self, comm: Communicator) -> bool:
         """Whether this rank acts for its domain."""
@@ -149,24 +174,16 @@ class StorageDomains:
         joining: bool = False,
         recall: bool = False,
     ) -> AbstractContextManager[ScanRound]:
-        """A round in which rank 0 may look what lies there: `with domains.scan("pin") as r`.
+        """A round in which rank 0 may know what lies there: `with domains.scan("pin") as r`.
 
         comm: default that of the run. joining: see Communicator.round. recall: see Catalog.recall;
         good enough to count by, not to load by.
         """
-        return self._scan((comm or self.comm).round(topic, joining=joining), recall)
-
-    @contextmanager
-    def _scan(self, entered: AbstractContextManager[Round], recall: bool) -> Iterator[ScanRound]:
-        with entered as r:
-            scan = ScanRound(self.catalog, r, recall)
-            yield scan
-            r.verdict = scan.verdict
-        scan.verdict = r.verdict
+        return self._scan_round(comm or self.comm, self.catalog, recall).begun(topic, joining)
 
     def round(self, topic: str, comm: Communicator) -> AbstractContextManager[ActingRound]:
         """A round in which the domains act: `with domains.round("write", comm) as r`."""
-        return _acting(comm.round(topic))
+        return self._acting_round(comm).begun(topic)
 
     def check(self, target: SaveTarget) -> None:
         """On rank 0, long before anything is written: raises CheckpointExists, StorageError."""
@@ -199,8 +216,8 @@ class StorageDomains:
     def check_begun(self, transaction: Transaction, comm: Communicator) -> None:
         """Raises InvalidState where this rank, the lowest of its node, does not see the storage
         that the acting rank writes to."""
-        number = group_index(comm.nodes, comm.rank)
-        if number == 0 or comm.rank != comm.nodes[number][0] or transaction.is_here():
+        number = comm.node_number
+        if number == 0 or not comm.leads_node or transaction.is_here():
             return
         where = f"{transaction.storage.url} on {node_name(comm.nodes, number)}"
         raise InvalidState(
@@ -259,30 +276,12 @@ class StorageDomains:
         asks = self.catalog.tiers and self.comm.rank == 0
         return self.catalog.tier_sequence(log.warning) if asks else 0
 
-    def clean_up(
-        self,
-        comm: Communicator,
-        policy: RetentionPolicy | None,
-        run_id: str,
-        saved: CheckpointInfo,
-        warn: Callable[[str], None],
-        deleted: Callable[[CheckpointInfo], None],
-        listed: Sequence[CheckpointInfo] | None = None,
-    ) -> None:
-        """Retention and sweeping after the commit of `saved`, in every domain; rank 0 decides,
-        talking over `comm`. A failure is a warning. listed: what the save has found, on rank 0."""
+    def clean_up(self, comm: Communicator, after: CleanUp) -> None:
+        """Retention and sweeping in every domain; rank 0 decides, talking over `comm`. A failure is
+        a warning."""
         if self.leads(comm):
             with self.comm.keep_alive():
-                self.catalog.clean_up(policy, run_id, saved, warn, deleted, listed)
-
-
-@contextmanager
-def _acting(entered: AbstractContextManager[Round]) -> Iterator[ActingRound]:
-    with entered as r:
-        acting = ActingRound(r)
-        yield acting
-        r.verdict = acting.verdict
-    acting.verdict = r.verdict
+                self.catalog.clean_up(after)
 
 
 def _same_step(topic: str, steps: Sequence[int | str]) -> int | str:

@@ -32,10 +32,9 @@ from ..errors import (
 from ..format.digest import content_hash
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest
 from ..format.values import decode, revived
-from ..nodes.agreement import StorageMode
-from ..ranks.communicator import Communicator
-from ..ranks.groups import node_name, own_node, own_view
-from ..ranks.groups import partitions as partitions_of
+from ..nodes.roots import StorageMode
+from ..ranks.communicator import Communicator, node_name, view_of_group
+from ..ranks.communicator import partitions as partitions_of
 from ..ranks.messages import message
 from ..state.component import (
     StateComponent,
@@ -183,7 +182,7 @@ class LoadJob:
     def call(self, words: str, request: LoadRequest) -> LoadCall:
         """What this rank brings to the join: `words` say what it calls for. Raises InvalidState."""
         rank, size = self.comm.rank, self.comm.world_size
-        views = {n: own_view(n, ranks, rank, size) for n, ranks in self.process_groups.items()}
+        views = {n: view_of_group(n, ranks, rank, size) for n, ranks in self.process_groups.items()}
         keys = None if request.keys is None else Selection(request.keys).text
         mode = "" if self.storage_mode == "shared" else " with storage_mode='node'"
         return LoadCall(words + mode, [c.key for c in self.components], keys, views)
@@ -271,7 +270,7 @@ def _opened(job: LoadJob, location: Location, step: int | None) -> CheckpointVie
         view = CheckpointView(location.storage, location.folder)
     except CheckpointNotFound as error:
         if mode == "node":
-            here = node_name(job.comm.nodes, own_node(job.comm))
+            here = node_name(job.comm.nodes, job.comm.node_number)
             error.message = f"{here} has no part of it: {error.message}"
         raise
     if (saved := view.manifest.storage_mode) != mode:

@@ -17,7 +17,7 @@ from ..errors import CheckpointCorrupt, CheckpointError, CheckpointWarning, Stat
 from ..format.layout import Box, LogicalTensor, WholeLayout, volume
 from ..format.manifest import CheckpointManifest, ComponentManifest, short
 from ..format.values import Opaque, TensorRef, join_path, keyed, only_plain
-from ..ranks.groups import group_index
+from ..ranks.communicator import group_index
 from ..state.component import StateComponent, is_optimizer
 from ..state.layout import (
     TensorBytes,

@@ -15,7 +15,6 @@ from ..format.layout import Box, BoxLayout, Layout, LogicalTensor, MeshLayout, W
 from ..format.manifest import ReplicaGroup
 from ..format.tensorfile import tensor_nbytes
 from ..ranks.communicator import Communicator
-from ..ranks.groups import leads_node
 from ..replicas.shard_table import ShardTable
 from ..state.layout import LocalShard, TensorBytes, synchronize, torch_dtype
 from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
@@ -94,7 +93,7 @@ def pass_on(comm: Communicator, captured: Mapping[str, StateSnapshot]) -> dict[s
         if r.leads:
             r.verdict = _described(captured)
     rows = r.verdict
-    keeps = comm.rank != 0 and leads_node(comm)
+    keeps = comm.rank != 0 and comm.leads_node
     made = {key: _made(key, *row) for key, row in rows.items()} if keeps else {}
     state = captured if comm.rank == 0 else made
     synchronize(

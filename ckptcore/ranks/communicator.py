@@ -1,4 +1,4 @@
-"""The ranks of one job, and how they agree: in rounds.
+"""The ranks of one job, their nodes and groups, and how they decide: in rounds.
 
 Every rank brings its part to a round, rank 0 decides, all get the same verdict. Joins, receipts and
 errors travel in no other way. See rounds.py for how several processes do it.
@@ -6,19 +6,27 @@ errors travel in no other way. See rounds.py for how several processes do it.
 
 from __future__ import annotations
 
+import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
+from ..arguments import shown
 from ..errors import InvalidState, RanksDisagree
 
-__all__ = ["Communicator", "Local", "Round", "SingleProcess", "Turn", "check_same_call"]
-
-T = TypeVar("T")
-Local = Callable[[], Any]
-Decide = Callable[[list[Any]], Any]
+__all__ = [
+    "Communicator",
+    "Round",
+    "SingleProcess",
+    "Turn",
+    "check_same_call",
+    "group_index",
+    "node_name",
+    "partitions",
+    "view_of_group",
+]
 
 
 class Round:
@@ -46,6 +54,16 @@ class Communicator(ABC):
     nodes: list[list[int]]
     number: int = 0
 
+    @property
+    def node_number(self) -> int:
+        """Which of `nodes` this rank is on."""
+        return group_index(self.nodes, self.rank)
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this rank is the lowest of its node."""
+        return self.rank == self.nodes[self.node_number][0]
+
     @contextmanager
     def call(self, what: str, *, number: int | None = None) -> Iterator[None]:
         """All rounds of one call that every rank makes: `what`, in words. Other threads wait for
@@ -56,11 +74,6 @@ class Communicator(ABC):
         """
         with _turn_of(self).taken(what):
             yield
-
-    def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
-        """Do `work` in a call of its own."""
-        with self.call(what, number=number):
-            return work()
 
     def leave(self, number: int, error: BaseException) -> None:  # noqa: B027
         """This rank does not make the call of that number, because of `error`: the others hear of
@@ -85,14 +98,6 @@ class Communicator(ABC):
         yet; they have `join_timeout` to come (JoinTimeout). Other rounds wait for as long as the
         others live (RankLost).
         """
-
-    def together(self, topic: str, local: Local, decide: Decide, *, joining: bool = False) -> Any:
-        """A round in which every rank brings `local()`, and rank 0 decides with `decide`."""
-        with self.round(topic, joining=joining) as r:
-            values = r.gather(local())
-            if r.leads:
-                r.verdict = decide(values)
-        return r.verdict
 
     def share(self, buffer: memoryview, source: int) -> None:
         """Fill `buffer` on every rank with what it holds on rank `source`; it has the same length
@@ -169,3 +174,104 @@ def check_same_call(reports: Sequence[Any]) -> None:
     if wrong := [rank for rank, report in enumerate(reports) if report.words != first]:
         what = f"rank 0 calls for a {first}, rank {wrong[0]} for a {reports[wrong[0]].words}"
         raise RanksDisagree(what, ranks=wrong)
+
+
+# Process groups by name: what each rank knows of one, and the partition that this makes.
+
+
+def view_of_group(name: str, group: Any, rank: int, world_size: int) -> list[list[int]]:
+    """What one rank knows of a group: the whole partition when it was given as lists, else its own
+    ranks alone.
+
+    group: a list of rank lists, a ProcessGroup, a one-dimensional DeviceMesh (`mesh["dp"]`), or
+    (DeviceMesh, name of a dimension). Raises InvalidState.
+    """
+    if _is_list(group) and all(_is_list(part) and all(_is_rank(r) for r in part) for part in group):
+        return [sorted(operator.index(r) for r in part) for part in group]
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], str):
+        try:
+            group = group[0][group[1]]
+        except Exception as error:  # of whatever was given for a mesh
+            raise InvalidState(
+                f"process group {name!r}: {shown(group[0])} has no dimension {group[1]!r} ({error})"
+            ) from None
+    mesh = getattr(group, "mesh", None)
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise InvalidState(
+                f"process group {name!r}: the mesh has {mesh.ndim} dimensions; pass one, as "
+                "mesh['dp']"
+            )
+        return [sorted(int(r) for r in mesh.tolist())]
+    if hasattr(group, "rank") and hasattr(group, "size"):
+        import torch.distributed as dist
+
+        return [sorted(dist.get_process_group_ranks(group))]
+    if _is_list(group) and group and all(_is_rank(r) for r in group):
+        ranks = [operator.index(r) for r in group]
+        raise InvalidState(
+            f"process group {name!r} is {ranks}, the ranks of one group; give the ranks of all "
+            "groups, in the same way on "
+            f"every rank: [{ranks}, ...], as in {{'dp': [[0, 2], [1, 3]]}}"
+        )
+    raise InvalidState(
+        f"process group {name!r} must be lists of ranks ([[0, 2], [1, 3]]), a ProcessGroup or a "
+        "DeviceMesh dimension, "
+        f"not {shown(group)}, a {type(group).__qualname__}"
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _is_rank(value: Any) -> bool:
+    return (
+        not isinstance(value, bool)
+        and hasattr(value, "__index__")
+        and getattr(value, "ndim", 0) == 0
+    )
+
+
+def partitions(views: Sequence[Mapping[str, list[list[int]]]]) -> dict[str, list[list[int]]]:
+    """The partition of all ranks for every name, from what each rank knows; groups in order of
+    their lowest rank.
+
+    Raises InvalidState, with the ranks, when a rank is in no group of a name or in several.
+    """
+    world = range(len(views))
+    result: dict[str, list[list[int]]] = {}
+    for name in sorted({name for view in views for name in view}):
+        if absent := [rank for rank in world if name not in views[rank]]:
+            raise InvalidState(
+                f"process group {name!r} is not known on ranks {absent}; pass it on every rank",
+                ranks=absent,
+            )
+        groups = sorted({tuple(group) for view in views for group in view[name] if group})
+        count = [sum(group.count(rank) for group in groups) for rank in world]
+        outside = sorted({rank for group in groups for rank in group} - set(world))
+        if outside:
+            raise InvalidState(
+                f"process group {name!r} names ranks {outside} of a job of {len(views)} ranks",
+                ranks=outside,
+            )
+        if wrong := [rank for rank in world if count[rank] != 1]:
+            raise InvalidState(
+                f"process group {name!r} must put every rank in exactly one group; it has "
+                f"{[list(g) for g in groups]}, so "
+                + "; ".join(f"rank {r} is in {count[r]} groups" for r in wrong[:8]),
+                ranks=wrong,
+            )
+        result[name] = [list(group) for group in groups]
+    return result
+
+
+def group_index(partition: Sequence[Sequence[int]], rank: int) -> int:
+    """Which group a rank belongs to."""
+    return next(index for index, group in enumerate(partition) if rank in group)
+
+
+def node_name(nodes: Sequence[Sequence[int]], number: int) -> str:
+    """How messages name a node."""
+    ranks = ", ".join(map(str, nodes[number][:8])) + (", ..." if len(nodes[number]) > 8 else "")
+    return f"node {number} (rank{'s' if len(nodes[number]) > 1 else ''} {ranks})"

@@ -39,8 +39,13 @@ from ..format.manifest import (
     private_json,
     replica_groups,
 )
-from ..ranks.communicator import Communicator, check_same_call
-from ..ranks.groups import group_index, own_view, partitions
+from ..ranks.communicator import (
+    Communicator,
+    check_same_call,
+    group_index,
+    partitions,
+    view_of_group,
+)
 from ..ranks.messages import message
 from ..replicas import compare, shard_table
 from ..replicas.compare import ReplicaReport, Replicas, ReplicaVerdict
@@ -317,7 +322,7 @@ def _join_report(
     return JoinReport(
         f"save of step {request.step}{job.domains.words}",
         asked,
-        {name: own_view(name, of, comm.rank, comm.world_size) for name, of in groups.items()},
+        {name: view_of_group(name, of, comm.rank, comm.world_size) for name, of in groups.items()},
         {c.key: c.group_key for c in components if c.process_group_name is not None},
         run.busy,
         run.failed,

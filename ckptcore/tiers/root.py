@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..arguments import shown
-from ..catalog.catalog import Catalog
+from ..catalog.catalog import Catalog, CleanUp
 from ..catalog.folder import CheckpointInfo
 from ..catalog.retention import RetentionPolicy
 from ..errors import InvalidState
@@ -83,33 +83,27 @@ class UploadingCatalog(Catalog):
         super().__init__(storage, [tier.storage for tier in tiers])
         self.uploads = uploads
         self._cleaning = threading.Lock()
-        self._again: Callable[[Callable[[str], None]], None] = lambda _: None
-        uploads.on_release = lambda warn: self._again(warn)
+        self._last: CleanUp | None = None
+        uploads.on_release = self._released
 
     def delete(self, info: CheckpointInfo) -> None:
         if not info.pinned:
             self.uploads.forget(split_url(info.url)[1])
         super().delete(info)
 
-    def clean_up(
-        self,
-        policy: RetentionPolicy | None,
-        run_id: str,
-        saved: CheckpointInfo,
-        warn: Callable[[str], None],
-        deleted: Callable[[CheckpointInfo], None],
-        listed: Sequence[CheckpointInfo] | None = None,
-    ) -> None:
-        self.uploads.committed(saved)
+    def clean_up(self, after: CleanUp) -> None:
+        self.uploads.committed(after.saved)
+        self._last = after
+        self._clean(after)
 
-        def clean(
-            warn: Callable[[str], None], listed: Sequence[CheckpointInfo] | None = None
-        ) -> None:
-            with self._cleaning:
-                holding = None if policy is None else _Holding(policy, self.uploads.held)
-                super(UploadingCatalog, self).clean_up(
-                    holding, run_id, saved, warn, deleted, listed
-                )
+    def _clean(self, after: CleanUp) -> None:
+        """But for what is still to be uploaded."""
+        with self._cleaning:
+            if after.policy is not None:
+                after = replace(after, policy=_Holding(after.policy, self.uploads.held))
+            super().clean_up(after)
 
-        self._again = clean  # when one that was held goes, too
-        clean(warn, listed)
+    def _released(self, warn: Callable[[str], None]) -> None:
+        """What was held may go, too."""
+        if self._last is not None:
+            self._clean(replace(self._last, warn=warn, listed=None))

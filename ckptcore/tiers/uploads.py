@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from ..arguments import check_count, check_path, checked_options
-from ..catalog.catalog import Catalog, committed, mark_abandoned, scan
+from ..catalog.catalog import Catalog, CleanUp, committed, mark_abandoned, scan
 from ..catalog.folder import CheckpointInfo, read_manifest
 from ..catalog.retention import RetentionPolicy, check_policy
 from ..copy.checkpoint import copy_between
@@ -315,7 +315,8 @@ class _Lane:
                     last = self._upload(info, run_id, handle)
                     there.append(info)
                     self._event("uploaded", info, started)
-                    self._there.clean_up(self.tier.keep, run_id, last, handle.warn, self._deleted)
+                    keep, warn = self.tier.keep, handle.warn
+                    self._there.clean_up(CleanUp(keep, run_id, last, warn, self._deleted))
             except BaseException as error:
                 tried.append(info)
                 if self._replaced(info):

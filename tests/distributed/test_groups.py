@@ -15,7 +15,7 @@ from ckptcore import (
     Value,
     open_checkpoint,
 )
-from ckptcore.ranks.groups import partitions
+from ckptcore.ranks.communicator import partitions
 from ckptcore.testing.ranks import run_ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckptcore import CheckpointNotFound, StorageError, open_storage
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.nodes.agreement import domains_of
+from ckptcore.nodes.roots import domains_of
 from ckptcore.testing.ranks import run_ranks
 
 NODES = [[0, 1], [2, 3]]

@@ -9,13 +9,13 @@ node is "incomplete": it is never restored, and replaced or removed by a later s
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..catalog.catalog import (
     Catalog,
+    CleanUp,
     Location,
     Ranges,
     left_by_last,
@@ -33,16 +33,14 @@ from ..catalog.domain import (
     StorageDomains,
 )
 from ..catalog.folder import CheckpointInfo, still_there
-from ..catalog.retention import RetentionPolicy
 from ..catalog.transaction import Transaction, check_place
 from ..errors import CheckpointExists, InvalidState, StorageError
 from ..format.manifest import CheckpointManifest, ReplicaGroup
-from ..ranks.communicator import Communicator, Round
-from ..ranks.groups import leads_node, node_name, own_node
+from ..ranks.communicator import Communicator, node_name
 from ..ranks.messages import message
 from .parts import on_node, part_of, pass_on
 
-__all__ = ["NodeLocalRoots", "StorageMode", "domains_of", "node_name", "own_node"]
+__all__ = ["NodeLocalRoots", "StorageMode", "domains_of"]
 
 StorageMode = Literal["shared", "node"]
 
@@ -100,7 +98,7 @@ class _Lacking:
 
 @message
 @dataclass(frozen=True, slots=True)
-class _Judgement:
+class _Held:
     """What the nodes hold together. names: of each checkpoint that is on all nodes, its name on
     each. whole: ids of all that are, also where a newer one has the name. lacking: the others, by
     id. nameless: what has no id. pinned: ids, somewhere. sequence: the highest on any node."""
@@ -150,125 +148,84 @@ class NodeScanRound(ScanRound):
     """The round of the caller, which ends before rank 0 looks; then rounds in which the nodes say
     what they hold; and one in which rank 0 decides."""
 
-    def __init__(self, catalog: Catalog, comm: Communicator, recall: bool) -> None:
-        self._catalog, self._comm, self._recall = catalog, comm, recall
-        self._stack = ExitStack()
-        self._judgement: _Judgement | None = None
-        self._here: list[CheckpointInfo] = []
+    _held: _Held | None = None
+    _here: Sequence[CheckpointInfo] = ()
 
-    @contextmanager
-    def begun(self, topic: str, joining: bool) -> Iterator[NodeScanRound]:
-        with self._stack:
-            self._round = self._stack.enter_context(self._comm.round(topic, joining=joining))
-            super().__init__(self._catalog, self._round, self._recall)
-            yield self
-            self.see()
-            self._round.verdict = self.verdict
-        self.verdict = self._round.verdict
+    def _complete(self) -> None:
+        self.held()
 
-    def see(self) -> _Judgement:
+    def held(self) -> _Held:
         """What the nodes hold together. Where a checkpoint is not on all of them, or none is, until
-        two looks agree, because nodes look at different times."""
-        if self._judgement is None:
+        two looks are the same, because nodes look at different times."""
+        if self._held is None:
             self._stack.close()
             before = None
-            while self._judgement is None:
-                with self._comm.round("look") as r:
-                    self._scan(r)
-                seen: _Judgement = r.verdict
-                if self._recall or not seen.doubtful or seen == before:
-                    self._judgement = seen
-                before = seen
-            self._round = self._stack.enter_context(self._comm.round("choice"))
-        return self._judgement
-
-    def _scan(self, r: Round) -> None:
-        comm = self._comm
-        if leads_node(comm):
-            self._here = self._catalog.recall() if self._recall else self._catalog.scan()
-        found = r.gather([_Fact.of(info) for info in self._here])
-        if r.leads:
-            r.verdict = _judge(comm.nodes, [found[ranks[0]] for ranks in comm.nodes])
+            while self._held is None:
+                with self.comm.round("look") as r:
+                    if self.comm.leads_node:
+                        self._here = self._listed()
+                    facts = r.gather([_Fact.of(info) for info in self._here])
+                    if r.leads:
+                        nodes = self.comm.nodes
+                        r.verdict = _held_by(nodes, [facts[ranks[0]] for ranks in nodes])
+                found: _Held = r.verdict
+                if self._recall or not found.doubtful or found == before:
+                    self._held = found
+                before = found
+            self._enter("choice")
+        return self._held
 
     @property
     def infos(self) -> list[CheckpointInfo]:
         """On the lowest rank of each node, the entries of its storage as all nodes see them."""
-        self.see()
+        self.held()
         return self.revised(self._here)
 
     def revised(self, entries: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Entries of this node as all nodes see them."""
-        return self.see().revised(self._catalog, entries, own_node(self._comm))
+        return self.held().revised(self._catalog, entries, self.comm.node_number)
 
     @property
     def sequence(self) -> int:
-        return self.see().sequence
+        return self.held().sequence
 
     def locate(self, name: str) -> Location:
         return self._catalog.locate(self._name_here(name))
 
     def find(self, name: str) -> CheckpointInfo | None:
-        if not leads_node(self._comm):
+        if not self.comm.leads_node:
             return None
         here = self._name_here(name)
         return next(info for info in self.infos if info.name == here)
 
     def _name_here(self, name: str) -> str:
-        node = own_node(self._comm)
-        return next((row[node] for row in self.see().names if row[0] == name), name)
+        names = self.held().names
+        return next((row[self.comm.node_number] for row in names if row[0] == name), name)
 
 
 class NodeActingRound(ActingRound):
     """A round that ends with the verdict, and another one in which the lowest rank of each node
     acts on it."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm, self._stack = comm, ExitStack()
-
-    @contextmanager
-    def begun(self, topic: str) -> Iterator[NodeActingRound]:
-        with self._stack:
-            self._topic = topic
-            self._round = self._stack.enter_context(self._comm.round(topic))
-            super().__init__(self._round)
-            yield self
-            self._round.verdict = self.verdict
-
     def acts(self) -> bool:
         self._round.verdict = self.verdict
         self._stack.close()
         self.verdict = self._round.verdict
-        self._round = self._stack.enter_context(self._comm.round(f"{self._topic} on each node"))
-        return leads_node(self._comm)
+        self._enter(f"{self.topic} on each node")
+        return self.comm.leads_node
 
 
 class NodeLocalRoots(StorageDomains):
     """One domain a node. Every method is a call of all ranks."""
 
+    _scan_round, _acting_round = NodeScanRound, NodeActingRound
     words = " with storage_mode='node'"
     asks_together = marked = True
 
     def ranks(self, comm: Communicator) -> Sequence[Sequence[int]]:
         return comm.nodes
 
-    def domain_ranks(self, comm: Communicator) -> Sequence[int]:
-        return comm.nodes[own_node(comm)]
-
     def describe(self, text: str) -> str:
-        return f"{node_name(self.comm.nodes, own_node(self.comm))}: {text}"
-
-    def scan(
-        self,
-        topic: str,
-        comm: Communicator | None = None,
-        *,
-        joining: bool = False,
-        recall: bool = False,
-    ) -> AbstractContextManager[NodeScanRound]:
-        return NodeScanRound(self.catalog, comm or self.comm, recall).begun(topic, joining)
-
-    def round(self, topic: str, comm: Communicator) -> AbstractContextManager[ActingRound]:
-        return NodeActingRound(comm).begun(topic)
+        return f"{node_name(self.comm.nodes, self.comm.node_number)}: {text}"
 
     def check(self, target: SaveTarget) -> None:
         """Nothing yet: one node does not say what there is."""
@@ -278,7 +235,7 @@ class NodeLocalRoots(StorageDomains):
         StorageError."""
         storage, name, step = self.catalog.storage, target.name, target.step
         with self.scan("destination", comm, recall=True) as r:
-            if leads_node(comm):
+            if comm.leads_node:
                 check_place(storage, name, step, target.run_id, True)
             r.gather()
             if r.leads:
@@ -314,7 +271,7 @@ class NodeLocalRoots(StorageDomains):
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
-            nodes, number = self.comm.nodes, own_node(self.comm)
+            nodes, number = self.comm.nodes, self.comm.node_number
             where = f"{transaction.storage.url} on {node_name(nodes, number)}"
             raise InvalidState(
                 f"{where} is the storage of another node too, and storage_mode is 'node': pass "
@@ -351,49 +308,34 @@ class NodeLocalRoots(StorageDomains):
                 r.verdict = newest_run(r.infos)
         with self.comm.round("look again"):
             # Not before the lowest rank has: it may still have been cleaning up.
-            infos = r.infos if leads_node(self.comm) else r.revised(self.catalog.scan())
+            infos = r.infos if self.comm.leads_node else r.revised(self.catalog.scan())
         return Entries(infos, r.verdict)
 
-    def clean_up(
-        self,
-        comm: Communicator,
-        policy: RetentionPolicy | None,
-        run_id: str,
-        saved: CheckpointInfo,
-        warn: Callable[[str], None],
-        deleted: Callable[[CheckpointInfo], None],
-        listed: Sequence[CheckpointInfo] | None = None,
-    ) -> None:
+    def clean_up(self, comm: Communicator, after: CleanUp) -> None:
         """What is of this run and not on all nodes goes, too."""
-        catalog = self.catalog
+        catalog, saved, warn = self.catalog, after.saved, after.warn
         try:
             with self.scan("clean up", comm, recall=True) as r:
                 if r.leads:
-                    going = surplus(r.infos, policy, run_id, saved.name)
+                    going = surplus(r.infos, after.policy, after.run_id, saved.name)
                     r.verdict = [info.name for info in going]
-            if leads_node(comm):
+            if comm.leads_node:
                 infos = r.infos
                 stray = [i for i in infos if i.status == "incomplete"]
-                mine = [i for i in stray if i.run_id == run_id and i.name != saved.name]
+                mine = [i for i in stray if i.run_id == after.run_id and i.name != saved.name]
                 with self.comm.keep_alive():
                     found = [info for name in r.verdict if (info := r.find(name)) is not None]
                     # It went by what it remembers; what is to go is read again.
                     storage = catalog.storage
                     sure = [i for i in found if still_there(storage, i.name, i.manifest)]
-                    catalog.delete_all(sure, warn, deleted if comm.rank == 0 else _nothing)
-                    catalog.delete_all([i for i in mine if not i.pinned], warn, _nothing)
-                    catalog.sweep([i for i in infos if i not in stray], run_id, warn)
+                    catalog.delete_all(sure, warn, after.deleted if comm.rank == 0 else None)
+                    catalog.delete_all([i for i in mine if not i.pinned], warn)
+                    catalog.sweep([i for i in infos if i not in stray], after.run_id, warn)
         except Exception as error:  # a policy of the user's own may raise anything
-            warn(
-                f"{self.catalog.storage.url}: cleaning up after step {saved.step} failed: {error!r}"
-            )
+            warn(f"{catalog.storage.url}: cleaning up after step {saved.step} failed: {error!r}")
 
 
-def _nothing(_: CheckpointInfo) -> None:
-    return None
-
-
-def _judge(nodes: Sequence[Sequence[int]], by_node: Sequence[Sequence[_Fact]]) -> _Judgement:
+def _held_by(nodes: Sequence[Sequence[int]], by_node: Sequence[Sequence[_Fact]]) -> _Held:
     held: dict[str, dict[int, _Fact]] = {}
     for node, facts in enumerate(by_node):
         for fact in facts:
@@ -420,7 +362,7 @@ def _judge(nodes: Sequence[Sequence[int]], by_node: Sequence[Sequence[_Fact]]) -
         for fact in facts
         if fact.id is None and fact.status != "partial" and fact.name not in names
     }
-    return _Judgement(
+    return _Held(
         [[held[i][node].name for node in range(len(nodes))] for i in newest.values()],
         whole,
         {i: _lacking(nodes, by_node, at) for i, at in held.items() if i not in whole},
