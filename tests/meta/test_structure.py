@@ -71,7 +71,7 @@ LATE: dict[tuple[str, str], str] = {
     ("interop.sources", "transformers"): OPTIONAL,
     ("loading.plan", "numpy"): STARTS_FAST,
     ("loading.view", "numpy"): STARTS_FAST,
-    ("ranks.groups", "torch"): STARTS_FAST,
+    ("ranks.communicator", "torch"): STARTS_FAST,
     ("storage.opening", "ckptcore.storage.remote"): "a local root needs no fsspec",
     ("storage.opening", "ckptcore.storage.s3"): "other storages need no S3 client",
     ("storage.urls", "fsspec"): STARTS_FAST,
