@@ -93,7 +93,7 @@ OLD_WORDS: dict[str, int] = {
     "captured": 49,
     "choice": 2,
     "elsewhere": 7,
-    "judge": 2,
+    "judge": 0,
     "look": 0,
     "looked": 4,
     "meet": 0,
@@ -101,12 +101,12 @@ OLD_WORDS: dict[str, int] = {
     "place": 76,
     "places": 34,
     "said": 7,
-    "seen": 52,
+    "seen": 47,
     "settle": 0,
     "settled": 3,
     "stay": 2,
     "tell": 16,
-    "together": 9,
+    "together": 8,
     "told": 19,
     "truth": 2,
 }
@@ -115,12 +115,12 @@ OLD_WORDS_IN_DEFINITIONS: dict[str, int] = {
     "found": 16,
     "here": 6,
     "its": 0,
-    "own": 17,
+    "own": 15,
     "piece": 4,
     "pieces": 6,
     "share": 3,
     "shares": 1,
-    "what": 23,
+    "what": 22,
 }
 
 
