@@ -149,7 +149,7 @@ class NodeScanRound(ScanRound):
     what they hold; and one in which rank 0 decides."""
 
     _held: _Held | None = None
-    _here: Sequence[CheckpointInfo] = ()
+    _entries: Sequence[CheckpointInfo] = ()
 
     def _complete(self) -> None:
         self.held()
@@ -163,8 +163,8 @@ class NodeScanRound(ScanRound):
             while self._held is None:
                 with self.comm.round("look") as r:
                     if self.comm.leads_node:
-                        self._here = self._listed()
-                    facts = r.gather([_Fact.of(info) for info in self._here])
+                        self._entries = self._listed()
+                    facts = r.gather([_Fact.of(info) for info in self._entries])
                     if r.leads:
                         nodes = self.comm.nodes
                         r.verdict = _held_by(nodes, [facts[ranks[0]] for ranks in nodes])
@@ -179,7 +179,7 @@ class NodeScanRound(ScanRound):
     def infos(self) -> list[CheckpointInfo]:
         """On the lowest rank of each node, the entries of its storage as all nodes see them."""
         self.held()
-        return self.revised(self._here)
+        return self.revised(self._entries)
 
     def revised(self, entries: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         return self.held().revised(self._catalog, entries, self.comm.node_number)

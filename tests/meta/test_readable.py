@@ -120,7 +120,7 @@ OLD_WORDS_IN_DEFINITIONS: dict[str, int] = {
     "pieces": 6,
     "share": 3,
     "shares": 1,
-    "what": 22,
+    "what": 21,
 }
 
 
