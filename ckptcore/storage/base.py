@@ -185,6 +185,8 @@ def failure(storage: Storage, path: str, doing: str, error: OSError) -> StorageE
     number = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO)
     what = f"{storage.at(path)}: {doing} failed: "
     what += error.strerror or str(error) or type(error).__name__
+    if number == errno.EMFILE:
+        what += " in this process; close some, or raise their limit (ulimit -n)"
     if number not in FULL:
         return StorageError(what, path=path, errno=number)
     free = storage.free_bytes()

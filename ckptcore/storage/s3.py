@@ -126,6 +126,9 @@ class S3Storage(FsspecStorage):
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         super().__init__(url, options)
+        if not self.root:
+            what = f"{self.url} names no bucket; pass s3://bucket/folder"
+            raise StorageError(what, path=self.url, errno=errno.EINVAL)
         self.create_only = True
         self.buffers = PartBuffers(patience=max(1.0, min(self._retries.seconds, SEND_SECONDS)))
         self.requests = 0  # that were sent, tries included
@@ -163,7 +166,14 @@ class S3Storage(FsspecStorage):
         """One request, once."""
         with self._counting:
             self.requests += 1
-        return await (sender or self.fs)._call_s3(method, **parameters)
+        try:
+            return await (sender or self.fs)._call_s3(method, **parameters)
+        except FileNotFoundError as error:
+            if http_code(error)[1] != "NoSuchBucket":
+                raise
+            # No run can ever have been there, nor begin.
+            what = f"there is no bucket {parameters['Bucket']} (NoSuchBucket)"
+            raise OSError(errno.ENXIO, what) from error
 
     async def request(self, method: str, sender: Any = None, **parameters: Any) -> Any:
         """One request, tried again while it fails for the moment."""
@@ -278,14 +288,7 @@ class S3Storage(FsspecStorage):
     def _listed(self, where: dict[str, str]) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
         while True:
-            try:
-                page = self._request("list_objects_v2", **where, **more)
-            except FileNotFoundError as error:
-                if (
-                    http_code(error)[1] == "NoSuchBucket"
-                ):  # no run can ever have been there, nor begin
-                    raise OSError(errno.ENXIO, f"there is no bucket {where['Bucket']}") from error
-                raise
+            page = self._request("list_objects_v2", **where, **more)
             yield from page.get("CommonPrefixes", ())
             yield from page.get("Contents", ())
             if not page.get("IsTruncated"):

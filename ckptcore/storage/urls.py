@@ -35,10 +35,15 @@ def local_path(text: str) -> str | None:
             )
             raise StorageError(what, path=text, errno=errno.EINVAL)
         return text
-    if found.group(1) not in ("file", "local") or "::" in text:
+    if not _is_file(found):
         return None
     rest = text[found.end() :]
     return rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+
+
+def _is_file(url: re.Match[str]) -> bool:
+    """Whether the URL is one of this machine: of no chain, so that `::` in it is of a name."""
+    return url.start(1) == 0 and url.group(1) in ("file", "local")
 
 
 def mistaken_url(text: str) -> str | None:
@@ -119,6 +124,7 @@ _PLAIN = frozenset(
         "host",
         "location",
         "path",
+        "profile",
         "project",
         "protocol",
         "region",
@@ -143,7 +149,8 @@ def _secrets_in(options: Any, name: str = "") -> set[str]:
 
 def _parted(url: str) -> tuple[str, str, str]:
     """A chained URL around the part that says what lies where."""
-    if _URL.match(url) is None:
+    found = _URL.match(url)
+    if found is None or _is_file(found):
         return "", url, ""
     parts = url.split("::")
     number = next(n for n, part in enumerate(parts) if "://" in part)

@@ -138,6 +138,23 @@ def test_a_bucket_that_is_not_there_is_no_fresh_start(s3):
     ckpt = CheckpointManager(f"s3://no-bucket-{uuid.uuid4().hex}/run", storage_options=s3.options)
     with pytest.raises(StorageError, match="there is no bucket"):
         ckpt.restore(state())
+    with pytest.raises(StorageError, match="there is no bucket"):
+        open_checkpoint(f"{ckpt.root}/checkpoint-1", s3.options)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///"])
+def test_a_url_without_a_bucket_is_refused_when_it_is_opened(url):
+    with pytest.raises(StorageError, match="names no bucket; pass s3://bucket/folder"):
+        CheckpointManager(url)
+
+
+def test_two_colons_in_a_file_url_are_of_the_name(tmp_path):
+    """It is no chain: another root, which has nothing, was restored from."""
+    root = tmp_path / "a::b"
+    with CheckpointManager(root) as ckpt:
+        ckpt.save(3, state(3))
+        assert ckpt.load(state(), f"file://{root}/checkpoint-3").step == 3
+    assert CheckpointManager(f"file://{root}").restore(state()).step == 3
 
 
 def test_a_folder_that_is_not_rooted(s3):

@@ -105,9 +105,7 @@ def test_four_times_as_many_tensors_as_descriptors(few_descriptors, tmp_path: Pa
     assert [t.tolist() for t in live.values()] == [[1.0 + n] * 3 for n in range(1200)]
 
 
-def test_a_load_without_any_descriptor_left_touches_nothing(
-    few_descriptors, tmp_path: Path
-) -> None:
+def test_without_any_descriptor_left_nothing_is_touched(few_descriptors, tmp_path: Path) -> None:
     live = state(0.0)
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, state(1.0))
@@ -121,10 +119,13 @@ def test_a_load_without_any_descriptor_left_touches_nothing(
         try:
             with pytest.raises(StorageError) as refused:
                 ckpt.load(live)
+            with pytest.raises(StorageError, match="ulimit -n"):
+                ckpt.save(2, live)
         finally:
             for fd in held:
                 os.close(fd)
         assert "overwritten" not in str(refused.value)
+        assert os.listdir(tmp_path) == ["checkpoint-1"]
         assert [t.tolist() for t in live.values()] == [[float(n)] * 3 for n in range(FILES)]
         ckpt.load(live)
     assert [t.tolist() for t in live.values()] == [[1.0 + n] * 3 for n in range(FILES)]

@@ -94,6 +94,8 @@ def test_what_lies_below(url: str, path: str, joined: str) -> None:
         ("memory:///a", "memory:///", "a"),
         ("memory://", "memory://", ""),
         ("file:///a/b", "file:///a", "b"),
+        ("file:///a::x/b", "file:///a::x", "b"),
+        ("zip://a::file:///x::y.zip", "zip://::file:///x::y.zip", "a"),
         ("simplecache::s3://bucket/run", "simplecache::s3://bucket", "run"),
         ("zip://run/a::/x/r.zip", "zip://run::/x/r.zip", "a"),
         ("zip://::/x/r.zip", "zip://::/x/r.zip", ""),
@@ -131,6 +133,7 @@ def test_local_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
             )
         ),
         ("file:///x", "/x"),
+        ("file:///x/a::b", "/x/a::b"),
         ("local:///x", "/x"),
         ("file://x", "x"),
         ("file://localhost/x", "/x"),
