@@ -11,6 +11,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from ckpt_trainers.trainer import Trainer  # noqa: E402
+
 from ckptcore import (  # noqa: E402
     CheckpointManager,
     RNGState,
@@ -135,6 +137,56 @@ def test_a_checkpoint_of_the_trainer_trains_on_with_the_same_weights(
     history = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
     said = [entry["loss"] for entry in history if "loss" in entry][4:]
     assert losses == pytest.approx(said, abs=1e-3)
+
+
+class GoesOn:
+    """A callback that takes up what was imported when the run begins."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.losses: dict[int, float] = {}
+
+    def on_train_begin(self, state: Any, trainer: Any, **_: Any) -> None:
+        parts = {"model": trainer.model, "optimizer": trainer.optimizer}
+        with CheckpointManager(self.root) as manager:
+            loaded = manager.load(parts | {"scheduler": trainer.scheduler, "rng": RNGState()})
+        state.global_step = loaded.step
+
+    def on_train_metrics(self, state: Any, metrics: Any, **_: Any) -> None:
+        self.losses[state.global_step] = metrics["loss"]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer group")  # groups have names there
+def test_a_checkpoint_of_the_trainer_goes_on_in_the_reference_trainer(
+    run: Path, tmp_path: Path
+) -> None:
+    import_checkpoint(run / "checkpoint-4", tmp_path / "root")
+    goes_on = GoesOn(tmp_path / "root")
+    same = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "output_dir": str(tmp_path / "out"),
+    }
+    trainer = Trainer(
+        same,
+        model=new_model(11),
+        train_dataset=Same(),
+        callbacks=[goes_on],
+        optimizer_groups={"norms": {"regex": "norm", "config": {"weight_decay": 0.0}}},
+    )
+    assert trainer.train().steps_run == 4
+    stock = transformers.LlamaForCausalLM.from_pretrained(run / "checkpoint-8").state_dict()
+    found = trainer.model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in stock.items())
+    history = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
+    said = {entry["step"]: entry["loss"] for entry in history if entry.get("step", 0) > 4}
+    assert goes_on.losses == pytest.approx(said, abs=1e-4)
 
 
 def test_accelerate(tmp_path: Path) -> None:
