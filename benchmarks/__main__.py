@@ -61,6 +61,7 @@ QUICK = {
     "settle": 0.0,
     "rounds": 1,
     "tensors": 50,
+    "checkpoints": 20,
     "counts": [50],
     "window": 4,
     "saves": 3,
@@ -291,6 +292,18 @@ def run_inspect(folder: Path, given: dict[str, Any]) -> Report:
     )
 
 
+def run_command(folder: Path, given: dict[str, Any]) -> Report:
+    from . import command
+
+    return command.run(
+        folder,
+        checkpoints=given.get("checkpoints") or 1000,
+        size=given["size"] or 2 * GIB,
+        rounds=given["rounds"] or 5,
+        progress=progress,
+    )
+
+
 def run_reshard(folder: Path, given: dict[str, Any]) -> Report:
     from . import reshard
 
@@ -347,6 +360,7 @@ ALL: list[Measure] = [
     run_plan,
     run_validate,
     run_inspect,
+    run_command,
 ]
 ON_GPU: list[Measure] = [run_save, run_load, run_stall, run_cost, run_background, run_memory]
 
@@ -460,6 +474,15 @@ def memory_command(**given: Any) -> None:
 def inspect_command(**given: Any) -> None:
     """`ckpt inspect` on many small tensors: time, bytes read, memory."""
     carry_out([run_inspect], given)
+
+
+@main.command("command")
+@common
+@size_option
+@click.option("--checkpoints", type=click.IntRange(1), default=1000, show_default=True)
+def command_command(**given: Any) -> None:
+    """`ckpt` on many checkpoints, on 4,096 ranks, and `diff` of two of 2 GiB."""
+    carry_out([run_command], given)
 
 
 @main.command("reshard")

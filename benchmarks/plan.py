@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from ckptcore.format.digest import chunk_count
+from ckptcore.format.digest import chunk_count, content_digest
 from ckptcore.format.layout import decode_layouts, encode_layouts
 from ckptcore.format.manifest import (
     CheckpointManifest,
@@ -30,7 +30,7 @@ from ckptcore.saving.writer import FilePlan
 
 from .frame import Check, Report, Row
 
-__all__ = ["run"]
+__all__ = ["example_metadata", "run"]
 
 TENSORS = 2500
 # Ranks -> seconds that planning on one rank may take, from the project's targets.
@@ -76,6 +76,20 @@ def run(*, rounds: int = 5, progress: Callable[[str], None] = lambda _: None) ->
             "the one that was made."
         ],
     )
+
+
+def example_metadata(ranks: int) -> tuple[bytes, bytes, bytes]:
+    """Manifest, rank 0's index and that of the others of a job that saved TENSORS tensors, each cut
+    over all ranks; the digests of the indexes are those of these."""
+    description, values = _description(ranks)
+    state, files = _plan(description, ranks, ranks // 2)
+    encoded, first, other = _metadata(state, values, files, ranks)
+    manifest = CheckpointManifest.decode(encoded)
+    for name, record in manifest.files.items():
+        if name == index_file_name(record.writer):
+            data = first if record.writer == 0 else other
+            manifest.files[name] = FileRecord(len(data), content_digest(data), record.writer)
+    return manifest.encode(), first, other
 
 
 def _row(name: str, seconds: list[float]) -> Row:
