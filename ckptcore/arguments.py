@@ -142,7 +142,16 @@ def check_mapping(name: str, value: Any) -> dict[str, Any]:
             raise InvalidState(
                 f"{name}: the name {shown(key)} must be text, not a {type(key).__qualname__}"
             )
+        _check_text(f"{name}: the name {shown(key)}", key)
     return made
+
+
+def _check_text(name: str, text: str) -> None:
+    """Raises InvalidState for lone surrogates, which no file can have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidState(f"{name} has characters that UTF-8 lacks") from None
 
 
 def checked_options(name: str, value: Any) -> dict[str, Any] | None:
@@ -156,6 +165,7 @@ def check_hash(value: Any) -> None:
         raise InvalidState(
             f"training_args_hash must be text, not {shown(value)}; pass str(...) of it"
         )
+    _check_text("training_args_hash", value or "")
 
 
 def check_name(name: str, value: Any) -> str:

@@ -105,7 +105,7 @@ def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F
                 step = args[at] if len(args) > at else named.get("step", default)
             if isinstance(step, str):
                 step = masked_url(step)
-            elif at is not None:
+            elif type(step) is not int:
                 step = shown(step)
             with self.comm.call(f"{what}{step}"):
                 return method(self, *args, **named)

@@ -238,9 +238,11 @@ class StorageDomains:
         """Rank 0's snapshots of global state, where another rank has to write them too."""
         return {}
 
-    def groups(self, groups: Sequence[ReplicaGroup], comm: Communicator) -> list[ReplicaGroup]:
-        """Replica groups as this domain stores them."""
-        return list(groups)
+    def groups(
+        self, groups: Mapping[str, Sequence[ReplicaGroup]], comm: Communicator
+    ) -> Mapping[str, Sequence[ReplicaGroup]]:
+        """Replica groups, by component, as this domain stores them."""
+        return groups
 
     def entries(self) -> Entries:
         """What lies there."""

@@ -20,7 +20,7 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from ..errors import (
@@ -47,6 +47,7 @@ __all__ = [
     "delete_checkpoint",
     "entries_in",
     "finish_deletion",
+    "in_flight",
     "inspect_folder",
     "is_half_uploaded",
     "is_ours",
@@ -437,6 +438,7 @@ def _started(pid: int) -> str | None:
     return "0"
 
 
+@lru_cache(maxsize=64)
 def _run(run_id: str) -> str:
     """8 hex digits for a run. The id may be one that another program has written."""
     return content_digest(run_id.encode("utf-8", "surrogatepass"))[:8]
@@ -444,6 +446,16 @@ def _run(run_id: str) -> str:
 
 _numbers = itertools.count(1)
 _in_flight: set[str] = set()
+
+
+@contextmanager
+def in_flight(attempt: str) -> Iterator[None]:
+    """While it lasts, this process does not take the attempt for abandoned."""
+    _in_flight.add(attempt)
+    try:
+        yield
+    finally:
+        _in_flight.discard(attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,15 +484,6 @@ class Attempt:
 
     def __str__(self) -> str:
         return f"{self.run}-{self.machine}-{self.pid}-{self.started}-{self.number}"
-
-    @contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """While it lasts, this process does not take the attempt for abandoned."""
-        _in_flight.add(str(self))
-        try:
-            yield
-        finally:
-            _in_flight.discard(str(self))
 
     def is_abandoned(self, run_id: str) -> bool:
         """True when nobody can still be writing: its process is gone, or is this one and has moved

@@ -24,6 +24,7 @@ from ..catalog.folder import (
     attempts_among,
     check_files,
     entries_in,
+    in_flight,
     join,
     pin_checkpoint,
     read_manifest,
@@ -192,7 +193,7 @@ class _Copy:
             self.pins = self.pins or (self._same() and self._pinned(target, name))
             attempt = Attempt.new(self.owner)
             try:
-                with attempt.in_flight():
+                with in_flight(str(attempt)):
                     self._build(str(attempt), manifest, encoded, overwrite)
             except CheckpointExists:
                 if not self._there(overwrite):  # else another copy was quicker

@@ -299,8 +299,11 @@ class NodeLocalRoots(StorageDomains):
             return {}
         return pass_on(comm, snapshots if comm.rank == 0 else {})
 
-    def groups(self, groups: Sequence[ReplicaGroup], comm: Communicator) -> list[ReplicaGroup]:
-        return [part_of(group, self.domain_ranks(comm)) for group in groups]
+    def groups(
+        self, groups: Mapping[str, Sequence[ReplicaGroup]], comm: Communicator
+    ) -> Mapping[str, Sequence[ReplicaGroup]]:
+        ranks = self.domain_ranks(comm)
+        return {key: [part_of(each, ranks) for each in found] for key, found in groups.items()}
 
     def entries(self) -> Entries:
         with self.scan("look", joining=True) as r:

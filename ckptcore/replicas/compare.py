@@ -56,8 +56,8 @@ SHOWN_KEYS = 20
 class Replicas:
     """What one rank compares of one save.
 
-    components: all of the save. snapshots: those of this rank, by component. groups: the ranks that
-    hold the same, of every component that is not sharded; tables: of every one that is.
+    components: those that are compared. snapshots: those of this rank, by component. groups: the
+    ranks that hold the same, of every component that is not sharded; tables: of every one that is.
     chunks: chunk digests that were computed on the way, by component and tensor number, so that no
     byte is hashed twice.
     """
@@ -73,24 +73,12 @@ class Replicas:
     @property
     def whole(self) -> list[StateComponent]:
         """Components of which several ranks hold the whole."""
-        return [
-            c
-            for c in self.components
-            if c.validated is not ValidationLevel.NONE
-            and not c.sharded
-            and len(self.groups[c.key]) < self.world_size
-        ]
+        return [c for c in self.components if not c.sharded]
 
     @property
     def sharded(self) -> list[StateComponent]:
         """Components of which several ranks may hold the same part."""
-        return [
-            c
-            for c in self.components
-            if c.validated is not ValidationLevel.NONE
-            and c.key in self.tables
-            and self.world_size > 1
-        ]
+        return [c for c in self.components if c.sharded]
 
 
 @message
@@ -111,10 +99,6 @@ class ReplicaVerdict:
 
     whole: list[list[Any]]
     parts: list[str]
-
-    @property
-    def equal(self) -> bool:
-        return not self.whole and not self.parts
 
 
 def report(replicas: Replicas) -> ReplicaReport:
@@ -138,22 +122,23 @@ def report(replicas: Replicas) -> ReplicaReport:
     return ReplicaReport(whole, parts)
 
 
-def decide(replicas: Replicas, reports: Sequence[ReplicaReport]) -> ReplicaVerdict:
-    """What differs, from the reports of all ranks."""
+def decide(replicas: Replicas, reports: Sequence[ReplicaReport | None]) -> ReplicaVerdict | None:
+    """What differs, from the reports of all ranks; None where all is equal."""
+    given = [each for each in reports if each is not None]  # all: every rank compares the same
     differing = [
         [component.key, number]
         for component in replicas.whole
         for number, group in enumerate(replicas.groups[component.key])
-        if len({reports[rank].whole.get(component.key) for rank in group.members}) > 1
+        if len({given[rank].whole.get(component.key) for rank in group.members}) > 1
     ]
     seen: dict[str, str] = {}
     parts = {
         tag
-        for each in reports
+        for each in given
         for tag, digest in each.parts.items()
         if seen.setdefault(tag, digest) != digest
     }
-    return ReplicaVerdict(differing, sorted(parts))
+    return ReplicaVerdict(differing, sorted(parts)) if differing or parts else None
 
 
 def explain(comm: Communicator, replicas: Replicas, verdict: ReplicaVerdict) -> None:

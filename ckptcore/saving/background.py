@@ -364,19 +364,27 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-class Uploading(Protocol):
-    """Uploads to other roots, whose failures are told like those of saves."""
+class Uploading:
+    """Uploads to other roots, which fail like saves in the background. Here there are none; see
+    tiers/uploads.py."""
 
     @property
-    def failed(self) -> bool: ...
+    def failed(self) -> bool:
+        """Whether an upload has failed and nobody has heard of it."""
+        return False
 
-    def catch_up(self, run_id: str | None, step: int) -> None: ...
+    def catch_up(self, run_id: str | None, step: int) -> None:
+        """Go on with what an earlier process of the run left unfinished."""
 
-    def raise_failure(self) -> None: ...
+    def raise_failure(self) -> None:
+        """Raise, or warn of, a failure that nobody has heard of."""
 
-    def wait(self, timeout: float | None) -> bool: ...
+    def wait(self, timeout: float | None) -> bool:
+        """Whether nothing is being uploaded any more, after at most `timeout` seconds."""
+        return True
 
-    def close(self, deadline: float) -> None: ...
+    def close(self, deadline: float) -> None:
+        """Wait until `deadline`, as time.monotonic() counts."""
 
 
 class AfterCommit(Protocol):
@@ -480,7 +488,7 @@ class Saves:
 
     def now(self, job: SaveJob, call: SaveCall, run: RunFacts) -> CheckpointInfo:
         """Do all of a save."""
-        record = SaveRecord(job.storage.retries)
+        record = SaveRecord(job.domains.catalog.storage.retries)
         self.wait_for_pending()
         joined: JoinedSave | None = None
         try:
@@ -504,7 +512,7 @@ class Saves:
         self.check_process()
         if run.when_busy == "wait":
             self.wait_for_pending()
-        record = SaveRecord(job.storage.retries)
+        record = SaveRecord(job.domains.catalog.storage.retries)
         with _no_garbage_collection():
             joined = self._joined(job, call, run, record)
         if joined.verdict.outcome == "skip":
@@ -685,7 +693,7 @@ class Saves:
                 nbytes,
                 dict(record.seconds),
                 error,
-                retries=job.storage.retries - record.retries,
+                retries=job.domains.catalog.storage.retries - record.retries,
             )
         )
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import InvalidState, NoSpace
+from ..errors import InvalidState
 from ..format.digest import content_digest
 from ..format.manifest import ReplicaGroup
 from ..format.tensorfile import HEADER_LIMIT, lay_out
@@ -194,16 +193,6 @@ class WritePlan:
         object.__setattr__(self, "files", files)
         object.__setattr__(self, "names", [file.name for file in files])
         object.__setattr__(self, "nbytes", sum(file.size for file in files))
-
-    @contextmanager
-    def needing(self) -> Iterator[None]:
-        """A full disk is reported with what the files of the plan need."""
-        try:
-            yield
-        except NoSpace as error:
-            error.needed = sum(file.size for c in self.components for file in c.files)
-            error.message += f"; this part of the checkpoint needs {error.needed:,} bytes"
-            raise
 
 
 class KeptPlans:

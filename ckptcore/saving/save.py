@@ -28,9 +28,9 @@ import torch
 from ..arguments import check_flag, check_hash, check_mapping, checked_step, shown
 from ..catalog.catalog import Ranges
 from ..catalog.domain import Destination, SaveTarget, StorageDomains
-from ..catalog.folder import Attempt, CheckpointInfo, checkpoint_name
+from ..catalog.folder import Attempt, CheckpointInfo, checkpoint_name, in_flight
 from ..catalog.transaction import Transaction, open_transaction
-from ..errors import AsyncSaveError, InvalidState, RankLost, RanksDisagree
+from ..errors import AsyncSaveError, InvalidState, NoSpace, RankLost, RanksDisagree
 from ..format.manifest import (
     CheckpointManifest,
     ComponentManifest,
@@ -64,7 +64,6 @@ from ..state.layout import synchronize
 from ..state.modules import one_walk
 from ..state.tree import StateSnapshot, check_values_fit
 from ..state.tree import capture as taken_apart
-from ..storage.base import Storage
 from ..storage.chunks import Workers
 from ..version import __version__
 from .devices import warm_up
@@ -90,8 +89,8 @@ __all__ = [
 ]
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# Of these one rank has the truth, and others need not look at theirs.
-_ONE_TRUTH = (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
+# Of these one rank of each group has the state that counts, and others need not look at theirs.
+_ONE_HOLDER = (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +103,6 @@ class SaveJob:
     process_groups: Mapping[str, Any] | None
     workers: Workers
     kept: KeptPlans
-
-    @property
-    def storage(self) -> Storage:
-        return self.domains.catalog.storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +168,7 @@ class SaveRequest:
             step,
             run.run_id,
             _numbers(call.metrics),
-            private_json("metadata", _dict("metadata", call.metadata)),
+            _private("metadata", _dict("metadata", call.metadata)),
             check_flag("overwrite", call.overwrite),
             call.training_args_hash,
             given,
@@ -244,7 +239,8 @@ class JoinVerdict:
 @dataclass(frozen=True, slots=True)
 class JoinedSave:
     """What all ranks hold to be true for one save. number: of the call that it is; groups: of each
-    component, the ranks that hold the same; destination: where it is known before the state is."""
+    component, the ranks that hold the same; domains: the ranks that see the same storage, and those
+    of this rank's; destination: where it is known before the state is."""
 
     request: SaveRequest
     run: RunFacts
@@ -252,6 +248,8 @@ class JoinedSave:
     verdict: JoinVerdict
     number: int
     groups: dict[str, list[ReplicaGroup]]
+    domains: Sequence[Sequence[int]]
+    domain: Sequence[int]
     target: SaveTarget | None = None
     destination: Destination | None = None
 
@@ -277,10 +275,10 @@ def join(
         if r.leads:
             r.verdict = _agree(job, request, run, components, reports, rehearsal=rehearsal)
     verdict: JoinVerdict = r.verdict
-    # Private from here on, like the state.
-    components = [replace(c, metadata=private_json(c.key, c.metadata)) for c in components]
     groups = {c.key: _groups_of(c, comm, verdict) for c in components}
-    joined = JoinedSave(request, run, components, verdict, comm.number, groups)
+    domains = job.domains.ranks(comm)
+    mine = next(ranks for ranks in domains if comm.rank in ranks)
+    joined = JoinedSave(request, run, components, verdict, comm.number, groups, domains, mine)
     if rehearsal or verdict.outcome != "go":
         return joined
     target = _target(request, run, overwrite=verdict.overwrite, run_id=verdict.run_id)
@@ -309,8 +307,12 @@ def _join_report(
             f"{sorted(groups) or 'none'})"
         )
     refuse_fixed_values(components)
-    # Before anything is withdrawn or written: what no reader would take in the end.
-    _check_manifest(request, components)
+    for c in components:
+        c.metadata = _private(f"the metadata of component {c.key!r}", c.metadata)
+    if request.metadata or any(c.metadata for c in components):
+        # Before anything is withdrawn or written: what no reader would take in the end. The rest
+        # of a request is checked by itself.
+        _check_manifest(request, components)
     comm = job.comm
     # The rest of the request is rank 0's to say: a new run has no name yet, and metrics may well be
     # known there alone.
@@ -433,27 +435,38 @@ def _groups_of(
 
 
 @dataclass(frozen=True, slots=True)
+class Shards:
+    """How the ranks hold the components that are sharded. described: by this rank; structure: what
+    rank 0 has made of that; tables: as this rank's domain stores them."""
+
+    described: dict[str, Description]
+    structure: StructureVerdict
+    tables: dict[str, ShardTable]
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedSave:
     """A save whose state is known, and still in the caller's memory.
 
-    snapshots: this rank's, by component. structure: what rank 0 has made of the structures of the
-    sharded ones; tables: how the ranks hold these. passed_on: global state of rank 0, on a rank
-    that stores it for its node.
+    snapshots: this rank's, by component. shards: how the ranks hold those that are sharded; None
+    where none is. passed_on: global state of rank 0, on a rank that stores it for its node.
+    stored: what is written of each component, if anything is.
     """
 
     job: SaveJob
     joined: JoinedSave
     record: SaveRecord
     snapshots: dict[str, StateSnapshot]
-    described: dict[str, Description]
-    structure: StructureVerdict
-    tables: dict[str, ShardTable]
-    passed_on: dict[str, StateSnapshot] = field(default_factory=dict)
+    shards: Shards | None
+    passed_on: dict[str, StateSnapshot]
+    stored: dict[str, StateSnapshot] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stored", {**self.snapshots, **self.passed_on})
 
     @property
-    def stored(self) -> dict[str, StateSnapshot]:
-        """What is written of each component, if anything is."""
-        return {**self.snapshots, **self.passed_on}
+    def tables(self) -> dict[str, ShardTable]:
+        return {} if self.shards is None else self.shards.tables
 
     @property
     def devices(self) -> set[torch.device]:
@@ -461,7 +474,8 @@ class CapturedSave:
 
     @property
     def compared(self) -> list[StateComponent]:
-        """Components of which this rank's state may be compared with that of others."""
+        """Components of which several ranks may hold the same that is to be equal: the same ones on
+        all ranks."""
         if self.job.comm.world_size == 1:
             return []
         return [
@@ -476,49 +490,51 @@ class CapturedSave:
         states = {c.key: self.stored[c.key] for c in plan.components if c.has_values}
         return {key: PlainValues(state.tree, state.versions) for key, state in states.items()}
 
-    def replicas(self, comm: Communicator) -> Replicas:
-        """What this rank compares with others."""
-        joined = self.joined
-        return Replicas(
-            comm.rank,
-            comm.world_size,
-            joined.components,
-            self.snapshots,
-            joined.groups,
-            self.tables,
-        )
+    def replicas(self, comm: Communicator) -> Replicas | None:
+        """What this rank compares with others; None where no rank compares anything."""
+        if not (compared := self.compared):
+            return None
+        groups, tables = self.joined.groups, self.tables
+        return Replicas(comm.rank, comm.world_size, compared, self.snapshots, groups, tables)
 
 
 def capture(job: SaveJob, joined: JoinedSave, record: SaveRecord) -> CapturedSave:
     """Ask every component for its state, and find out how the ranks hold what is sharded. Raises
     what a state_dict() raises, UnsupportedValue, InvalidState."""
-    comm, components = job.comm, joined.components
+    comm, patterns = job.comm, {c.key: c.sharing_pattern for c in joined.components}
+    sharded = [key for key, pattern in patterns.items() if pattern is SharingPattern.SHARDED]
     with comm.round("capture") as r:
         with record.phase("capture"):
             snapshots = _snapshots(job, joined)
-            described = {
-                c.key: shard_table.describe(snapshots[c.key]) for c in components if c.sharded
-            }
-        reports = r.gather(job.kept.tables.report(described))
-        if r.leads:
-            r.verdict = shard_table.decide(reports, spread=job.kept.split)
-    structure: StructureVerdict = r.verdict
-    with record.phase("layouts"):
-        structures: dict[str, list[bytes]] = {}
-        if structure.incomplete:
-            with comm.round("layout") as r:
-                sent = r.gather(shard_table.descriptions(described, structure, comm.rank))
-                if r.leads:
-                    r.verdict = shard_table.structures_of(sent, structure)
-            structures = r.verdict
-        # Pure, so that every rank has the same tables or the same error.
-        tables = job.kept.tables.update(described, structure, structures)
-        tables = job.domains.tables(tables, comm, spread=job.kept.split)
-    one = [c.key for c in components if c.sharing_pattern is SharingPattern.GLOBAL]
+            described = {key: shard_table.describe(snapshots[key]) for key in sharded}
+        if sharded:
+            reports = r.gather(job.kept.tables.report(described))
+            if r.leads:
+                r.verdict = shard_table.decide(reports, spread=job.kept.split)
+    shards: Shards | None = None
+    if sharded:
+        with record.phase("layouts"):
+            shards = _shards(job, described, r.verdict)
+    one = [key for key, pattern in patterns.items() if pattern is SharingPattern.GLOBAL]
     passed_on: dict[str, StateSnapshot] = {}
     if one:
         passed_on = job.domains.pass_on({k: snapshots[k] for k in one if k in snapshots}, comm)
-    return CapturedSave(job, joined, record, snapshots, described, structure, tables, passed_on)
+    return CapturedSave(job, joined, record, snapshots, shards, passed_on)
+
+
+def _shards(job: SaveJob, described: dict[str, Description], structure: StructureVerdict) -> Shards:
+    """The tables of sharded components, after a round where the ranks do not have them."""
+    comm = job.comm
+    structures: dict[str, list[bytes]] = {}
+    if structure.incomplete:
+        with comm.round("layout") as r:
+            sent = r.gather(shard_table.descriptions(described, structure, comm.rank))
+            if r.leads:
+                r.verdict = shard_table.structures_of(sent, structure)
+        structures = r.verdict
+    # Pure, so that every rank has the same tables or the same error.
+    tables = job.kept.tables.update(described, structure, structures)
+    return Shards(described, structure, job.domains.tables(tables, comm, spread=job.kept.split))
 
 
 @one_walk()
@@ -527,13 +543,13 @@ def _snapshots(job: SaveJob, joined: JoinedSave) -> dict[str, StateSnapshot]:
     found = {}
     for component in joined.components:
         state = component.stateful.state_dict()
-        has_it = any(group.members[0] == job.comm.rank for group in joined.groups[component.key])
-        compared = component.validated is not ValidationLevel.NONE
-        if has_it or compared or component.sharing_pattern not in _ONE_TRUTH:
+        pattern, groups = component.sharing_pattern, joined.groups[component.key]
+        has_it = pattern not in _ONE_HOLDER or any(g.members[0] == job.comm.rank for g in groups)
+        if has_it or component.validated is not ValidationLevel.NONE:
             found[component.key] = taken_apart(
                 component.key,
                 state,
-                sharded=component.sharded,
+                sharded=pattern is SharingPattern.SHARDED,
                 metadata=metadata_of(component.stateful),
                 last=job.kept.structures.get(component.key),
             )
@@ -585,15 +601,14 @@ def _planned(save: CapturedSave) -> WritePlan:
     """Who writes what into which file. Raises InvalidState, UnsupportedValue."""
     job, joined, record = save.job, save.joined, save.record
     comm, stored = job.comm, save.stored
-    groups = {key: job.domains.groups(found, comm) for key, found in joined.groups.items()}
     with record.phase("plan"):
         plan = job.kept.plan(
             comm.rank,
             joined.components,
-            groups,
+            job.domains.groups(joined.groups, comm),
             stored,
             save.tables,
-            first=job.domains.domain_ranks(comm)[0],
+            first=joined.domain[0],
         )
         _check_values_fit({c.key: stored[c.key].tree for c in plan.components if c.has_values})
     record.total = plan.nbytes
@@ -622,10 +637,10 @@ def rehearse(job: SaveJob, joined: JoinedSave, pool: HostPool) -> None:
 @message
 @dataclass(frozen=True, slots=True)
 class PrepareReport:
-    """What a rank is about to write. replicas: what its replicas are compared by; values: plain
-    values of sharded components that differ between ranks; files: names."""
+    """What a rank is about to write. replicas: what its replicas are compared by, if anything is;
+    values: plain values of sharded components that differ between ranks; files: names."""
 
-    replicas: ReplicaReport
+    replicas: ReplicaReport | None
     values: dict[str, PlainValues]
     files: list[str]
 
@@ -633,9 +648,10 @@ class PrepareReport:
 @message
 @dataclass(frozen=True, slots=True)
 class PrepareVerdict:
-    """replicas: which differ; values: those of sharded components, where they had to be merged."""
+    """replicas: which differ, if any do; values: those of sharded components, where they had to be
+    merged."""
 
-    replicas: ReplicaVerdict
+    replicas: ReplicaVerdict | None
     values: dict[str, PlainValues]
 
 
@@ -670,7 +686,7 @@ class PreparedSave:
     def write(self) -> RankReceipt:
         """Write this rank's files."""
         record = self.save.record
-        with record.phase("write"), self.plan.needing():
+        with record.phase("write"), _needing(self.plan):
             return write_planned(
                 self.transaction,
                 self.plan,
@@ -731,10 +747,10 @@ def finish(
     save = staged.save
     job, joined = save.job, save.joined
     comm, workers = comm or job.comm, workers or job.workers
-    with Attempt.parse(joined.verdict.attempt).in_flight():
+    with in_flight(joined.verdict.attempt):
         prepared = _prepare(staged, comm, workers)
         encoded = _commit(prepared)
-    where = job.storage.at(joined.request.name)
+    where = job.domains.catalog.storage.at(joined.request.name)
     manifest = CheckpointManifest.decode(encoded, where)
     info = CheckpointInfo(joined.request.name, where, "committed", manifest.step, None, manifest)
     destination = prepared.begun.destination
@@ -744,7 +760,7 @@ def finish(
 
 def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> PreparedSave:
     """Compare what has to be equal, and have rank 0 begin the transaction."""
-    save = staged.save
+    save, shards = staged.save, staged.save.shards
     replicas = save.replicas(comm)
     merged: dict[str, PlainValues] = {}
     begun: Begun | None = None
@@ -755,25 +771,29 @@ def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> Prepar
         for key, each in values.items():
             check_tree(key, each.tree)
         with save.record.phase("validate"):
-            found = compare.report(replicas)
-        differing = shard_table.values_of(save.described, save.structure, comm.rank)
+            found = None if replicas is None else compare.report(replicas)
+        differing: dict[str, PlainValues] = {}
+        if shards is not None:
+            differing = shard_table.values_of(shards.described, shards.structure, comm.rank)
         reports = r.gather(PrepareReport(found, differing, plan.names))
         if r.leads:
             merged = _merged_values(save, reports)
-            verdict = compare.decide(replicas, [report.replicas for report in reports])
-            _check_distinct(save.job.domains.ranks(comm), reports)
-            if verdict.equal:
+            unequal: ReplicaVerdict | None = None
+            if replicas is not None:
+                unequal = compare.decide(replicas, [each.replicas for each in reports])
+            _check_distinct(save.joined.domains, reports)
+            if unequal is None:
                 begun = _begin(save, plan)
             # Where each domain has an index of its own, all of them need the values.
-            alone = len(save.job.domains.ranks(comm)) == 1
-            r.verdict = PrepareVerdict(verdict, {} if alone else merged)
-    if not r.verdict.replicas.equal:
+            r.verdict = PrepareVerdict(unequal, merged if len(save.joined.domains) > 1 else {})
+    if replicas is not None and r.verdict.replicas is not None:
         compare.explain(comm, replicas, r.verdict.replicas)
         with comm.round("begin") as again:  # they are equal but for what is tolerated
             again.gather()
             if again.leads:
                 begun = _begin(save, plan)
     merged = {**merged, **r.verdict.values}
+    chunks = {} if replicas is None else replicas.chunks
     return PreparedSave(
         save,
         comm,
@@ -781,15 +801,17 @@ def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> Prepar
         plan,
         {key: merged.get(key, each) for key, each in values.items()},
         # What was passed on takes the place of what this rank has, which may have other bytes.
-        {at: each for at, each in replicas.chunks.items() if at[0] not in save.passed_on},
+        {at: each for at, each in chunks.items() if at[0] not in save.passed_on},
         begun or Begun(_transaction(save, save.joined.destination)),
     )
 
 
 def _merged_values(save: CapturedSave, reports: Sequence[PrepareReport]) -> dict[str, PlainValues]:
     """Raises ReplicationMismatch where ranks have different plain values of one sharded state."""
+    if save.shards is None:
+        return {}
     merged = shard_table.merged_values(
-        save.tables, save.structure, [report.values for report in reports]
+        save.tables, save.shards.structure, [report.values for report in reports]
     )
     _check_values_fit({key: values.tree for key, values in merged.items()})
     for key, values in merged.items():
@@ -815,17 +837,28 @@ def _begin(save: CapturedSave, plan: WritePlan) -> Begun:
         return Begun(_transaction(save, joined.destination), joined.destination)
     assert joined.target is not None
     # Here and not at the join: it reads what is in the root, for which training need not wait.
-    with plan.needing():
+    with _needing(plan):
         destination = domains.destination(joined.target)
         transaction = _transaction(save, destination)
         domains.begin(transaction)
     return Begun(transaction, destination)
 
 
+@contextmanager
+def _needing(plan: WritePlan) -> Iterator[None]:
+    """A full disk is reported with what the files of the plan need."""
+    try:
+        yield
+    except NoSpace as error:
+        error.needed = sum(file.size for c in plan.components for file in c.files)
+        error.message += f"; this part of the checkpoint needs {error.needed:,} bytes"
+        raise
+
+
 def _transaction(save: CapturedSave, destination: Destination | None) -> Transaction:
     joined, verdict = save.joined, save.joined.verdict
     return open_transaction(
-        save.job.storage,
+        save.job.domains.catalog.storage,
         joined.request.name,
         verdict.attempt,
         verdict.run_id,
@@ -841,12 +874,12 @@ def _commit(prepared: PreparedSave) -> bytes:
     """Write, and commit in every domain what its ranks have written; this domain's manifest."""
     save, comm, transaction = prepared.save, prepared.comm, prepared.transaction
     domains, committed = save.job.domains, False
-    leads = domains.leads(comm)
+    leads = comm.rank == save.joined.domain[0]
     try:
         if save.joined.destination is not None:  # not begun by rank 0
             with comm.round("begin on each node"):
                 if leads:
-                    with prepared.plan.needing():
+                    with _needing(prepared.plan):
                         domains.begin(transaction)
         with domains.round("write", comm) as r:
             domains.check_begun(transaction, comm)
@@ -855,7 +888,7 @@ def _commit(prepared: PreparedSave) -> bytes:
                 r.verdict = _manifests(prepared, receipts)
             if r.acts():
                 encoded = _domain_manifest(prepared, r.verdict)
-                with prepared.plan.needing():
+                with _needing(prepared.plan):
                     transaction.commit(CheckpointManifest.decode(encoded), encoded)
                 committed = True
     except BaseException as error:
@@ -863,7 +896,7 @@ def _commit(prepared: PreparedSave) -> bytes:
         early = isinstance(error, RankLost) or not isinstance(error, Exception)
         if leads and not committed:
             transaction.abort(others_write=early)
-        elif leads and len(domains.ranks(comm)) > 1 and not early:
+        elif leads and len(save.joined.domains) > 1 and not early:
             transaction.take_back()  # else the next look tells whether others have committed
         raise
     if leads:
@@ -873,10 +906,10 @@ def _commit(prepared: PreparedSave) -> bytes:
 
 def _manifests(prepared: PreparedSave, receipts: Sequence[RankReceipt]) -> list[bytes]:
     """On rank 0: that of each domain."""
-    domains = prepared.save.job.domains
-    ranks = domains.ranks(prepared.comm)
-    found = [prepared.manifest([receipts[rank] for rank in some]) for some in ranks]
-    domains.numbered(found)
+    save = prepared.save
+    domains = save.joined.domains
+    found = [prepared.manifest([receipts[rank] for rank in ranks]) for ranks in domains]
+    save.job.domains.numbered(found)
     encoded = [manifest.encode() for manifest in found]
     for each in encoded:  # here, where it fails everywhere before one of them is published
         check_readable(each)
@@ -884,8 +917,8 @@ def _manifests(prepared: PreparedSave, receipts: Sequence[RankReceipt]) -> list[
 
 
 def _domain_manifest(prepared: PreparedSave, manifests: Sequence[bytes]) -> bytes:
-    ranks = prepared.save.job.domains.ranks(prepared.comm)
-    return next(m for m, some in zip(manifests, ranks, strict=True) if prepared.comm.rank in some)
+    joined = prepared.save.joined
+    return manifests[joined.domains.index(joined.domain)]
 
 
 def _check_manifest(request: SaveRequest, components: Sequence[StateComponent]) -> None:
@@ -899,7 +932,7 @@ def _check_manifest(request: SaveRequest, components: Sequence[StateComponent]) 
             group=c.process_group_name,
             partition=None if c.process_group_name is None else [[0]],
             required=c.required,
-            metadata=private_json(f"the metadata of component {c.key!r}", c.metadata),
+            metadata=c.metadata,
         )
     manifest = CheckpointManifest(
         checkpoint_id=request.checkpoint_id or "",
@@ -914,6 +947,11 @@ def _check_manifest(request: SaveRequest, components: Sequence[StateComponent]) 
         metadata=request.metadata,
     )
     check_readable(manifest.encode(), "a manifest with what this save was given")
+
+
+def _private(what: str, document: dict[Any, Any]) -> dict[str, Any]:
+    """A copy of what goes into a manifest."""
+    return private_json(what, document) if document else {}
 
 
 def _dict(name: str, value: Any) -> dict[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 import torch
 from torch import nn
 
-from ..arguments import check_flag, check_mapping, check_name, check_number, shown
+from ..arguments import check_flag, check_flags, check_mapping, check_name, check_number, shown
 from ..errors import InvalidState
 from ..format.values import PLAIN_TYPES, only_plain
 from .layout import Shard, is_dtensor_class
@@ -134,7 +134,6 @@ class StateComponent:
 
     def __post_init__(self) -> None:
         _check_key(self.key)
-        self.inferred = check_flag("inferred", self.inferred) or self.sharing_pattern is None
         try:
             self._check()
         except InvalidState as error:
@@ -144,14 +143,15 @@ class StateComponent:
         self._check_group()
 
     def _check(self) -> None:
-        pattern = SharingPattern.GLOBAL if self.sharing_pattern is None else self.sharing_pattern
-        self.sharing_pattern = SharingPattern.of(pattern)
+        if self.sharing_pattern is None:
+            self.sharing_pattern, self.inferred = SharingPattern.GLOBAL, True
+        self.sharing_pattern = SharingPattern.of(self.sharing_pattern)
         self.validation_level = ValidationLevel.of(self.validation_level)
         if isinstance(self.stateful, type):
             raise InvalidState(
                 f"its state is the class {self.stateful.__qualname__}; give an object of it"
             )
-        check_flag("required", self.required)
+        check_flags(inferred=self.inferred, required=self.required)
         if self.validate_replication is not None:
             check_flag("validate_replication", self.validate_replication)
         if not callable(self.on_resize) and not (
@@ -225,6 +225,8 @@ def process_groups_of(state: Any, given: Any = None) -> dict[str, Any]:
     they are is for the ranks to find out together. Raises InvalidState."""
     if given is None and isinstance(state, StatefulProvider):
         given = getattr(state, "get_process_groups", dict)()
+    if given is None:
+        return {}
     found = check_mapping("process_groups", given)
     for name in found:
         check_name("process_groups: a name", name)
@@ -292,7 +294,7 @@ def metadata_of(stateful: Any) -> dict[str, Any] | None:
 
 @one_walk()
 def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
-    """The components that `state` declares, each with a Stateful that the engine can ask.
+    """The components that `state` declares, each a copy with a Stateful that the engine can ask.
 
     `state` is a StatefulProvider, a list of StateComponent, or a dict of modules, optimizers,
     Stateful objects and plain values. Raises InvalidState.
@@ -300,44 +302,49 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     if isinstance(state, StatefulProvider) and not isinstance(state, type):
         state = state.get_state_components()
     if isinstance(state, Mapping):
-        declared = [_in_dict(key, value, world_size) for key, value in state.items()]
+        found = [_in_dict(key, value, world_size) for key, value in state.items()]
     elif isinstance(state, Sequence) and not isinstance(state, str | bytes | bytearray):
-        declared = list(state)
-        for number, item in enumerate(declared):
+        for number, item in enumerate(state):
             if not isinstance(item, StateComponent):
                 raise InvalidState(
-                    f"a list as state has StateComponents only, and item {number} of "
-                    f"{len(declared)} is "
-                    f"{shown(item)}, a {type(item).__qualname__}; write StateComponent(key, ...), "
-                    "or pass a dict"
+                    f"a list as state has StateComponents only, and item {number} of {len(state)} "
+                    f"is {shown(item)}, a {type(item).__qualname__}; write StateComponent(key, "
+                    "...), or pass a dict"
                 )
+        found = [replace(component) for component in state]
     else:
         raise InvalidState(
             "a state is a dict, a list of StateComponent, or an object with "
             "get_state_components(), not "
             f"{shown(state)}, a {type(state).__qualname__}"
         )
-    if not declared:
+    if not found:
         raise InvalidState("the state has no components: nothing to save or load")
-    keys = [component.key for component in declared]
+    keys = [component.key for component in found]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise InvalidState(f"two components have the key {twice[0]!r}", component=twice[0])
-    modules = {c.key: c.stateful for c in declared if _is_model(c.stateful)}
-    plain = {c.key: c.stateful for c in declared if isinstance(c.stateful, torch.Tensor | Mapping)}
-    return [_adapted(component, modules, plain, world_size) for component in declared]
+    modules = {c.key: c.stateful for c in found if _is_model(c.stateful)}
+    plain = {c.key: c.stateful for c in found if isinstance(c.stateful, torch.Tensor | Mapping)}
+    for component in found:
+        _adapt(component, modules, plain, world_size)
+    return found
 
 
 def _in_dict(key: Any, value: Any, world_size: int) -> StateComponent:
     """The component that a value of a dict is, with all that was not said taken from the value."""
-    component = value if isinstance(value, StateComponent) else StateComponent(key, value)
-    if component.key != key:
+    if not isinstance(value, StateComponent):
+        component = StateComponent(key, value)
+    elif value.key == key:
+        component = replace(value)
+    else:
         raise InvalidState(
             f"the dict calls a component {shown(key)}, and the StateComponent says "
-            f"{component.key!r}: give it one name",
-            component=component.key,
+            f"{value.key!r}: give it one name",
+            component=value.key,
         )
     if component.inferred:
-        component = replace(component, sharing_pattern=_pattern(component.stateful, world_size))
+        component.sharing_pattern = _pattern(component.stateful, world_size)
+        component._check_group()
         component.inferred = _own_pattern(component.stateful) is None
     return component
 
@@ -410,9 +417,10 @@ def _are_optimizers(value: Any) -> bool:
     return bool(several) and all(isinstance(item, torch.optim.Optimizer) for item in several)
 
 
-def _adapted(
+def _adapt(
     component: StateComponent, modules: dict[str, Any], plain: dict[str, Any], world_size: int
-) -> StateComponent:
+) -> None:
+    """Have the engine ask for the state what knows how to give it."""
     stateful = component.stateful
     whole = component.sharing_pattern in (
         SharingPattern.GLOBAL,
@@ -426,20 +434,16 @@ def _adapted(
             f"{component.sharing_pattern.value} would store that of one; declare it SHARDED",
             component=component.key,
         )
-    if _is_model(stateful):
-        adapter: Any = ModelState(stateful)
-    elif _are_optimizers(stateful):
-        adapter = _optimizer_state(stateful, modules, plain)
-    elif isinstance(stateful, Stateful) and not isinstance(stateful, type):
-        adapter = stateful
-    else:
-        adapter = PlainState(stateful)
-    adapted = replace(component, stateful=adapter)
     # What says its pattern itself says this, too.
     on_resize = getattr(stateful, "on_resize", None)
-    if on_resize and _own_pattern(stateful) is not None and component.on_resize == "error":
-        adapted.on_resize = on_resize
-    return adapted
+    if on_resize and component.on_resize == "error" and _own_pattern(stateful) is not None:
+        component.on_resize = on_resize
+    if _is_model(stateful):
+        component.stateful = ModelState(stateful)
+    elif _are_optimizers(stateful):
+        component.stateful = _optimizer_state(stateful, modules, plain)
+    elif not isinstance(stateful, Stateful):
+        component.stateful = PlainState(stateful)
 
 
 def _optimizer_state(optimizer: Any, modules: dict[str, Any], plain: dict[str, Any]) -> Any:

@@ -480,6 +480,7 @@ class TensorSource:
         """The bytes of chunks of the tensors, each buffer of one or of several of them."""
         buffers: list[memoryview] = []
         used = copied = 0  # bytes of the scratch memory, and of them those of the last buffer
+        memory, start = memoryview(b""), 0
         for address, length, offset, number in self._runs(chunks):
             if address and length > SMALL_BYTES:
                 buffers.append(_memory_at(address, length))
@@ -490,11 +491,15 @@ class TensorSource:
                 buffers.append(scratch.bytes_of(source, offset, length, used))
                 copied = 0
             else:
-                _move(_address_of(scratch.take(used, length)), address, length)
+                if not start:
+                    memory = scratch.take(0, scratch.size)
+                    start = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+                assert used + length <= scratch.size
+                _move(start + used, address, length)
                 if copied:
                     buffers.pop()
                 copied += length
-                buffers.append(scratch.take(used + length - copied, copied))
+                buffers.append(memory[used + length - copied : used + length])
             used += length
         return buffers
 
@@ -519,10 +524,6 @@ class TensorSource:
 
 def _memory_at(address: int, length: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
-
-
-def _address_of(buffer: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
 
 
 def _copy_range(tensor: torch.Tensor, start: int, host: torch.Tensor) -> None:

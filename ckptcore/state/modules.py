@@ -344,8 +344,7 @@ class ModelState:
             )
 
 
-def tensors_in(module: nn.Module) -> Iterator[torch.Tensor]:
+def tensors_in(module: nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers; one that two modules have comes twice."""
-    for inner in module.modules():
-        for held in (inner._parameters, inner._buffers):
-            yield from (tensor for tensor in held.values() if tensor is not None)
+    held = [each for inner in module.modules() for each in (inner._parameters, inner._buffers)]
+    return [tensor for each in held for tensor in each.values() if tensor is not None]

@@ -15,6 +15,7 @@ from ..catalog.folder import CheckpointInfo
 from ..catalog.retention import RetentionPolicy
 from ..errors import InvalidState
 from ..events import SaveEvent
+from ..saving.background import Uploading
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
 from ..storage.urls import split_url
@@ -31,12 +32,14 @@ def open_catalog(
     drain_timeout: float,
     threads: int,
     tell: Callable[[SaveEvent], None],
-) -> tuple[Catalog, Uploads]:
+) -> tuple[Catalog, Uploading]:
     """The catalog of a root with its tiers, and the uploads to them, which are rank 0's."""
+    if not tiers:
+        return Catalog(storage), Uploading()
     # Writing elsewhere is slow anyway: with half as many threads it takes less from the training.
     threads = max(1, threads // 2)
     uploads = Uploads(storage, tiers if uploading else (), on_error, drain_timeout, threads, tell)
-    return UploadingCatalog(storage, tiers, uploads) if tiers else Catalog(storage), uploads
+    return UploadingCatalog(storage, tiers, uploads), uploads
 
 
 def checked_tiers(storage: Storage, tiers: Any, mode: str) -> tuple[Tier, ...]:

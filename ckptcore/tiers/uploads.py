@@ -36,7 +36,7 @@ from ..errors import (
     UnsupportedVersion,
 )
 from ..events import SaveEvent
-from ..saving.background import JOIN_SECONDS, Background, Outcome, SaveHandle
+from ..saving.background import JOIN_SECONDS, Background, Outcome, SaveHandle, Uploading
 from ..storage.base import Storage
 from ..storage.chunks import Workers
 from ..storage.opening import open_storage
@@ -102,7 +102,7 @@ class _UploadHandle(SaveHandle):
         return bool(self._record.warnings)
 
 
-class Uploads:
+class Uploads(Uploading):
     """All uploads of one manager; those of the other ranks have no tiers."""
 
     def __init__(

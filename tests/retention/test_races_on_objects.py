@@ -10,7 +10,7 @@ import pytest
 
 from ckptcore import CheckpointExists, CheckpointManager, KeepLast, StorageError
 from ckptcore.catalog.catalog import scan, sweep
-from ckptcore.catalog.folder import Attempt, mark_attempt, mark_name
+from ckptcore.catalog.folder import Attempt, in_flight, mark_attempt, mark_name
 from ckptcore.format.manifest import MANIFEST_NAME
 from ckptcore.testing import FaultStorage
 
@@ -197,7 +197,7 @@ def test_the_mark_of_a_dead_attempt_beside_a_living_one_is_not_swept(make_root, 
     before = {mark_name(str(dead)), mark_name(str(mine)), "model.safetensors"}
     assert [info.status for info in scan(storage)] == ["partial"]
     told = []
-    with mine.in_flight():
+    with in_flight(str(mine)):
         assert sweep(storage, scan(storage), "run", told.append) == []
     assert marked.files(storage) == {"checkpoint-75": before}
     assert sweep(storage, scan(storage), "run", told.append) == ["checkpoint-75"]

@@ -196,7 +196,7 @@ def test_scan_lists_everything_that_looks_like_a_checkpoint(tmp_path: Path) -> N
 
 
 def test_attempts_of_dead_processes_are_swept_and_others_are_not(tmp_path: Path) -> None:
-    from ckptcore.catalog.folder import Attempt
+    from ckptcore.catalog.folder import Attempt, in_flight
 
     mine = Attempt.new("run")
     dead = Attempt(mine.run, mine.machine, 2**22 + 5, "1", 1)
@@ -206,7 +206,7 @@ def test_attempts_of_dead_processes_are_swept_and_others_are_not(tmp_path: Path)
         folder.mkdir()
         (folder / "m.safetensors").write_bytes(b"half")
     (tmp_path / f"checkpoint-9.partial-{dead}" / "notes.txt").write_text("foreign")
-    with mine.in_flight(), CheckpointManager(tmp_path, run_id="run") as ckpt:
+    with in_flight(str(mine)), CheckpointManager(tmp_path, run_id="run") as ckpt:
         ckpt.save(1, state())
     left = {name.partition(".partial-")[2]: name for name in names(tmp_path) if "partial" in name}
     assert set(left) == {str(mine), str(dead), str(elsewhere), "unreadable"}

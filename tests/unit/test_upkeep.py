@@ -63,7 +63,7 @@ def test_what_policies_keep_and_why(root: Path) -> None:
 
 
 def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_stay(root: Path) -> None:
-    from ckptcore.catalog.folder import Attempt
+    from ckptcore.catalog.folder import Attempt, in_flight
 
     mine = Attempt.new("b")
     dead = f"{mine.run}-{mine.machine}-999999999-1-1"
@@ -72,7 +72,7 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_stay(root: Path
         folder = root / f"checkpoint-9.partial-{attempt}"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"x" * 10)
-    with mine.in_flight():
+    with in_flight(str(mine)):
         found = {
             left.name.partition(".partial-")[2]: left for left in ckptcore.find_leftovers(root)
         }
