@@ -16,6 +16,7 @@ from functools import cached_property, partial, wraps
 from typing import Any, Literal, TypeVar, cast
 
 from .arguments import (
+    COUNT_LIMIT,
     check_callable,
     check_flag,
     check_flags,
@@ -105,7 +106,7 @@ def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F
                 step = args[at] if len(args) > at else named.get("step", default)
             if isinstance(step, str):
                 step = masked_url(step)
-            elif type(step) is not int:
+            elif type(step) is not int or step >= COUNT_LIMIT:
                 step = shown(step)
             with self.comm.call(f"{what}{step}"):
                 return method(self, *args, **named)

@@ -1,5 +1,6 @@
 """What is written where: which rank writes which tensors into which files; of that, what one rank
-does; and what is kept of it from save to save. Pure: equal inputs, equal plans."""
+does; what is kept of it from save to save; and the account of it afterwards, in index, receipts and
+manifest. Pure: equal inputs, equal plans."""
 
 from __future__ import annotations
 
@@ -9,21 +10,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import InvalidState
-from ..format.digest import content_digest
-from ..format.manifest import ReplicaGroup
+from ..errors import CoordinationError, InvalidState
+from ..format.digest import combined_digest, content_digest
+from ..format.layout import encode_layouts
+from ..format.manifest import (
+    ComponentIndex,
+    ComponentManifest,
+    FileEntry,
+    FileRecord,
+    Index,
+    ReplicaGroup,
+    StoredShard,
+    TensorEntry,
+)
 from ..format.tensorfile import HEADER_LIMIT, lay_out
-from ..replicas.shard_table import ShardTable, ShardTables
+from ..ranks.messages import message
+from ..replicas.shard_table import PlainValues, ShardTable, ShardTables
 from ..state.component import SharingPattern, StateComponent
 from ..state.tree import StateSnapshot, Structure, TensorLeaf
-from .writer import FilePlan
+from .writer import FilePlan, WrittenFile
 
 __all__ = [
+    "FileReceipt",
     "KeptPlans",
     "PlannedComponent",
+    "RankReceipt",
     "TensorSpec",
     "WritePlan",
+    "files_and_components",
+    "group_receipts",
     "hugging_face_index",
+    "hugging_face_indexes",
+    "index_of",
     "plan_component",
 ]
 
@@ -102,6 +120,17 @@ def _beginning(name: str, count: int) -> str:
     if len(name) + ending <= NAME_BYTES:
         return name
     return f"{name[: NAME_BYTES - 60]}~{content_digest(name.encode())[:12]}"
+
+
+def hugging_face_indexes(plan: WritePlan, values: Mapping[str, PlainValues]) -> dict[str, bytes]:
+    """By name, those of components that are split over several files, on the rank that writes their
+    plain values."""
+    found = {}
+    for c in plan.components:
+        if c.key in values and c.table is None and len(c.files) > 1:
+            stem = c.files[0].name.rsplit("-", 3)[0]
+            found[f"{stem}.safetensors.index.json"] = hugging_face_index(c.files)
+    return found
 
 
 def hugging_face_index(files: Sequence[FilePlan]) -> bytes:
@@ -287,3 +316,225 @@ class _Wanted:
         files = tuple(plan_component(self.key, specs, self.writers, label))
         held = None if self.table is None else tuple(numbers)
         return PlannedComponent(self.key, files, self.has_values, self.table, held)
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class FileReceipt:
+    """A file that was written, or one that was planned for a rank, whose digest is not known."""
+
+    name: str
+    size: int
+    writer: int
+    digest: str = ""
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class GroupReceipt:
+    """What the lowest rank of a replica group says of a component. values: digest of its plain
+    values; files: all that were planned for the group; whole: of a sharded component, the bytes
+    that all ranks together have to write."""
+
+    values: str
+    tensors: int
+    nbytes: int
+    files: list[FileReceipt]
+    whole: int = 0
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class RankReceipt:
+    """What one rank wrote: files, components that its index has, and by component what it says of
+    the replica group that it is the lowest rank of."""
+
+    rank: int
+    files: list[FileReceipt]
+    components: list[str]
+    groups: dict[str, GroupReceipt]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a manifest says of files and components."""
+
+    files: dict[str, FileRecord]
+    components: dict[str, ComponentManifest]
+
+
+def index_of(
+    plan: WritePlan,
+    snapshots: Mapping[str, StateSnapshot],
+    values: Mapping[str, PlainValues],
+    written: Sequence[WrittenFile],
+) -> Index:
+    """What the index of a rank says of the tensor files that it has written, and its plain
+    values."""
+    index = Index(plan.rank)
+    for each in written:
+        size, header = each.plan.size, len(each.plan.header)
+        index.files[each.plan.name] = FileEntry(size, header, each.header_digest)
+    for c in plan.components:
+        files = [file for file in written if file.plan.component == c.key]
+        part = _indexed(c, snapshots[c.key], values.get(c.key), files)
+        if part.tensors or part.pieces or c.key in values:
+            index.components[c.key] = part
+    return index
+
+
+def group_receipts(
+    plan: WritePlan, snapshots: Mapping[str, StateSnapshot], values: Mapping[str, PlainValues]
+) -> dict[str, GroupReceipt]:
+    """By component, what the lowest rank of a replica group says of it."""
+    return {
+        c.key: _group_receipt(c, snapshots[c.key], values.get(c.key))
+        for c in plan.components
+        if c.key in values or c.table is not None
+    }
+
+
+def _group_receipt(
+    planned: PlannedComponent, snapshot: StateSnapshot, values: PlainValues | None
+) -> GroupReceipt:
+    table, files = planned.table, planned.files
+    tree = b"" if values is None else values.tree
+    first = values is not None
+    return GroupReceipt(
+        content_digest(tree),
+        (len(snapshot.tensors) if table is None else len(table.tensors)) if first else 0,
+        sum(place.nbytes for file in files for _, place in file.places),
+        [FileReceipt(file.name, file.size, file.writer) for file in files],
+        sum(t.stored_nbytes for t in table.tensors) if first and table is not None else 0,
+    )
+
+
+def _indexed(
+    planned: PlannedComponent,
+    snapshot: StateSnapshot,
+    values: PlainValues | None,
+    written: Sequence[WrittenFile],
+) -> ComponentIndex:
+    """What the index says of a component: rows, or pieces, of what this rank wrote, and aliases
+    beside the values."""
+    tree, versions = (None, None) if values is None else (values.tree, values.versions)
+    places = [
+        (file.plan.name, number, place, digests)
+        for file in written
+        for number, place, digests in file.tensors()
+    ]
+    if planned.table is not None:
+        pieces = [
+            StoredShard(number, name, place.start, digests)
+            for name, number, place, digests in places
+        ]
+        layouts = None if tree is None else encode_layouts(planned.table.tensors)
+        return ComponentIndex(
+            tree, [], layouts, sorted(pieces, key=lambda piece: piece.number), versions
+        )
+    entries = []
+    for file, number, place, digests in places:
+        t = snapshot.tensors[number].spec
+        entries.append(
+            TensorEntry(
+                number,
+                t.name,
+                t.dtype,
+                t.shape,
+                None,
+                t.shape,
+                file,
+                place.name,
+                place.start,
+                digests,
+                None,
+            )
+        )
+    for number, t in enumerate(leaf.spec for leaf in snapshot.tensors):
+        if t.alias_of is not None and tree is not None:
+            entries.append(
+                TensorEntry(
+                    number, t.name, t.dtype, t.shape, None, t.shape, None, None, 0, b"", t.alias_of
+                )
+            )
+    return ComponentIndex(tree, sorted(entries, key=lambda entry: entry.number), versions=versions)
+
+
+def files_and_components(
+    components: Sequence[StateComponent],
+    groups: Mapping[str, Sequence[ReplicaGroup]],
+    partitions: Mapping[str, list[list[int]]],
+    group_keys: Mapping[str, list[str]],
+    receipts: Sequence[RankReceipt],
+) -> Account:
+    """The manifest's account of what the ranks wrote: all of them, or those of a node that keeps a
+    part of its own. groups: the ranks that store the same of each component.
+
+    Raises CoordinationError unless the receipts cover every planned file exactly once.
+    """
+    ranks = {receipt.rank for receipt in receipts}
+    files: dict[str, FileRecord] = {}
+    for file in (file for receipt in receipts for file in receipt.files):
+        if file.name in files:
+            raise CoordinationError(
+                f"{file.name} was written by ranks {files[file.name].writer} and {file.writer}"
+            )
+        files[file.name] = FileRecord(file.size, file.digest, file.writer)
+    planned: set[str] = set()
+    found = {}
+    for c in components:
+        told = [receipt.groups[c.key] for receipt in receipts if c.key in receipt.groups]
+        expected = len(receipts)
+        if not c.sharded:
+            expected = sum(not ranks.isdisjoint(group.members) for group in groups[c.key])
+        names = _names_of(c, told, expected, files, planned)
+        digests = (*(group.values for group in told), *(files[name].digest for name in names))
+        found[c.key] = ComponentManifest(
+            c.key,
+            c.sharing_pattern.value,
+            writers=[receipt.rank for receipt in receipts if c.key in receipt.components],
+            group=c.process_group_name,
+            partition=partitions[c.process_group_name] if c.process_group_name else None,
+            group_keys=group_keys.get(c.key),
+            size_bytes=sum(group.nbytes for group in told),
+            checksum=combined_digest(bytes.fromhex(digest) for digest in digests),
+            files=names,
+            required=c.required,
+            tensors=sum(group.tensors for group in told),
+            metadata=c.metadata,
+        )
+    return Account(files, found)
+
+
+def _names_of(
+    component: StateComponent,
+    told: Sequence[GroupReceipt],
+    expected: int,
+    files: Mapping[str, FileRecord],
+    planned: set[str],
+) -> list[str]:
+    """The files of a component, each of which was written as it was planned, once. planned: those
+    of the components before it, to which it adds its own."""
+    key = component.key
+    if len(told) != expected:
+        raise CoordinationError(
+            f"component {key!r}: {len(told)} copies were written, not {expected}"
+        )
+    if component.sharded:
+        stored, whole = sum(group.nbytes for group in told), sum(group.whole for group in told)
+        if stored != whole:
+            raise CoordinationError(
+                f"component {key!r}: {stored:,} bytes were written of {whole:,}"
+            )
+    names = []
+    for file in (file for group in told for file in group.files):
+        record = files.get(file.name)
+        as_planned = record is not None and (record.size, record.writer) == (file.size, file.writer)
+        if not as_planned or file.name in planned:
+            raise CoordinationError(
+                f"{file.name} ({file.size:,} bytes) of rank {file.writer} is not what was written "
+                "under that name"
+            )
+        planned.add(file.name)
+        names.append(file.name)
+    return names

@@ -30,15 +30,28 @@ from ..catalog.catalog import Ranges
 from ..catalog.domain import Destination, SaveTarget, StorageDomains
 from ..catalog.folder import Attempt, CheckpointInfo, checkpoint_name, in_flight
 from ..catalog.transaction import Transaction, open_transaction
-from ..errors import AsyncSaveError, InvalidState, NoSpace, RankLost, RanksDisagree
+from ..errors import (
+    AsyncSaveError,
+    CheckpointCorrupt,
+    InvalidState,
+    NoSpace,
+    RankLost,
+    RanksDisagree,
+    UnsupportedValue,
+)
+from ..format.digest import content_digest
 from ..format.manifest import (
+    SIZE_LIMIT,
     CheckpointManifest,
     ComponentManifest,
+    Index,
     ReplicaGroup,
     check_readable,
+    index_file_name,
     private_json,
     replica_groups,
 )
+from ..format.values import decode
 from ..ranks.communicator import (
     Communicator,
     check_same_call,
@@ -60,17 +73,26 @@ from ..state.component import (
     process_groups_of,
     refuse_fixed_values,
 )
-from ..state.layout import synchronize
+from ..state.layout import TensorSource, synchronize
 from ..state.modules import one_walk
 from ..state.tree import StateSnapshot, check_values_fit
 from ..state.tree import capture as taken_apart
 from ..storage.chunks import Workers
 from ..version import __version__
 from .devices import warm_up
-from .plan import KeptPlans, WritePlan
-from .receipt import RankReceipt, check_tree, files_and_components, write_planned
+from .plan import (
+    FileReceipt,
+    KeptPlans,
+    RankReceipt,
+    WritePlan,
+    files_and_components,
+    group_receipts,
+    hugging_face_indexes,
+    index_of,
+)
 from .staging import HostPool, StagedCopy
 from .staging import stage as copy_into_pool
+from .writer import write_files
 
 __all__ = [
     "CapturedSave",
@@ -684,18 +706,34 @@ class PreparedSave:
         return self.begun.transaction
 
     def write(self) -> RankReceipt:
-        """Write this rank's files."""
+        """Write this rank's tensor files, the Hugging Face indexes of components that are split
+        over files, and its own index."""
+        stored, plan, transaction = self.save.stored, self.plan, self.transaction
         record = self.save.record
-        with record.phase("write"), _needing(self.plan):
-            return write_planned(
-                self.transaction,
-                self.plan,
-                self.save.stored,
-                self.values,
-                self.workers,
-                self.chunks,
-                record.wrote,
+        with record.phase("write"), _needing(plan):
+            held = {
+                c.key: TensorSource({n: t.tensor for n, t in c.tensors(stored[c.key]).items()})
+                for c in plan.components
+            }
+            sources = {file.name: held[file.component] for file in plan.files}
+            written = write_files(
+                transaction, plan.files, sources, self.workers, self.chunks, record.wrote
             )
+            index = index_of(plan, stored, self.values, written)
+            small = hugging_face_indexes(plan, self.values)
+            if index.components:
+                small[index_file_name(plan.rank)] = _readable(index)
+            for name, data in small.items():
+                transaction.write(name, data)
+            transaction.storage.sync_folder(transaction.folder)
+        files = [
+            FileReceipt(name, index.files[name].size, plan.rank, digest)
+            for name, digest in index.file_digests().items()
+        ]
+        for name, data in small.items():
+            files.append(FileReceipt(name, len(data), plan.rank, content_digest(data)))
+        groups = group_receipts(plan, stored, self.values)
+        return RankReceipt(plan.rank, files, list(index.components), groups)
 
     def manifest(self, receipts: Sequence[RankReceipt]) -> CheckpointManifest:
         """What the ranks of a domain have written."""
@@ -769,7 +807,7 @@ def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> Prepar
         plan = staged.plan or _planned(save)
         values = save.values(plan)
         for key, each in values.items():
-            check_tree(key, each.tree)
+            _check_tree(key, each.tree)
         with save.record.phase("validate"):
             found = None if replicas is None else compare.report(replicas)
         differing: dict[str, PlainValues] = {}
@@ -815,7 +853,7 @@ def _merged_values(save: CapturedSave, reports: Sequence[PrepareReport]) -> dict
     )
     _check_values_fit({key: values.tree for key, values in merged.items()})
     for key, values in merged.items():
-        check_tree(key, values.tree)
+        _check_tree(key, values.tree)
     return merged
 
 
@@ -989,3 +1027,36 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
+
+
+def _check_tree(key: str, tree: bytes) -> None:
+    """What every reader does with the plain values of a component, before anything is written: of
+    values with tensors in them, whose codec wants real ones, only the form. Raises
+    UnsupportedValue."""
+    try:
+        if len(tree) > SIZE_LIMIT:
+            raise ValueError(
+                f"its plain values have {len(tree):,} bytes, and readers take {SIZE_LIMIT:,}"
+            )
+        decode(tree, lenient=True, opaque=True, file="the index")
+    except (CheckpointCorrupt, ValueError) as error:
+        raise UnsupportedValue(
+            f"component {key!r} could not be read back, so it is not saved: {error}", component=key
+        ) from None
+
+
+def _readable(index: Index) -> bytes:
+    """The bytes of an index, after what every reader does with them. Raises InvalidState."""
+    encoded = index.encode()
+    try:
+        if len(encoded) > SIZE_LIMIT:
+            raise ValueError(f"it has {len(encoded):,} bytes, and readers take {SIZE_LIMIT:,}")
+        found = Index.decode(encoded, index_file_name(index.writer))
+        if found.file_digests() != index.file_digests():
+            raise ValueError("it says other digests than those of the files")
+    except (CheckpointCorrupt, ValueError) as error:
+        name = index_file_name(index.writer)
+        raise InvalidState(
+            f"{name} could not be read back, so it is not published: {error}"
+        ) from None
+    return encoded

@@ -24,7 +24,7 @@ from ckptcore import (
     scan_root,
 )
 from ckptcore.format.manifest import CheckpointManifest, check_readable
-from ckptcore.saving import receipt
+from ckptcore.saving import plan
 from ckptcore.testing.ranks import run_ranks
 
 
@@ -122,7 +122,7 @@ def test_no_path_publishes_a_manifest_that_it_has_not_decoded(
         with CheckpointManager(folder, comm=comm, storage_mode=mode) as ckpt:
             ckpt.save(1, state(1.0))
             with comm.round("go on"):
-                monkeypatch.setattr(receipt, "ComponentManifest", lying)
+                monkeypatch.setattr(plan, "ComponentManifest", lying)
             try:
                 ckpt.save(1, state(2.0), overwrite=True)
             except CheckpointError as error:
@@ -130,7 +130,7 @@ def test_no_path_publishes_a_manifest_that_it_has_not_decoded(
             live = state(0.0)
             return type(failed), str(failed), ckpt.restore(live).step, live["m"]["a"].item()
 
-    made = receipt.ComponentManifest
+    made = plan.ComponentManifest
 
     def lying(*args: Any, **facts: Any) -> Any:
         return made(*args, **{**facts, "tensors": -1})
@@ -147,8 +147,8 @@ def test_an_index_is_decoded_before_it_is_written(
 ) -> None:
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.save(1, state(1.0))
-        made = receipt.TensorEntry
-        monkeypatch.setattr(receipt, "TensorEntry", lambda number, *rest: made(-1, *rest))
+        made = plan.TensorEntry
+        monkeypatch.setattr(plan, "TensorEntry", lambda number, *rest: made(-1, *rest))
         with pytest.raises(InvalidState, match=r"index\.rank00000"):
             ckpt.save(1, state(2.0), overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
