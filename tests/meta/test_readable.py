@@ -108,7 +108,7 @@ OLD_WORDS: dict[str, int] = {
     "tell": 16,
     "together": 8,
     "told": 19,
-    "truth": 2,
+    "truth": 0,
 }
 OLD_WORDS_IN_DEFINITIONS: dict[str, int] = {
     "copies": 6,
