@@ -987,9 +987,9 @@ def _check_manifest(request: SaveRequest, components: Sequence[StateComponent]) 
     check_readable(manifest.encode(), "a manifest with what this save was given")
 
 
-def _private(what: str, document: dict[Any, Any]) -> dict[str, Any]:
+def _private(name: str, document: dict[Any, Any]) -> dict[str, Any]:
     """A copy of what goes into a manifest."""
-    return private_json(what, document) if document else {}
+    return private_json(name, document) if document else {}
 
 
 def _dict(name: str, value: Any) -> dict[Any, Any]:
