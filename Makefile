@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: env demo test stress bench docs lint clean
+.PHONY: env demo test test-installed stress bench docs lint clean
 
 env: $(STAMP)
 
@@ -17,6 +17,18 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m 'not stress'
+
+# A wheel in an environment of its own, which has nothing that the engine does not ask for.
+test-installed: $(STAMP)
+	rm -rf build/wheel build/installed
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w build/wheel .
+	$(PYTHON) -m venv build/installed
+	build/installed/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build/wheel/*.whl
+	build/installed/bin/python tests/installed.py alone
+	# From elsewhere, so that the types are the wheel's and not those of the checkout.
+	cd build && ../$(BIN)/mypy --config-file= --strict --python-executable installed/bin/python ../tests/installed.py
+	build/installed/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls build/wheel/*.whl)[cli,trainers]"
+	build/installed/bin/python tests/installed.py whole
 
 stress: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m stress -rP

@@ -1,3 +1,3 @@
-"""The version of this package, for manifests; pyproject.toml has the same."""
+"""The version of this package: pyproject.toml and the manifests take it from here."""
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-STORAGE, INTERRUPTED, BROKEN_PIPE = 4, 130, 141
+USAGE, STORAGE, INTERRUPTED, BROKEN_PIPE = 2, 4, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("ckpt: interrupted\n")
         return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        sys.stderr.write(
+            f"ckpt: the package {error.name} is missing: pip install 'ckptcore[cli]'\n"
+        )
+        return USAGE
     except OSError as error:
         # Standard output cannot be written. Python flushes it once more at exit; give that
         # somewhere to go.

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import xxhash
-from typing_extensions import Buffer
 
 __all__ = [
     "CHUNK_BYTES",
@@ -23,6 +22,8 @@ __all__ = [
     "content_digest",
     "content_hash",
 ]
+
+Buffer = bytes | bytearray | memoryview
 
 CHUNK_BYTES = 4 * 1024 * 1024
 DIGEST_BYTES = 8
