@@ -360,7 +360,6 @@ ALL: list[Measure] = [
     run_plan,
     run_validate,
     run_inspect,
-    run_command,
 ]
 ON_GPU: list[Measure] = [run_save, run_load, run_stall, run_cost, run_background, run_memory]
 
