@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +94,7 @@ def train(
     trainer.begun = True
     norms = {}
     for step in range(trainer.state.global_step + 1, to + 1):
+        trainer.fire("on_step_begin")
         backward(model, step)
         trainer.fire("on_pre_optimizer_step")
         norms[step] = {
@@ -124,51 +125,31 @@ def test_gradients_are_taken_at_the_steps_of_evaluations(
     assert [(r["global_step"], r["epoch"]) for r in records] == [(3, 0.3), (6, 0.6)]
     for record in records:
         assert record["grad_norms"] == pytest.approx(norms[record["global_step"]])
-    trainer.evaluate(eval_loss=1.0)  # nothing was taken for it
+    trainer.evaluate(eval_loss=1.0)  # at step 7, where none was due
+    trainer.evaluate(eval_loss=1.0)  # nor is there anything new to say
     checkpoint = trainer.save()
     train(trainer, model, 9, 3)
-    assert [r["global_step"] for r in norm_records(tmp_path / "logs", "gradient_norms.json")] == [
-        3,
-        6,
-        9,
-    ]
+    (*_, late, _) = records_after = norm_records(tmp_path / "logs", "gradient_norms.json")
+    assert [r["global_step"] for r in records_after] == [3, 6, 7, 9]
+    assert late["grad_norms"] == pytest.approx(norms[7])
     resumed = FakeTrainer([GradNormLogger()], tmp_path / "logs", model=model)
     resumed.restore(checkpoint)
     resumed.fire("on_train_begin")
-    assert norm_records(tmp_path / "logs", "gradient_norms.json") == records
+    assert norm_records(tmp_path / "logs", "gradient_norms.json") == [*records, late]
 
 
-@pytest.mark.parametrize(
-    ("args", "steps"),
-    [
-        ({"eval_strategy": "epoch"}, [5, 8]),
-        ({"eval_strategy": "no", "eval_on_save": True, "save_strategy": "steps"}, [4, 8]),
-        ({"eval_strategy": "steps", "eval_delay": 5}, [6, 8]),
-        ({"eval_strategy": "no"}, [7, 8]),
-    ],
-)
-def test_the_step_before_an_evaluation(
-    args: dict[str, Any], steps: list[int], tmp_path: Path
-) -> None:
-    callback = GradNormLogger()
+def test_the_gradients_of_a_step_are_let_go_before_the_next(tmp_path: Path) -> None:
     model = model_of()
-    trainer = FakeTrainer([callback], tmp_path / "logs", model=model, **args)
-    trainer.state.eval_steps, trainer.state.save_steps, trainer.state.max_steps = 2, 4, 8
+    trainer = FakeTrainer([GradNormLogger()], tmp_path / "logs", model=model)
     trainer.fire("on_train_begin")
-    taken = []
-    for step in range(1, 9):
-        backward(model, step)
-        trainer.control.should_evaluate = (
-            args == {"eval_strategy": "no"} and step == 7
-        )  # somebody asked for it
-        trainer.fire(
-            "on_pre_optimizer_step", train_dataloader=SimpleNamespace(epoch_ended=step == 5)
-        )
-        if callback._captured is not None:
-            taken.append(step)
-            callback._captured = None
-        trainer.state.global_step = step
-    assert taken == steps
+    for ending in ("on_step_begin", "on_train_end"):
+        backward(model, 1)
+        trainer.fire("on_pre_optimizer_step")
+        held = weakref.ref(model[0].weight.grad)  # type: ignore[arg-type]
+        model.zero_grad()
+        assert held() is not None
+        trainer.fire(ending)
+        assert held() is None
 
 
 def test_without_gradients_and_without_a_directory(

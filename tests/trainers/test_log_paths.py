@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ckpt_trainers import checkpoints, records
 from ckpt_trainers.callbacks import ResumableSummaryWriter, read_json_array
-from ckpt_trainers.callbacks.json_log import ResumableJsonFile
+from ckpt_trainers.callbacks.json_log import JsonRecords
 from ckpt_trainers.callbacks.log_paths import path_in_root
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,7 +125,7 @@ def test_what_a_crafted_checkpoint_names_is_ignored(
         def writer_state(self: Any) -> dict[str, Any]:
             return {"log_dir": str(outside), "place": named, "step": 2}
 
-        patch.setattr(ResumableJsonFile, "state_dict", json_state)
+        patch.setattr(JsonRecords, "state_dict", json_state)
         patch.setattr(ResumableSummaryWriter, "state_dict", writer_state)
         patch.setattr(checkpoints, "stored_logging_dir", lambda args, folder: named)
         tiny.trainer(**{**LOGGED, "max_steps": 2}).train()

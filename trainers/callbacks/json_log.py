@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from .log_paths import path_in_root, relative_to_root
 from .protocol import TrainerCallback, TrainerState
 
-__all__ = ["JsonArrayFile", "JsonLogger", "ResumableJsonFile", "plain", "read_json_array"]
+__all__ = ["JsonArrayFile", "JsonLogger", "JsonRecords", "plain", "read_json_array"]
 
 log = logging.getLogger(__name__)
 
@@ -144,32 +144,35 @@ def _later(record: Mapping[str, Any], step: int) -> bool:
     return isinstance(at, int | float) and at > step
 
 
-class ResumableJsonFile:
-    """A JsonArrayFile in the logging directory of a run, found again by a run that is resumed.
+class JsonRecords(TrainerCallback):
+    """A base for callbacks that write records to `<logging_dir>/<file_name>`, on rank 0.
 
-    A checkpoint names it relative to output_dir, or says that it lay outside: then it is looked for
-    in the logging_dir that the user gives again. Nothing else that a checkpoint says is believed.
+    A resumed run goes on in the file of its run, without what was written after the step of the
+    checkpoint. A checkpoint names it relative to output_dir, or says that it lay outside: then it
+    is looked for in the logging_dir that the user gives again. Nothing else that a checkpoint says
+    is believed.
     """
 
-    def __init__(self, file_name: str) -> None:
-        self.file_name = file_name
+    file_name: ClassVar[str]
+
+    def __init__(self) -> None:
         self._file: JsonArrayFile | None = None
         self.reset()
 
     def reset(self) -> None:
         """As new: nothing is open, nothing is to be found again."""
         self.close()
-        self.path: Path | None = None
+        self.path: Path | None = None  # of the file, once training has begun
         self._inside: str | None = None  # its path in output_dir
         self._last_step = -1
         self._held: dict[str, Any] | None = None
 
-    def open(self, args: Any, state: TrainerState, logging_dir: str | None) -> bool:
-        """On rank 0, when training begins. Whether it is a new file."""
-        if logging_dir is None:
-            return False
+    def on_train_begin(self, args: Any, state: TrainerState, trainer: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and trainer.logging_dir is not None:
+            self._open(Path(args.output_dir), state.global_step, trainer.logging_dir)
+
+    def _open(self, root: Path, step: int, logging_dir: str) -> None:
         held, self._held = self._held, None
-        root = Path(getattr(args, "output_dir", None) or ".")
         if held is not None:
             # A root that was moved or copied has the file of this run in it.
             named = held["place"]
@@ -180,10 +183,10 @@ class ResumableJsonFile:
             )
             if found is not None and not found.exists():
                 log.warning("the log %s is gone; a new one is started", found)
-            elif found is not None and self._start(found, root).reopen(state.global_step):
-                return False
+            elif found is not None and self._start(found, root).reopen(step):
+                return
         self._start(Path(logging_dir) / self.file_name, root).create()
-        return True
+        self.begin_file()
 
     def _start(self, path: Path, root: Path) -> JsonArrayFile:
         self.path = path.absolute()
@@ -191,16 +194,21 @@ class ResumableJsonFile:
         self._file = JsonArrayFile(self.path)
         return self._file
 
-    @property
-    def is_open(self) -> bool:
-        return self._file is not None
+    def begin_file(self) -> None:
+        """What a new file begins with."""
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def write(self, state: TrainerState, values: Mapping[str, Any]) -> None:
+        """A record of this step, where there is a file."""
         if self._file is not None:
-            self._file.append(record)
-            self._last_step = record.get("global_step", self._last_step)
+            at = {"global_step": state.global_step, "epoch": state.epoch}
+            self._file.append({"timestamp": time.time(), **at, **values})
+            self._last_step = state.global_step
+
+    def on_train_end(self, **kwargs: Any) -> None:
+        self.close()
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -212,76 +220,34 @@ class ResumableJsonFile:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
-        if (
-            state.get("written") or state.get("path") is not None
-        ):  # "path": as earlier versions said it
-            self._held = {
-                "written": True,
-                "place": state.get("place"),
-                "step": state.get("step", -1),
-            }
+        # "path": as earlier versions said it
+        if state.get("written") or state.get("path") is not None:
+            held = {"place": state.get("place"), "step": state.get("step", -1)}
+            self._held = {"written": True, **held}
 
     def resumed_elsewhere(self) -> None:
         """The checkpoint is one of another root: the file is not this run's."""
         self._held = None
 
 
-class JsonLogger(TrainerCallback):
-    """Writes every log and evaluation to `<logging_dir>/trainer_logs.json`, on rank 0.
+class JsonLogger(JsonRecords):
+    """Writes every log and evaluation to `<logging_dir>/trainer_logs.json`.
 
-    info: written as the first record of a new file. A resumed run goes on in its file, without what
-    was written after the step of the checkpoint.
+    info: written as the first record of a new file.
     """
 
+    file_name = "trainer_logs.json"
+
     def __init__(self, **info: Any) -> None:
+        super().__init__()
         self.info = info
-        self.file = ResumableJsonFile("trainer_logs.json")
 
-    @property
-    def path(self) -> Path | None:
-        """The file, once training has begun."""
-        return self.file.path
-
-    def on_train_begin(self, args: Any, state: TrainerState, trainer: Any, **kwargs: Any) -> None:
-        if (
-            state.is_world_process_zero
-            and self.file.open(args, state, trainer.logging_dir)
-            and self.info
-        ):
-            self.file.append({"timestamp": time.time(), "info": self.info})
-
-    def _write(self, state: TrainerState, values: Mapping[str, Any]) -> None:
-        if state.is_world_process_zero:
-            record = {
-                "timestamp": time.time(),
-                "global_step": state.global_step,
-                "epoch": state.epoch,
-            }
-            self.file.append({**record, **values})
+    def begin_file(self) -> None:
+        if self.info and self._file is not None:
+            self._file.append({"timestamp": time.time(), "info": self.info})
 
     def on_log(self, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        self._write(state, logs)
+        self.write(state, logs)
 
     def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        self._write(state, metrics)
-
-    def on_train_end(self, **kwargs: Any) -> None:
-        self.file.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-    def reset(self) -> None:
-        """As new."""
-        self.file.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.file.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.file.load_state_dict(state)
-
-    def resumed_elsewhere(self) -> None:
-        """The checkpoint is another run's: that one's file stays as it is."""
-        self.file.resumed_elsewhere()
+        self.write(state, metrics)

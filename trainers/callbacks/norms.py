@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from .json_log import ResumableJsonFile
-from .protocol import TrainerCallback, TrainerControl, TrainerState
+from .json_log import JsonRecords
+from .protocol import TrainerCallback, TrainerState
 
 __all__ = ["GradNormLogger", "ParameterNormLogger", "WeightNormLogger", "squared_norms"]
 
@@ -90,99 +89,49 @@ class WeightNormLogger(_Watcher):
             logs["weight_norm"] = squared_norms(list(model.parameters())).sum().sqrt().item()
 
 
-class _NormFile(_Watcher):
-    """One that writes a file of records."""
-
-    def __init__(self, file_name: str) -> None:
-        self.file = ResumableJsonFile(file_name)
+class _NormFile(JsonRecords, _Watcher):
+    """One that writes a file of records; it is off, without a word, where there is no folder."""
 
     def on_train_begin(self, args: Any, state: TrainerState, trainer: Any, **kwargs: Any) -> None:
         self._off = trainer.logging_dir is None
-        if state.is_world_process_zero:
-            self.file.open(args, state, trainer.logging_dir)
-
-    def on_train_end(self, **kwargs: Any) -> None:
-        self.file.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-    def reset(self) -> None:
-        """As new."""
-        self.file.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.file.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.file.load_state_dict(state)
-
-    def resumed_elsewhere(self) -> None:
-        """The checkpoint is another run's: that one's file stays as it is."""
-        self.file.resumed_elsewhere()
+        super().on_train_begin(args, state, trainer, **kwargs)
 
 
 class GradNormLogger(_NormFile):
     """Writes the norm of each parameter's gradient, as the optimizer got it, to
-    `<logging_dir>/gradient_norms.json` at every evaluation."""
+    `<logging_dir>/gradient_norms.json` at every evaluation, also one that nobody could foresee.
+
+    The gradients of a step are kept until the next one begins: that costs no time, and memory only
+    while training does not need it.
+    """
+
+    file_name = "gradient_norms.json"
 
     def __init__(self) -> None:
-        super().__init__("gradient_norms.json")
-        self._captured: tuple[int, float, list[str], Tensor] | None = None
+        super().__init__()
+        self._gradients: dict[str, Tensor] = {}
+
+    def on_step_begin(self, **kwargs: Any) -> None:
+        self._gradients = {}
 
     def on_pre_optimizer_step(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        train_dataloader: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, model: Any = None, **kwargs: Any
     ) -> None:
         if not self._off and getattr(args, "fuse_optim_with_backward", False):
             self._turn_off(state, "with fuse_optim_with_backward there are no gradients to look at")
-        if not self._takes_part(state, model) or not _evaluation_follows(
-            args, state, control, train_dataloader
-        ):
-            return
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        if found:
-            norms = squared_norms(list(found.values())).sqrt()
-            self._captured = state.global_step + 1, state.epoch, list(found), norms
+        if self._takes_part(state, model):
+            named = model.named_parameters()
+            self._gradients = {name: p.grad for name, p in named if p.grad is not None}
 
     def on_evaluate(self, state: TrainerState, **kwargs: Any) -> None:
-        captured, self._captured = self._captured, None
-        if captured is None or not state.is_world_process_zero:
-            return
-        step, epoch, names, norms = captured
-        self.file.append(
-            {
-                "timestamp": time.time(),
-                "global_step": step,
-                "epoch": state.epoch if step == state.global_step else epoch,
-                "grad_norms": dict(zip(names, norms.tolist(), strict=True)),
-            }
-        )
+        gradients, self._gradients = self._gradients, {}
+        if gradients:
+            norms = squared_norms(list(gradients.values())).sqrt().tolist()
+            self.write(state, {"grad_norms": dict(zip(gradients, norms, strict=True))})
 
-
-def _evaluation_follows(
-    args: Any, state: TrainerState, control: TrainerControl, loader: Any
-) -> bool:
-    """Whether an evaluation is due after the step that is being made."""
-    step = state.global_step + 1
-    # A loader that knows has read all batches of the step by now; one that does not know may be at
-    # its end.
-    at_the_end = bool(getattr(loader, "epoch_ended", True))
-    strategies = [(args.eval_strategy, state.eval_steps, getattr(args, "eval_delay", 0) or 0)]
-    if getattr(args, "eval_on_save", False):
-        strategies.append((getattr(args, "save_strategy", "no"), state.save_steps, 0))
-    due = [
-        (strategy == "steps" and period > 0 and step % period == 0 and step >= delay)
-        or (strategy == "epoch" and at_the_end)
-        for strategy, period, delay in strategies
-    ]
-    return any(due) or control.should_evaluate or step == state.max_steps
+    def on_train_end(self, **kwargs: Any) -> None:
+        self._gradients = {}
+        super().on_train_end(**kwargs)
 
 
 class ParameterNormLogger(_NormFile):
@@ -194,10 +143,12 @@ class ParameterNormLogger(_NormFile):
     first one.
     """
 
+    file_name = "parameter_norms.json"
+
     def __init__(
         self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10
     ) -> None:
-        super().__init__("parameter_norms.json")
+        super().__init__()
         self.log_norms = log_norms
         self.log_spectral_norms = log_spectral_norms
         self.power_iter_steps = power_iter_steps
@@ -208,11 +159,7 @@ class ParameterNormLogger(_NormFile):
         if not self._takes_part(state, model):
             return
         parameters = dict(model.named_parameters())
-        record: dict[str, Any] = {
-            "timestamp": time.time(),
-            "global_step": state.global_step,
-            "epoch": state.epoch,
-        }
+        record: dict[str, Any] = {}
         norms = squared_norms(list(parameters.values())).sqrt().tolist()
         found = dict(zip(parameters, norms, strict=True))
         if self.log_norms:
@@ -221,8 +168,7 @@ class ParameterNormLogger(_NormFile):
             record["spectral_norms"] = self._spectral_norms(
                 parameters, found, state.is_world_process_zero
             )
-        if state.is_world_process_zero:
-            self.file.append(record)
+        self.write(state, record)
 
     @torch.no_grad()
     def _spectral_norms(
