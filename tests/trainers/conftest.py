@@ -219,6 +219,7 @@ class Tiny:
             "train_dataset": Windows(samples),
             "eval_dataset": Windows(3, noisy=False),
             "compute_loss_func": next_byte_loss,
+            "processing_class": None,
             "callbacks": [*callbacks, *([] if notes is None else [notes])],
         }
         names = [

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .norms import GradNormLogger as GradNormLogger
     from .norms import ParameterNormLogger as ParameterNormLogger
     from .norms import WeightNormLogger as WeightNormLogger
+    from .profiler import ProfilerCallback as ProfilerCallback
     from .progress import ProgressCallback as ProgressCallback
     from .protocol import CallbackHandler as CallbackHandler
     from .protocol import TrainerCallback as TrainerCallback
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .stopping import EarlyStopping as EarlyStopping
     from .tensorboard import ResumableSummaryWriter as ResumableSummaryWriter
     from .tensorboard import TBLogger as TBLogger
+    from .textgen import TextgenCallback as TextgenCallback
 
 _HOMES = {
     "CallbackHandler": "protocol",
@@ -42,9 +44,11 @@ _HOMES = {
     "JsonLogger": "json_log",
     "ParameterNormLogger": "norms",
     "PeakMemory": "memory",
+    "ProfilerCallback": "profiler",
     "ProgressCallback": "progress",
     "ResumableSummaryWriter": "tensorboard",
     "TBLogger": "tensorboard",
+    "TextgenCallback": "textgen",
     "TrainerCallback": "protocol",
     "TrainerControl": "protocol",
     "TrainerControlCallback": "control",

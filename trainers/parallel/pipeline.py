@@ -355,6 +355,35 @@ class PipelineTrainer(RanksTrainer):
     def reduce(self, values: Sequence[Any]) -> list[float]:
         return [float(value) for value in values]  # the same on all ranks
 
+    @torch.no_grad()
+    def pipeline_generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        **sampling: Any,
+    ) -> Tensor:
+        """The tokens (texts x length) and what the model adds to them, on every rank; called on all
+        of them with the same values. sampling: of `next_tokens`."""
+        ids, ended = input_ids, torch.zeros(len(input_ids), dtype=torch.bool, device=self.device)
+        for _ in range(max_new_tokens):
+            with self.computing(training=False):
+                outputs = self.stages.forward(self.stages.modules, [(ids, {})])
+            chosen = torch.empty(len(ids), dtype=ids.dtype, device=self.device)
+            for output in outputs:
+                logits = output if isinstance(output, Tensor) else output.logits
+                chosen = next_tokens(logits[:, -1], ids, **sampling)
+                if pad_token_id is not None:
+                    chosen = chosen.masked_fill(ended, pad_token_id)
+            dist.broadcast(chosen, self.stages.place[-1])
+            ids = torch.cat([ids, chosen[:, None]], dim=1)
+            if eos_token_id is not None:
+                ended |= chosen == eos_token_id
+                if bool(ended.all()):
+                    break
+        return ids
+
     # State.
 
     def model_components(self) -> list[StateComponent]:
@@ -371,6 +400,29 @@ class PipelineTrainer(RanksTrainer):
 
     def export_state(self) -> dict[str, Tensor]:
         return self.stages.gather()
+
+
+def next_tokens(
+    logits: Tensor,
+    ids: Tensor,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
+    """One token for each text, as transformers choose it: logits of tokens that are in `ids`
+    already are made smaller, then comes the largest, or one drawn among the top_k largest."""
+    logits = logits.float()
+    known = logits.gather(1, ids)
+    known = torch.where(known < 0, known * repetition_penalty, known / repetition_penalty)
+    logits = logits.scatter(1, ids, known)
+    if not do_sample:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1)[:, 0]
 
 
 def _no_loss(*_: Any) -> Tensor:

@@ -20,7 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from ckpt_trainers.arguments import GPTArguments, InvalidArgument
-from ckpt_trainers.callbacks import TrainerControlCallback
+from ckpt_trainers.callbacks import (
+    GradNormLogger,
+    JsonLogger,
+    ProfilerCallback,
+    ResumableSummaryWriter,
+    TBLogger,
+    TextgenCallback,
+    TrainerControlCallback,
+)
 from ckpt_trainers.model import ByteGPT, next_byte_loss
 from ckpt_trainers.parallel.accel import AccelTrainer
 from ckpt_trainers.parallel.ddp import DDPTrainer
@@ -48,6 +56,13 @@ def warm_up() -> None:
     import_module("torch._dynamo")
     import_module("ckptcore.manager")
     import_module("accelerate")
+
+
+def prepare(program: str) -> None:
+    """Before the ranks of a program are forked: what takes seconds and this one alone needs."""
+    if program == "recorded":
+        import_module("torch.utils.tensorboard")
+        import_module("texts").warm_up()
 
 
 def join(rank: int, world: int, listens: socket.socket) -> None:
@@ -478,3 +493,66 @@ def controlled(kind: str, args: dict[str, Any], at: dict[str, list[str]]) -> dic
         "by": trainer.state.stop_requested_by,
         "events": sends.events,
     }
+
+
+class Dies:
+    """The end of all ranks at the beginning of a step, as a kill is one."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+
+    def on_step_begin(self, state: Any, **_: Any) -> None:
+        if state.global_step == self.at:
+            dist.barrier()  # what the others have begun is done
+            os._exit(0)
+
+
+def recorded(
+    kind: str,
+    args: dict[str, Any],
+    die_at: int | None = None,
+    texts: dict[str, Any] | None = None,
+    silent: bool = False,
+) -> dict[str, Any]:
+    """A run with the callbacks that write files, into its output_dir. texts: what TextgenCallback
+    gets; silent: without any of them."""
+    folder = Path(args["output_dir"])
+    writer = ResumableSummaryWriter(str(folder / "tb"))
+    what: dict[str, Any] = {"callbacks": [Dies(die_at)]}
+    if not silent:
+        what["callbacks"] += [
+            *[GradNormLogger(), JsonLogger(), TBLogger(writer), writer],
+            ProfilerCallback(2, 1, str(folder / "profiles"), with_stack=False),
+        ]
+    if texts is not None:
+        talk = import_module("texts")
+        what["processing_class"] = talk.Letters()
+        if kind in ("single", "ddp", "fsdp2"):
+            what |= {"processing_class": talk.tokenizer(), "model_init": talk.language_model}
+            what["compute_loss_func"] = None
+            args = {"fsdp2": {"transformer_layers_path": "transformer.h"}, **args}
+            args = args if kind == "fsdp2" else {n: v for n, v in args.items() if n != "fsdp2"}
+        if not silent:
+            what["callbacks"].insert(0, TextgenCallback(writer, **texts))
+    trainer = trainer_of(kind, {"logging_dir": str(folder / "logs"), **args}, **what)
+    result = trainer.train()
+    return {"from": result.resumed_from, "steps": trainer.noted.steps}
+
+
+def continued(checkpoint: str, prompts: list[str], count: int, penalty: float) -> list[str]:
+    """What the whole model of a checkpoint adds to prompts, by the letter of the definition."""
+    whole = model().eval()
+    with CheckpointManager(Path(checkpoint).parent) as checkpoints:
+        checkpoints.load({"model": whole}, checkpoint)
+    found = []
+    for prompt in prompts:
+        ids = list(prompt.encode())
+        for _ in range(count):
+            logits = whole(torch.tensor([ids])).logits[0, -1].tolist()
+            for token in set(ids):
+                logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+            ids.append(max(range(len(logits)), key=logits.__getitem__))
+            if ids[-1] == 255:
+                break
+        found.append(f"{prompt} [START] {bytes(ids[len(prompt) :]).hex()}")
+    return found

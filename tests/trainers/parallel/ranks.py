@@ -48,6 +48,7 @@ def child(order: dict[str, Any], rank: int, made: socket.socket, answer: int) ->
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
+    programs.prepare(order["program"])
     made = listener()
     ranks: dict[int, tuple[int, int]] = {}
     for rank in range(order["world"]):
