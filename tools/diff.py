@@ -229,7 +229,7 @@ def describe(document: dict[str, Any]) -> list[Block]:
         blocks += tensor_table(document["tensors"])
     if document["values"]:
         rows: list[list[Cell | str]] = [
-            [_name(item, item["path"]), _side(item, "a"), _side(item, "b")]
+            [named(item, item["path"]), _side(item, "a"), _side(item, "b")]
             for item in document["values"][:SHOWN]
         ]
         columns = [Column("value"), Column(f"step {a['step']}"), Column(f"step {b['step']}")]
@@ -263,7 +263,7 @@ def tensor_table(tensors: list[dict[str, Any]]) -> list[Block]:
     for item in tensors[:SHOWN]:
         change = item["change"].replace("_", " ")
         change += f" -> {item['to']}" if "to" in item else ""
-        row: list[Cell | str] = [_name(item, item["name"]), change, item["dtype"]]
+        row: list[Cell | str] = [named(item, item["name"]), change, item["dtype"]]
         row.append("?" if item["changed_bytes"] is None else size(item["changed_bytes"]))
         if stats and "max_abs" in item:
             row += [str(item["items_differ"]), render.number(item["max_abs"])]
@@ -278,7 +278,7 @@ def _more(total: int) -> list[Block]:
     return [Line(f"  ... and {total - SHOWN} more: --json has all")] if total > SHOWN else []
 
 
-def _name(item: dict[str, Any], path: str) -> str:
+def named(item: dict[str, Any], path: str) -> str:
     of = "" if item["of"] in ("all ranks",) else f" ({item['of']})"
     return f"{item['component']}/{path}{of}"
 

@@ -15,17 +15,18 @@ from typing import Any
 from ckptcore import CheckpointInfo, KeepBest, StorageError, kept_by, restore_candidates
 
 from . import facts, render
-from .diff import compared, summary
+from .diff import compared, named, summary
 from .failures import not_found
 from .inspection import by_module, extents, written_by
 from .lookup import opened, resolve, scan, split, subject_of
-from .render import Line, Report, moment, printable, size, status_cell
+from .render import Line, Report, count, moment, printable, size, status_cell
 from .subject import Options, Subject
 
 WIDTH, HEIGHT = 960.0, 360.0  # of the treemap and, but for their height, of charts
-TILES = 400  # the smallest modules are drawn together
-ROWS = 60
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
+TILES = 60  # of a component: the smallest modules are drawn together
+ROWS = 24
+# Dark enough for white letters on them (WCAG AA), and of much the same lightness.
+COLOURS = ("#3b6ea5", "#b3541e", "#3f7d3a", "#8a4f8f", "#b23a48", "#2a7f7f", "#7a5c3e", "#666a70")
 
 Box = tuple[float, float, float, float]  # left, top, width, height
 
@@ -75,22 +76,36 @@ def gathered(subject: Subject, entries: list[CheckpointInfo]) -> dict[str, Any]:
     """All that the page shows."""
     assert subject.view is not None
     manifest = subject.view.manifest
-    tensors = [facts.tensor(info) for info in subject.view.tensors()]
+    keys = {k + copy.label: k for k in manifest.components for copy in manifest.copies(k)}
+    tensors = [
+        facts.tensor(info) | {"component": keys[info.component]} for info in subject.view.tensors()
+    ]
     names = sorted({name for info in entries for name in info.metrics})
     rules = {
-        f"best {name} ({mode})": KeepBest(name, mode) for name in names for mode in ("min", "max")
+        **{f"lowest {name}": KeepBest(name, "min") for name in names},
+        **{f"highest {name}": KeepBest(name, "max") for name in names},
     }
     kept = kept_by(entries, rules, manifest.run_id) if entries else {}
     return {
         "checkpoint": subject.document(),
         "components": facts.components(manifest, extents(subject.view)),
-        "modules": by_module(tensors, 2),
+        "modules": modules_of(tensors),
         "ranks": written_by(manifest),
         "entries": [
             facts.entry(info, False) | {"kept": kept.get(info.name, [])} for info in entries
         ],
         "metrics": names,
     }
+
+
+def modules_of(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Totals by module, of each component as deep as there are not too many to be told apart."""
+    found: list[dict[str, Any]] = []
+    for key in dict.fromkeys(item["component"] for item in tensors):
+        mine = [item for item in tensors if item["component"] == key]
+        deeper = (by_module(mine, depth) for depth in (4, 3, 2))
+        found += next((rows for rows in deeper if len(rows) <= TILES), by_module(mine, 1))
+    return found
 
 
 # ---------------------------------------------------------------- drawing
@@ -144,9 +159,7 @@ def treemap(document: dict[str, Any]) -> str:
         if row["size_bytes"]:
             modules.setdefault(row["component"], []).append((row["module"], row["size_bytes"]))
     for item in document["components"]:
-        if item["values_bytes"] and not any(
-            key.partition(".rank")[0] == item["key"] for key in modules
-        ):
+        if item["values_bytes"] and item["key"] not in modules:
             modules[item["key"]] = [("plain values", item["values_bytes"])]
     if not modules:
         return "<p>no bytes</p>"
@@ -154,37 +167,58 @@ def treemap(document: dict[str, Any]) -> str:
         ((key, float(sum(n for _, n in rows))) for key, rows in modules.items()),
         key=lambda p: -p[1],
     )
-    parts = []
+    tiles, legend = [], []
     for number, (key, area) in enumerate(squarified(totals, (0, 0, WIDTH, HEIGHT))):
         rows = sorted(modules[key], key=lambda pair: -pair[1])
         if len(rows) > TILES:
             rows = [*rows[:TILES], ("others", sum(n for _, n in rows[TILES:]))]
         colour = COLOURS[number % len(COLOURS)]
+        total = size(sum(nbytes for _, nbytes in rows))
+        legend.append(f'<span><b style="background:{colour}"></b>{text(key)} {total}</span>')
         for (name, nbytes), tile in squarified([((n, b), float(b)) for n, b in rows], area):
             label = text(f"{key}/{name}: {size(nbytes)}")
             x, y, width, height = tile
-            parts.append(
+            tiles.append(
                 f'<g tabindex="0" role="img" aria-label="{label}"><title>{label}</title>'
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-                f'fill="{colour}"/>{_label(name if len(rows) > 1 else key, tile)}</g>'
+                f'fill="{colour}"/>{_label(name if len(rows) > 1 else key, tile)}'
+                f'<text class="tip" y="{HEIGHT + 17:.0f}">{label}</text></g>'
             )
-    view = f"0 0 {WIDTH:.0f} {HEIGHT:.0f}"
-    return f'<svg viewBox="{view}" aria-label="bytes by module">{"".join(parts)}</svg>'
+    view = f"0 0 {WIDTH:.0f} {HEIGHT + 24:.0f}"
+    found = [(f"{key}/{n}", b) for key, rows in modules.items() for n, b in rows]
+    largest = sorted(found, key=lambda row: -row[1])
+    listed = table(["module", "size>"], [[name, size(n)] for name, n in largest[:ROWS]])
+    return (
+        f'<p class="legend">{"".join(legend)}</p><div class="wide">'
+        f'<svg viewBox="{view}" aria-label="bytes by module">{"".join(tiles)}</svg></div>'
+        f"<details><summary>the same as a table</summary>{listed}{more(largest)}</details>"
+    )
 
 
 def _label(name: str, tile: Box) -> str:
     x, y, width, height = tile
-    letters = int(width / 7)
-    if height < 16 or letters < 3:
+    letters = int((width - 6) / 7)
+    if height < 16 or letters < 5:
         return ""
-    shown = name if len(name) <= letters else name[: letters - 1] + "…"
+    shown = name if len(name) <= letters else "…" + name[1 - letters :]
     return f'<text x="{x + 4:.1f}" y="{y + 13:.1f}">{text(shown)}</text>'
 
 
-def phases(timings: dict[str, float]) -> str:
-    most = max(timings.values(), default=0) or 1
-    rows = [[name, f"{value:.4g} s", _bar(value / most)] for name, value in timings.items()]
-    return table(["phase", "seconds", ""], rows, raw=(2,)) if rows else "<p>not recorded</p>"
+def phases(checkpoint: dict[str, Any]) -> str:
+    timings, nbytes = checkpoint["timings"], checkpoint["size_bytes"]
+    if not timings:
+        return "<p>the manifest says nothing of the seconds that the save took</p>"
+    most, took = max(timings.values()) or 1, sum(timings.values())
+    rows = [[name, f"{value:.3g} s", _bar(value / most)] for name, value in timings.items()]
+    rows.append(["together", f"{took:.3g} s", f"{size(round(nbytes / took))}/s" if took else ""])
+    note = "" if checkpoint["world_size"] == 1 else RANK_ZERO
+    return note + table(["phase", "seconds>", ""], rows, raw=(2,))
+
+
+RANK_ZERO = (
+    "<p>Of rank 0, which waits in each phase for the slowest rank: a manifest has no other rank's "
+    "seconds. The events of a save (<code>on_event</code>) have them, on each rank.</p>"
+)
 
 
 def _bar(part: float) -> str:
@@ -192,25 +226,31 @@ def _bar(part: float) -> str:
 
 
 def matrix(document: dict[str, Any]) -> str:
-    """Ranks that wrote the same are one row."""
+    """Ranks that follow one another and wrote the same, to the digits that are shown, are one
+    row."""
     keys = [item["key"] for item in document["components"]] + ["index"]
     most = max((n for row in document["ranks"] for n in row["components"].values()), default=1)
-    groups: list[tuple[list[int], dict[str, int]]] = []
+    groups: list[tuple[list[str], list[dict[str, Any]]]] = []
     for row in document["ranks"]:
-        if groups and groups[-1][1] == row["components"]:
-            groups[-1][0].append(row["rank"])
+        shown = [size(row["components"][k]) if k in row["components"] else "" for k in keys]
+        if groups and groups[-1][0] == shown:
+            groups[-1][1].append(row)
         else:
-            groups.append(([row["rank"]], row["components"]))
+            groups.append((shown, [row]))
     body = []
-    for ranks, written in groups:
+    for shown, members in groups:
+        written = members[0]["components"]
         cells = "".join(
-            f'<td style="--part:{(written.get(key, 0) / most) ** 0.5:.2f}" class="heat">'
-            f"{size(written[key]) if key in written else ''}</td>"
-            for key in keys
+            f'<td class="heat" style="--part:{(written.get(key, 0) / most) ** 0.5:.2f}">{cell}</td>'
+            for key, cell in zip(keys, shown, strict=True)
         )
-        body.append(f'<tr><th scope="row">{text(render.ranks(ranks))}</th>{cells}</tr>')
-    head = "".join(f'<th scope="col">{text(key)}</th>' for key in ["rank", *keys])
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+        ranks = render.ranks([row["rank"] for row in members]) + " each" * (len(members) > 1)
+        total = size(sum(row["size_bytes"] for row in members))
+        body.append(f'<tr><th scope="row">{ranks}</th>{cells}<td class="number">{total}</td></tr>')
+    names = "".join(f'<th scope="col" class="number">{text(key)}</th>' for key in [*keys, "total"])
+    head = f'<tr><th scope="col">rank</th>{names}</tr>'
+    rows = "".join(body)
+    return f'<div class="wide"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
 
 
 def curve(document: dict[str, Any], metric: str) -> str:
@@ -228,25 +268,29 @@ def curve(document: dict[str, Any], metric: str) -> str:
         return ""
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     wide, high = (max(xs) - min(xs)) or 1, (max(ys) - min(ys)) or 1
-    place = [
-        (20 + (x - min(xs)) / wide * (WIDTH - 40), 130 - (y - min(ys)) / high * 110)
+    at = [
+        (20 + (x - min(xs)) / wide * (WIDTH - 40), 120 - (y - min(ys)) / high * 100)
         for x, y in zip(xs, ys, strict=True)
     ]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in place)
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
     dots = []
-    for (x, y), (step, value, entry) in zip(place, points, strict=True):
-        best = any(metric in reason for reason in entry["kept"])
-        label = text(f"step {step}: {render.number(value)}{', best' if best else ''}")
+    for (x, y), (step, value, entry) in zip(at, points, strict=True):
+        marks = [reason for reason in entry["kept"] if reason.endswith(f" {metric}")]
+        marks += ["pinned"] * entry["pinned"]
+        label = text(", ".join([f"step {step}: {render.number(value)}", *marks]))
+        kind, radius = ("mark", 6) if marks else ("dot", 4)
         dots.append(
-            f'<circle tabindex="0" role="img" aria-label="{label}" cx="{x:.1f}" cy="{y:.1f}" '
-            f'r="{6 if best else 4}" class="{"best" if best else "dot"}">'
-            f"<title>{label}</title></circle>"
+            f'<g tabindex="0" role="img" aria-label="{label}"><title>{label}</title>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{kind}"/>'
+            f'<text class="tip" y="12" x="20">{label}</text></g>'
         )
     ends = f"{render.number(min(ys))} to {render.number(max(ys))}"
+    steps = f'<text x="20" y="146">step {min(xs)}</text>'
+    steps += f'<text x="{WIDTH - 20:.0f}" y="146" text-anchor="end">step {max(xs)}</text>'
     return (
-        f"<h3>{text(metric)} <small>{ends}</small></h3>"
-        f'<svg viewBox="0 0 {WIDTH:.0f} 150" aria-label="{text(metric)} by step">'
-        f'<polyline points="{line}"/>{"".join(dots)}</svg>'
+        f'<h3>{text(metric)} <small>{ends}</small></h3><div class="wide">'
+        f'<svg viewBox="0 0 {WIDTH:.0f} 150" class="curve" aria-label="{text(metric)} by step">'
+        f'<polyline points="{line}"/>{steps}{"".join(dots)}</svg></div>'
     )
 
 
@@ -255,15 +299,23 @@ def text(value: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], raw: tuple[int, ...] = ()) -> str:
-    """raw: columns that are markup already."""
-    top = "".join(f'<th scope="col">{text(name)}</th>' for name in head)
+    """head: names of columns, those of numbers with a ">". raw: columns that are markup already."""
+    kinds = [' class="number"' if name.endswith(">") else "" for name in head]
+    top = "".join(
+        f'<th scope="col"{kind}>{text(name.rstrip(">"))}</th>'
+        for kind, name in zip(kinds, head, strict=True)
+    )
     body = "".join(
         "<tr>"
-        + "".join(f"<td>{c if n in raw else text(c)}</td>" for n, c in enumerate(row))
+        + "".join(
+            f"<td{kind}>{cell if n in raw else text(cell)}</td>"
+            for n, (kind, cell) in enumerate(zip(kinds, row, strict=True))
+        )
         + "</tr>"
         for row in rows
     )
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    head_row = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    return f'<div class="wide"><table>{head_row}<tbody>{body}</tbody></table></div>'
 
 
 def more(rows: list[Any]) -> str:
@@ -281,18 +333,14 @@ def changes(document: dict[str, Any]) -> str:
         ["component", "change"], [[item["key"], summary(item)] for item in found["components"]]
     )
     tensors = [
-        [f"{t['component']}/{t['name']}", t["change"], size(t["changed_bytes"])]
-        for t in found["tensors"]
+        [named(t, t["name"]), t["change"], size(t["changed_bytes"])] for t in found["tensors"]
     ]
-    values = [
-        [f"{v['component']}/{v['path']}", str(v["a"])[:80], str(v["b"])[:80]]
-        for v in found["values"]
-    ]
+    values = [[named(v, v["path"]), str(v["a"])[:80], str(v["b"])[:80]] for v in found["values"]]
     parts = [since, components]
     if tensors:
         parts.append(
             f"<details><summary>{len(tensors)} tensors</summary>"
-            f"{table(['tensor', 'change', 'bytes'], tensors[:ROWS])}{more(tensors)}</details>"
+            f"{table(['tensor', 'change', 'bytes>'], tensors[:ROWS])}{more(tensors)}</details>"
         )
     if values:
         parts.append(
@@ -318,21 +366,33 @@ def run_table(document: dict[str, Any]) -> str:
                 ", ".join(entry["kept"]),
             ]
         )
-    head = ["step", "name", "status", "size", "created", "run", "metrics", "kept as"]
+    head = ["step>", "name", "status", "size>", "created", "run", "metrics", "stands out as"]
     return table(head, rows) if rows else "<p>it lies alone</p>"
 
 
 STYLE = """
-:root{color-scheme:light dark}body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:
-62rem;padding:0 1rem}h1{margin-bottom:.2rem}h2{margin-top:2rem;border-bottom:1px solid #8886}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}td,th{text-align:left;
-padding:.2rem .6rem .2rem 0;border-bottom:1px solid #8883;vertical-align:top;overflow-wrap:anywhere}
-svg{width:100%;height:auto}svg text{font-size:11px;fill:#fff;pointer-events:none}rect{stroke:#fff}
-g:focus rect,circle:focus{stroke:#000;stroke-width:3;outline:none}polyline{fill:none;stroke:#4c78a8;
-stroke-width:2}.dot{fill:#4c78a8}.best{fill:#e45756}.bar{display:inline-block;height:.8em;
-background:#4c78a8}.heat{background:rgb(76 120 168/var(--part))}nav a{margin-right:1rem}
-small{font-weight:normal;opacity:.7}td .bar{min-width:1px}td:last-child{min-width:6rem}
-@media print{body{margin:0;max-width:none}nav{display:none}section{break-inside:avoid}
+:root{color-scheme:light dark;--line:#8884;--mark:#d03b4d;--ink:#3b6ea5}
+@media(prefers-color-scheme:dark){:root{--ink:#7fb0e6;--mark:#ff7b89}}
+body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem}
+h1{margin-bottom:.2rem;overflow-wrap:anywhere}
+h2{margin-top:2rem;border-bottom:1px solid var(--line)}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}
+td,th{text-align:left;padding:.2rem .9rem .2rem 0;border-bottom:1px solid var(--line);
+vertical-align:top;overflow-wrap:break-word;max-width:32rem}th{white-space:nowrap}
+.number,.heat{text-align:right;white-space:nowrap}
+.heat{background:rgb(59 110 165/calc(var(--part)*.6));padding:.2rem .6rem}
+svg{width:100%;min-width:40rem;height:auto;display:block}svg text{font-size:11px;fill:#fff}
+svg text{pointer-events:none}.curve text,svg .tip{fill:currentColor}svg .tip{display:none}
+svg .tip{font-size:13px}g:focus .tip,g:hover .tip{display:block}rect{stroke:Canvas;stroke-width:1.5}
+g:focus{outline:none}g:focus rect,g:focus circle{stroke:CanvasText;stroke-width:3}
+polyline{fill:none;stroke:var(--ink);stroke-width:2}.dot{fill:var(--ink)}.mark{fill:var(--mark)}
+.bar{display:inline-block;height:.8em;background:var(--ink);min-width:1px}td:has(.bar){width:50%}
+.legend span{margin-right:1.2rem;white-space:nowrap}summary{cursor:pointer;margin:.4rem 0}
+.legend b{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
+nav a{margin-right:1rem;white-space:nowrap}nav{line-height:1.9}small{font-weight:normal;opacity:.7}
+@media print{body{margin:0;max-width:none;font-size:12px}nav,summary{display:none}h2,h3
+{break-after:avoid}tr,svg{break-inside:avoid}.wide{overflow:visible}svg{min-width:0}
+details::details-content{content-visibility:visible!important;block-size:auto!important}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 """
 
@@ -346,7 +406,7 @@ def html(document: dict[str, Any]) -> str:
         ("run", checkpoint["run_id"]),
         ("created", moment(checkpoint["created"]).text),
         ("size", f"{size(checkpoint['size_bytes'])} in {checkpoint['files']} files"),
-        ("ranks", f"{checkpoint['world_size']} on {len(checkpoint['nodes'])} nodes"),
+        ("ranks", f"{checkpoint['world_size']} on {count(len(checkpoint['nodes']), 'node')}"),
         ("versions", ", ".join(f"{k} {v}" for k, v in checkpoint["versions"].items())),
     ]
     components = [
@@ -361,17 +421,17 @@ def html(document: dict[str, Any]) -> str:
         ]
         for item in document["components"]
     ]
-    columns = ["component", "pattern", "dtype", "tensors", "size", "copies", "written by ranks"]
+    columns = ["component", "pattern", "dtype", "tensors>", "size>", "copies>", "written by ranks"]
     curves = "".join(curve(document, metric) for metric in document["metrics"])
     sections = [
         ("components", "Components", table(columns, components)),
         ("bytes", "Bytes by component and module", treemap(document)),
         ("ranks", "Who wrote what", matrix(document)),
-        ("phases", "Phases of the save", phases(checkpoint["timings"])),
+        ("phases", "Phases of the save", phases(checkpoint)),
         ("changes", "What changed", changes(document)),
         ("run", "The run", curves + run_table(document)),
     ]
-    nav = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
+    nav = " ".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
     body = "".join(
         f'<section id="{key}"><h2>{title}</h2>{content}</section>'
         for key, title, content in sections

@@ -192,7 +192,7 @@ def test_the_page_is_whole_and_alone(ckpt: Ckpt, root: Path, tmp_path: Path) -> 
     assert "loss" in text and "since checkpoint-20 (step 20)" in text and "run-a" in text
     focusable = [attrs for tag, attrs in page.tags if attrs.get("tabindex") == "0"]
     assert focusable and all(attrs["aria-label"] for attrs in focusable)
-    assert sum("best" in (a.get("aria-label") or "") for t, a in page.tags if t == "circle") >= 1
+    assert sum("lowest loss" in (a.get("aria-label") or "") for t, a in page.tags if t == "g") == 1
     assert not list(tmp_path.glob("*.partial-*"))
 
 
