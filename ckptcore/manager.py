@@ -34,7 +34,7 @@ from .catalog.catalog import (
     Location,
     best_of,
     candidates,
-    choice,
+    commit_to_load,
     committed,
     entry,
     find,
@@ -73,8 +73,7 @@ from .state.component import as_components, process_groups_of
 from .storage.base import Storage
 from .storage.opening import open_storage
 from .storage.urls import masked_url
-from .tiers.root import checked_tiers, open_catalog
-from .tiers.uploads import Tier
+from .tiers.uploads import Tier, checked_tiers, open_catalog
 
 __all__ = ["CheckpointManager"]
 
@@ -455,7 +454,7 @@ class CheckpointManager:
         self._scanned = infos
         which = checked_which(step)
         named = isinstance(step, str) and step.startswith("checkpoint-")
-        return choice(infos, entry(infos, step) if named else self._chosen(infos, which))
+        return commit_to_load(infos, entry(infos, step) if named else self._chosen(infos, which))
 
     def _to_restore(self, infos: Checkpoints) -> Any:
         self._scanned = infos
@@ -663,7 +662,7 @@ class CheckpointManager:
         return best_of(found.infos, self._run_id or found.run, rule)
 
     def _entries(self) -> Entries:
-        return self._entries_together() if self._domains.asks_together else self._domains.entries()
+        return self._entries_together() if self._domains.in_rounds else self._domains.entries()
 
     @one_call("look")
     def _entries_together(self) -> Entries:

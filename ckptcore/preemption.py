@@ -84,10 +84,10 @@ class PreemptionGuard:
         self._pid = os.getpid()
         self.signals, self.repeat_after = signals, repeat_after
         self.signaled = False
-        self._told = False
+        self._posted = False
         self._stop_at: int | None = None
         self._before: dict[int, Any] = {}
-        self._seen: dict[int, float] = {}
+        self._caught_at: dict[int, float] = {}
 
     def __enter__(self) -> PreemptionGuard:
         for number in self.signals:
@@ -132,9 +132,9 @@ class PreemptionGuard:
 
     def _agreed(self, comm: BoardCommunicator, board: Board, step: int) -> bool:
         board.put(f"step/{comm.rank}", b"%d" % step)
-        if self.signaled and not self._told:
+        if self.signaled and not self._posted:
             board.put("signal", b"%d" % comm.rank)
-            self._told = True
+            self._posted = True
         if self._stop_at is None and comm.rank == 0 and board.get("signal") is not None:
             board.put("stop", PENDING)
             steps = [int(board.get(f"step/{rank}") or b"0") for rank in range(comm.world_size)]
@@ -173,7 +173,7 @@ class PreemptionGuard:
             return
         now = time.monotonic()
         if (
-            now - self._seen.setdefault(number, now) > self.repeat_after
+            now - self._caught_at.setdefault(number, now) > self.repeat_after
         ):  # asked again: as if nobody had been here
             before = self._before.get(number, signal.SIG_DFL)
             signal.signal(number, before)

@@ -45,7 +45,7 @@ def pin_checkpoint(url: Url, storage_options: Options = None) -> None:
 
     Raises CheckpointNotFound, CheckpointCorrupt, StorageError.
     """
-    pin_folder(*_there(url, storage_options))
+    pin_folder(*_checked(url, storage_options))
 
 
 def unpin_checkpoint(url: Url, storage_options: Options = None) -> None:
@@ -56,7 +56,7 @@ def unpin_checkpoint(url: Url, storage_options: Options = None) -> None:
 
     Raises CheckpointNotFound, CheckpointCorrupt, StorageError.
     """
-    unpin_folder(*_there(url, storage_options))
+    unpin_folder(*_checked(url, storage_options))
 
 
 def delete_checkpoint(url: Url, storage_options: Options = None, *, damaged: bool = False) -> None:
@@ -70,7 +70,7 @@ def delete_checkpoint(url: Url, storage_options: Options = None, *, damaged: boo
 
     Raises InvalidState for a pinned one, CheckpointNotFound, CheckpointCorrupt, StorageError.
     """
-    storage, name = _place(url, storage_options)
+    storage, name = _location(url, storage_options)
     if not damaged:
         read_manifest(storage, name)
         delete_folder(storage, name)
@@ -190,12 +190,12 @@ def sweep_root(url: Url, storage_options: Options = None) -> tuple[list[str], li
     return sweep(storage, scan(storage), "", failed.append), failed
 
 
-def _place(url: Url, options: Options) -> tuple[Storage, str]:
+def _location(url: Url, options: Options) -> tuple[Storage, str]:
     around, name = split_url(os.fspath(url))
     return open_storage(around, options), name
 
 
-def _there(url: Url, options: Options) -> tuple[Storage, str]:
-    storage, name = _place(url, options)
+def _checked(url: Url, options: Options) -> tuple[Storage, str]:
+    storage, name = _location(url, options)
     read_manifest(storage, name)
     return storage, name

@@ -56,7 +56,7 @@ __all__ = [
     "surplus",
     "within",
     "candidates",
-    "choice",
+    "commit_to_load",
     "copies",
     "entry",
     "find",
@@ -263,10 +263,10 @@ def scan(
         fading = [name for name in new if name in found and found[name].reason == DELETING]
         if again == 0:
             none = not any(info.status == "committed" for info in found.values())
-            settled = not (lost or fading or (sure and none))
+            stable = not (lost or fading or (sure and none))
         else:
-            settled = not (lost or fading) or (listed.keys() <= before and lost <= lost_before)
-        if settled:
+            stable = not (lost or fading) or (listed.keys() <= before and lost <= lost_before)
+        if stable:
             return _in_order(found)
         before, lost_before = set(listed), lost
     newest = max(
@@ -418,7 +418,7 @@ def _digest(info: CheckpointInfo) -> str:
     return info.manifest.digest if info.manifest else ""
 
 
-def choice(infos: Sequence[CheckpointInfo], info: CheckpointInfo | None) -> list[Any]:
+def commit_to_load(infos: Sequence[CheckpointInfo], info: CheckpointInfo | None) -> list[Any]:
     """What all ranks have to know of the checkpoint to load: names of its copies, its step, its
     manifest's digest."""
     return [[], None, ""] if info is None else [copies(infos, info), info.step, _digest(info)]

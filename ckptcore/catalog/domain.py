@@ -19,7 +19,7 @@ from ..format.manifest import CheckpointManifest, ReplicaGroup
 from ..ranks.communicator import Communicator, node_name
 from .catalog import Catalog, CleanUp, Location, Ranges, left_by_last, newest_run
 from .folder import CheckpointInfo
-from .transaction import Transaction, check_place
+from .transaction import Transaction, check_target
 
 __all__ = ["ActingRound", "Destination", "Entries", "SaveTarget", "ScanRound", "StorageDomains"]
 
@@ -41,7 +41,7 @@ class Entries:
 class SaveTarget:
     """What a save is to make. after_sequence: commits up to this one are known elsewhere.
     abandoned: [first, last] commit sequences that the run has left behind; None: those that its
-    last commit says. The rest: see check_place."""
+    last commit says. The rest: see check_target."""
 
     name: str
     step: int
@@ -142,7 +142,7 @@ class StorageDomains:
     """
 
     words = ""  # what a call adds to its words, so that all ranks mean the same
-    asks_together = False  # whether `entries` is a call of all ranks, too
+    in_rounds = False  # whether `entries` is a call of all ranks, too
     marked = False  # see Transaction
     _scan_round: type[ScanRound] = ScanRound
     _acting_round: type[ActingRound] = ActingRound
@@ -187,7 +187,7 @@ class StorageDomains:
 
     def check(self, target: SaveTarget) -> None:
         """On rank 0, long before anything is written: raises CheckpointExists, StorageError."""
-        check_place(
+        check_target(
             self.catalog.storage,
             target.name,
             target.step,
@@ -196,7 +196,7 @@ class StorageDomains:
             abandoned=target.abandoned or (),
         )
 
-    def agree_on_destination(self, target: SaveTarget, comm: Communicator) -> Destination | None:
+    def destination_by_rounds(self, target: SaveTarget, comm: Communicator) -> Destination | None:
         """The destination, where it takes rounds to know it."""
         return None
 
@@ -217,7 +217,7 @@ class StorageDomains:
         """Raises InvalidState where this rank, the lowest of its node, does not see the storage
         that the acting rank writes to."""
         number = comm.node_number
-        if number == 0 or not comm.leads_node or transaction.is_here():
+        if number == 0 or not comm.leads_node or transaction.is_visible():
             return
         where = f"{transaction.storage.url} on {node_name(comm.nodes, number)}"
         raise InvalidState(

@@ -50,7 +50,7 @@ from .folder import (
     remove_if_empty,
 )
 
-__all__ = ["Transaction", "check_place", "open_transaction"]
+__all__ = ["Transaction", "check_target", "open_transaction"]
 
 
 @dataclass
@@ -58,9 +58,10 @@ class Transaction(ABC):
     """One attempt to make the checkpoint `name`. Making it does nothing yet; every rank that writes
     to the storage may have one, and one of them begins and ends it.
 
-    run_id, step, overwrite, abandoned, digest: see `check_place`. marked: nobody else may begin the
-    same attempt, which finds nodes that share a storage without knowing. resume: take up what an
-    interrupted attempt of the same owner left. warn: is given what was left behind and is no error.
+    run_id, step, overwrite, abandoned, digest: see `check_target`. marked: nobody else may begin
+    the same attempt, which finds nodes that share a storage without knowing. resume: take up what
+    an interrupted attempt of the same owner left. warn: is given what was left behind and is no
+    error.
     """
 
     storage: Storage
@@ -101,8 +102,8 @@ class Transaction(ABC):
     def _begin(self, gives_way: bool) -> None: ...
 
     def check(self) -> bool:
-        """Whether something gives way to it. See `check_place`."""
-        return check_place(
+        """Whether something gives way to it. See `check_target`."""
+        return check_target(
             self.storage,
             self.name,
             self.step,
@@ -113,7 +114,7 @@ class Transaction(ABC):
         )
 
     @abstractmethod
-    def is_here(self) -> bool:
+    def is_visible(self) -> bool:
         """Whether this storage is the one that it was begun in."""
 
     def create(self, file: str, size: int) -> FileWriter:
@@ -185,7 +186,7 @@ class BesideTransaction(Transaction):
     def withdraws(self) -> bool:
         return False
 
-    def is_here(self) -> bool:
+    def is_visible(self) -> bool:
         return _listed(self.storage, self.folder) is not None
 
     def _begin(self, gives_way: bool) -> None:
@@ -236,7 +237,7 @@ class BesideTransaction(Transaction):
         storage.write(join(folder, MANIFEST_NAME), encoded)
         storage.sync_folder(folder)
         aside = f"{name}.replaced-{self.attempt}"
-        gives_way = check_place(
+        gives_way = check_target(
             storage,
             name,
             manifest.step,
@@ -295,7 +296,7 @@ class InPlaceTransaction(Transaction):
         names = {entry.name for entry in entries_in(self.storage, self.name)}
         return MANIFEST_NAME in names and self.check()
 
-    def is_here(self) -> bool:
+    def is_visible(self) -> bool:
         return self.attempt in attempts_among(_listed(self.storage, self.folder) or ())
 
     def _begin(self, gives_way: bool) -> None:
@@ -402,7 +403,7 @@ def _listed(storage: Storage, folder: str) -> list[Entry] | None:
         return None
 
 
-def check_place(
+def check_target(
     storage: Storage,
     name: str,
     step: int | None,
@@ -424,14 +425,13 @@ def check_place(
     newer format, what another job may be writing in that place now, and files with names that no
     checkpoint has.
     """
-    where = storage.at(name)
     try:
         entries = storage.list(name)
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return False
         raise
-    attempts = attempts_among(entries)
+    where, attempts = storage.at(name), attempts_among(entries)
     alive = [] if storage.atomic_rename else attempts
     writing = [attempt for attempt in alive if not Attempt.parse(attempt).is_abandoned(run_id)]
     manifest = None

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..arguments import check_callable, check_flag, check_path, check_threads, checked_options
@@ -25,13 +28,15 @@ from ..catalog.folder import (
     check_files,
     entries_in,
     in_flight,
+    is_ours,
     join,
+    mark_name,
     pin_checkpoint,
     read_manifest,
     still_there,
     unmark_attempts,
 )
-from ..catalog.transaction import open_transaction
+from ..catalog.transaction import Transaction, open_transaction
 from ..errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -39,20 +44,28 @@ from ..errors import (
     CheckpointNotFound,
     CheckpointWarning,
     InvalidState,
+    NoSpace,
     StorageError,
     UnsupportedVersion,
 )
-from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
+from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, content_digest
+from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest, FileEntry, Index
+from ..format.tensorfile import StoredTensor
+from ..loading.reader import StoredFile, TensorRead, check_header, read_tensors
 from ..loading.view import CheckpointView, Problem
+from ..saving.writer import FilePlan, write_files
 from ..storage.base import Storage
-from ..storage.chunks import Workers
+from ..storage.chunks import Chunk, Scratch, Workers
 from ..storage.opening import open_storage
 from ..storage.urls import masked_url, split_url
-from .files import CopyProgress, Counted, FileCopies
 
 __all__ = ["CopyProgress", "copy_between", "copy_checkpoint"]
 
 MAX_THREADS = 8
+
+# Called with the bytes that were copied and kept so far, and those of all files. What it raises
+# ends the copy.
+CopyProgress = Callable[[int, int, int], Any]
 
 
 def copy_checkpoint(
@@ -85,7 +98,7 @@ def copy_checkpoint(
     Raises InvalidState (an argument), CheckpointCorrupt (the source is damaged: nothing is
     published), CheckpointNotFound, CheckpointExists, UnsupportedVersion, NoSpace, StorageError.
     """
-    told: list[str] = []
+    left_behind: list[str] = []
     check_path("source", source)
     check_threads("threads", threads)
     check_flag("overwrite", overwrite)
@@ -110,10 +123,10 @@ def copy_checkpoint(
             progress=progress,
             overwrite=overwrite,
             pins=pins,
-            tell=told.append,
+            warn=left_behind.append,
         )
     finally:
-        for text in told:
+        for text in left_behind:
             warnings.warn(text, CheckpointWarning, stacklevel=2)
 
 
@@ -129,18 +142,18 @@ def copy_between(
     pins: bool = False,
     run_id: str | None = None,
     workers: Workers | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> CheckpointInfo:
     """Copy the checkpoint `folder` of one storage to `name` in another. See `copy_checkpoint`.
 
     run_id: the run that may sweep what is left of the copy when its machine is gone; by default
-    nobody does but the next copy. workers: threads that somebody keeps. tell: what was left behind,
+    nobody does but the next copy. workers: threads that somebody keeps. warn: what was left behind,
     and is no error.
     """
     view = CheckpointView(source, folder)
     owner = run_id or f"copies of {view.manifest.run_id}"
     own = None if workers is not None else Workers(threads or default_threads(), "ckptcore-copy")
-    copy = _Copy(view, target, name, owner, workers or own or Workers(1), progress, tell)
+    copy = _Copy(view, target, name, owner, workers or own or Workers(1), progress, warn)
     try:
         return copy.run(overwrite, pins)
     except (CheckpointCorrupt, StorageError):
@@ -170,7 +183,7 @@ class _Copy:
     owner: str
     workers: Workers
     progress: CopyProgress | None
-    tell: Callable[[str], None]
+    warn: Callable[[str], None]
     counted: Counted = field(init=False)
     pins: bool = False
 
@@ -183,7 +196,7 @@ class _Copy:
                 f"{view.url} was replaced while it was copied", path=view.url, kind="digest"
             )
         self.counted = Counted(manifest.size_bytes, self.progress)
-        if _same_place(view, target, name):
+        if _same_location(view, target, name):
             raise InvalidState(f"{view.url} is to be copied to where it is")
         self.pins = pins and self._pinned(view.storage, view.folder)
         if self._there(overwrite):
@@ -244,7 +257,7 @@ class _Copy:
             overwrite=overwrite,
             digest=manifest.digest,
             resume=True,
-            warn=self.tell,
+            warn=self.warn,
         )
         if into.withdraws() and (problems := self.view.verify(self.workers.count)):
             # The old one goes before the new one is complete, so it had better become complete.
@@ -252,7 +265,7 @@ class _Copy:
         into.begin()
         try:
             self.pins = self.pins or self._pinned(target, into.folder)
-            FileCopies(self.view, into, self.workers, self.counted).make()
+            CopiedFiles(self.view, into, self.workers, self.counted).make()
             target.sync_folder(into.folder)
             into.commit(manifest, encoded, pinned=self.pins)
         except BaseException as error:
@@ -265,7 +278,7 @@ class _Copy:
         into.remove_replaced()
 
 
-def _same_place(view: CheckpointView, target: Storage, name: str) -> bool:
+def _same_location(view: CheckpointView, target: Storage, name: str) -> bool:
     mine, other = view.url, target.at(name)
     if "://" not in mine and "://" not in other:
         return os.path.realpath(mine) == os.path.realpath(other)
@@ -284,3 +297,177 @@ def _error_of(problem: Problem, url: str) -> CheckpointError:
         expected=problem.expected,
         actual=problem.actual,
     )
+
+
+@dataclass(slots=True)
+class Counted:
+    """What `progress` is called with, from all threads."""
+
+    total: int
+    progress: CopyProgress | None
+    copied: int = 0
+    kept: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, copied: int, kept: int = 0) -> None:
+        with self.lock:
+            self.copied += copied
+            self.kept += kept
+            if self.progress is not None:
+                self.progress(self.copied, self.kept, self.total)
+
+
+class _Stored:
+    """The bytes of a file of the checkpoint that is copied, verified when they are fetched."""
+
+    def __init__(self, view: CheckpointView, name: str, reads: Sequence[TensorRead]) -> None:
+        chunks = sum(len(read.entry.digests) // DIGEST_BYTES for read in reads)
+        self.reads, self.file = reads, StoredFile(view.storage, view.folder, name, chunks)
+
+    def fetch(self, chunks: Sequence[Chunk[int]], scratch: Scratch) -> list[memoryview]:
+        buffers = [scratch.take(0, sum(chunk.length for chunk in chunks))]
+        stored = [Chunk(start, n, at, self.reads[number]) for start, n, at, number in chunks]
+        for damage in self.file.read(stored, buffers, scratch.size).values():
+            raise damage
+        self.file.due.done(len(chunks))
+        return buffers
+
+
+@dataclass(slots=True)
+class CopiedFiles:
+    """The files that the manifest of `view` lists, for an attempt that was begun."""
+
+    view: CheckpointView
+    into: Transaction
+    workers: Workers
+    counted: Counted
+
+    @property
+    def target(self) -> Storage:
+        return self.into.storage
+
+    @property
+    def work(self) -> str:
+        return self.into.folder
+
+    def make(self) -> None:
+        """Copy all files, but for those that are there and verify. Each is complete on return, or
+        not there.
+
+        Raises CheckpointCorrupt for the source, NoSpace, StorageError.
+        """
+        view, files = self.view, self.view.manifest.files
+        found = self._left_complete()
+        self._check_space(sum(record.size for name, record in files.items() if name not in found))
+        described: set[str] = set()
+        try:
+            for writer in sorted({w for c in view.manifest.components.values() for w in c.writers}):
+                index = view.index(writer)
+                described.update(index.files)
+                self._tensor_files(index, found)
+                view.forget(writer)
+        except CheckpointCorrupt as error:
+            error.path = error.path or view.url
+            raise
+        rest = sorted(files.keys() - described)
+        self.workers.run([partial(self._whole_file, name, name in found) for name in rest])
+
+    def _left_complete(self) -> set[str]:
+        """Files of an interrupted copy that have the size that they should have. Others of our kind
+        are removed."""
+        entries = entries_in(self.target, self.work)
+        marks = {mark_name(attempt) for attempt in attempts_among(entries)}
+        found = set()
+        for entry in entries:
+            if entry.is_folder or entry.name in marks or not is_ours(entry.name):
+                continue
+            record = self.view.manifest.files.get(entry.name)
+            if record is not None and record.size == entry.size:
+                found.add(entry.name)
+            else:
+                self.target.remove(join(self.work, entry.name))
+        return found
+
+    def _check_space(self, nbytes: int) -> None:
+        free = self.target.free_bytes()
+        if free is not None and free < nbytes:
+            what = f"{self.target.at(self.work)} needs {nbytes:,} bytes, {free:,} are free"
+            raise NoSpace(what, path=self.target.url, needed=nbytes, free=free)
+
+    def _whole_file(self, name: str, there: bool) -> None:
+        """An index, or another file that is no tensor file."""
+        path, record = join(self.work, name), self.view.manifest.files[name]
+        if there:
+            with suppress(StorageError):
+                if content_digest(self.target.read(path, SIZE_LIMIT)) == record.digest:
+                    self.counted.add(0, record.size)
+                    return
+            self.target.remove(path)
+        data = self.view.read_file(name)
+        self.into.write(name, data)
+        self.counted.add(len(data))
+
+    def _tensor_files(self, index: Index, found: Collection[str]) -> None:
+        """Those of one writer."""
+        reads: dict[str, list[TensorRead]] = {name: [] for name in index.files}
+        for read in sorted(self.view.reads_of(index), key=lambda read: read.entry.start):
+            if read.entry.file is not None and read.entry.nbytes:
+                reads[read.entry.file].append(read)
+        for name in found & reads.keys():
+            if self._verifies(name, index.files[name], reads[name]):
+                self.counted.add(0, index.files[name].size)
+                del reads[name]
+            else:
+                self.target.remove(join(self.work, name))
+        plans: dict[str, FilePlan] = {}
+        self.workers.run(
+            [partial(self._plan, plans, name, index, mine) for name, mine in reads.items()]
+        )
+        sources = {name: _Stored(self.view, name, mine) for name, mine in reads.items()}
+        known = {
+            (name, number): read.entry.digests
+            for name, mine in reads.items()
+            for number, read in enumerate(mine)
+        }
+        batch_bytes = max(CHUNK_BYTES, self.view.storage.request_bytes)
+        try:
+            write_files(
+                self.into,
+                [*plans.values()],
+                sources,
+                self.workers,
+                known,
+                self.counted.add,
+                batch_bytes,
+            )
+        finally:
+            for source in sources.values():
+                source.file.close()
+
+    def _plan(
+        self, plans: dict[str, FilePlan], name: str, index: Index, reads: Sequence[TensorRead]
+    ) -> None:
+        """Add to `plans` how a file is written again, of which `reads` are all tensors."""
+        view, stored = self.view, index.files[name]
+        covered = stored.header_size + sum(read.entry.nbytes for read in reads)
+        if covered != stored.size:
+            what = f"{view.storage.at(join(view.folder, name))} has bytes that no digest covers"
+            raise CheckpointCorrupt(
+                what, path=view.url, file=name, kind="format", expected=stored.size, actual=covered
+            )
+        header = check_header(view.storage, view.folder, name, stored)
+        tensors = []
+        for number, read in enumerate(reads):
+            e = read.entry
+            stored_tensor = StoredTensor(e.name, e.dtype, e.local_shape, e.start, e.nbytes)
+            tensors.append((number, stored_tensor))
+        plans[name] = FilePlan(name, name, index.writer, bytes(header), tuple(tensors))
+
+    def _verifies(self, name: str, known: FileEntry, reads: Sequence[TensorRead]) -> bool:
+        """Whether a file that an interrupted copy left is what it should be."""
+        try:
+            check_header(self.target, self.work, name, known)
+            read_tensors(self.target, self.work, reads, self.workers.count)
+        except (CheckpointCorrupt, StorageError):
+            return False
+        return True

@@ -37,7 +37,7 @@ def on_node(table: ShardTable, ranks: Sequence[int], *, spread: bool) -> ShardTa
     lowest. Pure.
     """
     load: defaultdict[int, int] = defaultdict(int)
-    places: dict[
+    coordinates: dict[
         tuple[int, int], tuple[int, ...] | None
     ] = {}  # a rank's coordinates in a mesh, by the mesh's identity
 
@@ -50,10 +50,10 @@ def on_node(table: ShardTable, ranks: Sequence[int], *, spread: bool) -> ShardTa
                 continue
             if not isinstance(layout, MeshLayout):
                 return ((0,) * len(shape), shape) if layout is None else layout
-            place = id(layout.mesh), rank
-            if place not in places:
-                places[place] = layout.mesh.coordinates(rank)
-            at = places[place]
+            key = id(layout.mesh), rank
+            if key not in coordinates:
+                coordinates[key] = layout.mesh.coordinates(rank)
+            at = coordinates[key]
             return None if at is None else layout.box_at(shape, at)
         return None
 
@@ -82,8 +82,8 @@ def on_node(table: ShardTable, ranks: Sequence[int], *, spread: bool) -> ShardTa
     return replace(table, tensors=tensors)
 
 
-def pass_on(comm: Communicator, captured: Mapping[str, StateSnapshot]) -> dict[str, StateSnapshot]:
-    """Rank 0's `captured`, on the lowest rank of every other node too, in host memory of its own.
+def pass_on(comm: Communicator, snapshots: Mapping[str, StateSnapshot]) -> dict[str, StateSnapshot]:
+    """Rank 0's `snapshots`, on the lowest rank of every other node too, in host memory of its own.
     On every rank.
 
     Nothing on rank 0, which has it, and on ranks that do not write.
@@ -91,11 +91,11 @@ def pass_on(comm: Communicator, captured: Mapping[str, StateSnapshot]) -> dict[s
     with comm.round("global state") as r:
         r.gather()
         if r.leads:
-            r.verdict = _described(captured)
+            r.verdict = _described(snapshots)
     rows = r.verdict
     keeps = comm.rank != 0 and comm.leads_node
     made = {key: _made(key, *row) for key, row in rows.items()} if keeps else {}
-    state = captured if comm.rank == 0 else made
+    state = snapshots if comm.rank == 0 else made
     synchronize(
         {t.tensor.device for part in state.values() for t in part.tensors} if comm.rank == 0 else ()
     )
@@ -126,7 +126,7 @@ def pass_on(comm: Communicator, captured: Mapping[str, StateSnapshot]) -> dict[s
     return made
 
 
-def _described(captured: Mapping[str, StateSnapshot]) -> dict[str, Any]:
+def _described(snapshots: Mapping[str, StateSnapshot]) -> dict[str, Any]:
     return {
         key: [
             state.tree,
@@ -136,7 +136,7 @@ def _described(captured: Mapping[str, StateSnapshot]) -> dict[str, Any]:
                 for t in state.tensors
             ],
         ]
-        for key, state in captured.items()
+        for key, state in snapshots.items()
     }
 
 

@@ -33,7 +33,7 @@ from ..catalog.domain import (
     StorageDomains,
 )
 from ..catalog.folder import CheckpointInfo, still_there
-from ..catalog.transaction import Transaction, check_place
+from ..catalog.transaction import Transaction, check_target
 from ..errors import CheckpointExists, InvalidState, StorageError
 from ..format.manifest import CheckpointManifest, ReplicaGroup
 from ..ranks.communicator import Communicator, node_name
@@ -189,15 +189,15 @@ class NodeScanRound(ScanRound):
         return self.held().sequence
 
     def locate(self, name: str) -> Location:
-        return self._catalog.locate(self._name_here(name))
+        return self._catalog.locate(self._local_name(name))
 
     def find(self, name: str) -> CheckpointInfo | None:
         if not self.comm.leads_node:
             return None
-        here = self._name_here(name)
+        here = self._local_name(name)
         return next(info for info in self.infos if info.name == here)
 
-    def _name_here(self, name: str) -> str:
+    def _local_name(self, name: str) -> str:
         names = self.held().names
         return next((row[self.comm.node_number] for row in names if row[0] == name), name)
 
@@ -219,7 +219,7 @@ class NodeLocalRoots(StorageDomains):
 
     _scan_round, _acting_round = NodeScanRound, NodeActingRound
     words = " with storage_mode='node'"
-    asks_together = marked = True
+    in_rounds = marked = True
 
     def ranks(self, comm: Communicator) -> Sequence[Sequence[int]]:
         return comm.nodes
@@ -230,13 +230,13 @@ class NodeLocalRoots(StorageDomains):
     def check(self, target: SaveTarget) -> None:
         """Nothing yet: one node does not say what there is."""
 
-    def agree_on_destination(self, target: SaveTarget, comm: Communicator) -> Destination:
+    def destination_by_rounds(self, target: SaveTarget, comm: Communicator) -> Destination:
         """What is not on every node gives way without being asked. Raises CheckpointExists,
         StorageError."""
         storage, name, step = self.catalog.storage, target.name, target.step
         with self.scan("destination", comm, recall=True) as r:
             if comm.leads_node:
-                check_place(storage, name, step, target.run_id, True)
+                check_target(storage, name, step, target.run_id, True)
             r.gather()
             if r.leads:
                 sequence = max(r.sequence, target.after_sequence) + 1

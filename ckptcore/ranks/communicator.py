@@ -9,9 +9,9 @@ from __future__ import annotations
 import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from ..arguments import shown
 from ..errors import InvalidState, RanksDisagree
@@ -27,6 +27,8 @@ __all__ = [
     "partitions",
     "view_of_group",
 ]
+
+T = TypeVar("T")
 
 
 class Round:
@@ -74,6 +76,11 @@ class Communicator(ABC):
         """
         with _turn_of(self).taken(what):
             yield
+
+    def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
+        """Do `work` in a call of its own."""
+        with self.call(what, number=number):
+            return work()
 
     def leave(self, number: int, error: BaseException) -> None:  # noqa: B027
         """This rank does not make the call of that number, because of `error`: the others hear of

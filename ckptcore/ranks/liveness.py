@@ -80,7 +80,7 @@ class Heart:
 class _Pulse:
     value: bytes | None
     since: float
-    seen: float
+    checked: float
 
 
 class Watch:
@@ -99,9 +99,9 @@ class Watch:
         does not count: this process may have been stopped itself."""
         now = time.monotonic()
         pulse = self._pulses.get(key)
-        if pulse is None or pulse.value != beat or now - pulse.seen > self.seconds / 2:
+        if pulse is None or pulse.value != beat or now - pulse.checked > self.seconds / 2:
             pulse = self._pulses[key] = _Pulse(beat, now, now)
-        pulse.seen = now
+        pulse.checked = now
         return now - pulse.since
 
     def works(self, rank: int) -> bool:

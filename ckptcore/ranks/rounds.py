@@ -394,7 +394,7 @@ class _BoardRound(Round):
         self.data = b""
         self.reports: list[Report] = []  # on rank 0: of all
         self.failed: Exception | None = None  # on rank 0: in `gather`
-        self.said, self.began = not joining, time.monotonic()
+        self.warned, self.began = not joining, time.monotonic()
 
     def gather(self, value: Any = None) -> list[Any]:
         if self.report is not None:
@@ -446,8 +446,8 @@ class _BoardRound(Round):
     def _say_whom(self, ranks: list[int]) -> None:
         """Say once, when it has been long enough, whom this call waits for."""
         seconds = time.monotonic() - self.began
-        if not self.said and seconds >= PATIENT_SECONDS and ranks:
-            self.said = True
+        if not self.warned and seconds >= PATIENT_SECONDS and ranks:
+            self.warned = True
             who = _rank_names(ranks)
             log.warning("%s: waiting for %s since %.0f s", self.call, who, seconds)
 

@@ -305,7 +305,7 @@ def join(
         return joined
     target = _target(request, run, overwrite=verdict.overwrite, run_id=verdict.run_id)
     return replace(
-        joined, target=target, destination=job.domains.agree_on_destination(target, comm)
+        joined, target=target, destination=job.domains.destination_by_rounds(target, comm)
     )
 
 

@@ -388,7 +388,7 @@ _NUMBERS = (
 )
 # Of the network or the service, not of the bytes: EIO would say that what is stored there is
 # damaged.
-_ELSEWHERE = getattr(errno, "EREMOTEIO", errno.ECONNABORTED)
+_REMOTE = getattr(errno, "EREMOTEIO", errno.ECONNABORTED)
 
 
 def version_in(item: dict[str, Any]) -> str | None:
@@ -409,12 +409,12 @@ def translating(storage: FsspecStorage, path: str, doing: str) -> Iterator[None]
     except Exception as error:
         plain = isinstance(error, OSError)
         number = error.errno if isinstance(error, OSError) else None
-        number = number or next((n for kind, n in _NUMBERS if isinstance(error, kind)), _ELSEWHERE)
+        number = number or next((n for kind, n in _NUMBERS if isinstance(error, kind)), _REMOTE)
         status, code = http_code(error)
         if status == 507:
             number = errno.ENOSPC
         elif status is not None and number == errno.EIO:
-            number = _ELSEWHERE
+            number = _REMOTE
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         parts = [why if plain and why else f"{type(error).__name__}: {why}".rstrip(": ")]
         if (code or status) and str(code or status) not in why:

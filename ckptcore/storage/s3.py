@@ -68,7 +68,7 @@ class Part(bytearray):
 
 
 @payload_type(Part, order=Order.try_first)
-class _Pieces(BytesPayload):
+class _PartPayload(BytesPayload):
     """How aiohttp sends a Part: straight from its memory, SEND_BYTES at a time. Its own time limits
     begin when all is sent, so that a server which stops reading would be waited for without end."""
 
@@ -578,12 +578,12 @@ class _Reader(FileReader):
         with translating(self.storage, self.path, "reading"):
             if offset + need > self.size:
                 raise OSError(errno.EIO, "the object ends too early")
-            pieces = list(_pieces(offset, [b.cast("B") for b in buffers if len(b)]))
-            if pieces:
-                self.storage.wait_for(lambda: self._all(pieces))
+            ranges = list(_ranges(offset, [b.cast("B") for b in buffers if len(b)]))
+            if ranges:
+                self.storage.wait_for(lambda: self._all(ranges))
 
-    async def _all(self, pieces: list[tuple[int, list[memoryview]]]) -> None:
-        tasks = [asyncio.ensure_future(self._piece(start, buffers)) for start, buffers in pieces]
+    async def _all(self, ranges: list[tuple[int, list[memoryview]]]) -> None:
+        tasks = [asyncio.ensure_future(self._range(start, buffers)) for start, buffers in ranges]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -592,7 +592,7 @@ class _Reader(FileReader):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _piece(self, start: int, buffers: list[memoryview]) -> None:
+    async def _range(self, start: int, buffers: list[memoryview]) -> None:
         left = buffers
         stop = start + sum(len(b) for b in buffers)
 
@@ -628,7 +628,7 @@ class _Reader(FileReader):
         pass
 
 
-def _pieces(offset: int, buffers: list[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+def _ranges(offset: int, buffers: list[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
     """The range cut into requests: where each begins, and the buffers that it fills."""
     total = sum(len(b) for b in buffers)
     count = -(-total // PIECE_BYTES)

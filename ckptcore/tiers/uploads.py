@@ -17,11 +17,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from ..arguments import check_count, check_path, checked_options
+from ..arguments import check_count, check_path, checked_options, shown
 from ..catalog.catalog import Catalog, CleanUp, committed, mark_abandoned, scan
 from ..catalog.folder import CheckpointInfo, read_manifest
 from ..catalog.retention import RetentionPolicy, check_policy
@@ -32,6 +32,7 @@ from ..errors import (
     CheckpointError,
     CheckpointExists,
     CheckpointNotFound,
+    InvalidState,
     StorageError,
     UnsupportedVersion,
 )
@@ -39,10 +40,11 @@ from ..events import SaveEvent
 from ..saving.background import JOIN_SECONDS, Background, Outcome, SaveHandle, Uploading
 from ..storage.base import Storage
 from ..storage.chunks import Workers
+from ..storage.local import LocalStorage
 from ..storage.opening import open_storage
-from ..storage.urls import masked_url
+from ..storage.urls import masked_url, split_url
 
-__all__ = ["Tier", "Uploads"]
+__all__ = ["Tier", "UploadingCatalog", "Uploads", "checked_tiers", "open_catalog"]
 
 # Of no use to be tried again: what is to be uploaded is damaged or gone, or its place there is
 # taken.
@@ -112,11 +114,10 @@ class Uploads(Uploading):
         on_error: Literal["raise", "warn"] = "raise",
         drain_timeout: float = 0.0,
         threads: int = 1,
-        tell: Callable[[SaveEvent], None] = lambda _: None,
+        emit: Callable[[SaveEvent], None] = lambda _: None,
     ) -> None:
         self.drain_timeout = drain_timeout
-        # Told, from the uploading thread, that one is not held any more, and what to tell warnings
-        # to.
+        # Told, from the uploading thread, that one is not held any more, and where its warnings go.
         self.on_release: Callable[[Callable[[str], None]], None] = lambda _: None
         self._lanes = [
             _Lane(
@@ -125,7 +126,7 @@ class Uploads(Uploading):
                 on_error,
                 drain_timeout,
                 threads,
-                tell,
+                emit,
                 lambda told: self.on_release(told),
             )
             for tier in tiers
@@ -210,16 +211,16 @@ class _Lane:
         on_error: Literal["raise", "warn"],
         drain_timeout: float,
         threads: int,
-        tell: Callable[[SaveEvent], None],
+        emit: Callable[[SaveEvent], None],
         release: Callable[[Callable[[str], None]], None],
     ) -> None:
         self.source, self.tier, self.storage, self.release = source, tier, tier.storage, release
-        self.on_error, self.drain_timeout, self.tell = on_error, drain_timeout, tell
+        self.on_error, self.drain_timeout, self.emit = on_error, drain_timeout, emit
         self._there = Catalog(tier.storage)
         self._lock = threading.RLock()
         self._waiting: dict[str, CheckpointInfo] = {}
         self._handles: list[_UploadHandle] = []
-        self._looked = False
+        self._scanned = False
         self._forgotten: set[str] = set()  # until it was looked what an earlier process has left
         self._given_up = threading.Event()
         self._background = Background("ckptcore-upload")
@@ -227,7 +228,7 @@ class _Lane:
 
     def begin(self, run_id: str, step: int, info: CheckpointInfo | None = None) -> None:
         handle = _UploadHandle(step, self.storage.url, self.on_error, self.drain_timeout)
-        if not self._looked:  # what an earlier process has left waiting is held from now on, too
+        if not self._scanned:  # what an earlier process has left waiting is held from now on, too
             try:
                 self._hold(committed(scan(self.source), run_id))
             except CheckpointError as error:
@@ -254,7 +255,7 @@ class _Lane:
             for info in left:
                 if self._due(info) and info.name not in self._forgotten:
                     self._waiting.setdefault(info.name, info)  # what was committed meanwhile counts
-            self._looked = True
+            self._scanned = True
             self._forgotten.clear()
 
     def waiting(self) -> list[CheckpointInfo]:
@@ -269,7 +270,7 @@ class _Lane:
     def forget(self, name: str) -> None:
         with self._lock:
             self._waiting.pop(name, None)
-            if not self._looked:
+            if not self._scanned:
                 self._forgotten.add(name)
 
     def take_ended(self) -> _UploadHandle | None:
@@ -367,7 +368,7 @@ class _Lane:
             overwrite=overwrite,
             run_id=run_id,
             progress=self._go_on,
-            tell=handle.warn,
+            warn=handle.warn,
         )
 
     def _go_on(self, *_: int) -> None:
@@ -402,7 +403,7 @@ class _Lane:
     ) -> None:
         nbytes = 0 if error is not None else info.size_bytes or 0
         seconds = time.perf_counter() - started
-        self.tell(
+        self.emit(
             SaveEvent(
                 kind,
                 info.step or 0,
@@ -417,7 +418,7 @@ class _Lane:
 
     def _deleted(self, info: CheckpointInfo) -> None:
         nbytes = info.size_bytes or 0
-        self.tell(
+        self.emit(
             SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=nbytes, root=self.storage.url)
         )
 
@@ -426,3 +427,91 @@ def _same(one: CheckpointInfo, other: CheckpointInfo) -> bool:
     """Whether two are the same commit."""
     mine, theirs = one.manifest, other.manifest
     return mine is not None and theirs is not None and mine.digest == theirs.digest
+
+
+def open_catalog(
+    storage: Storage,
+    tiers: Sequence[Tier],
+    uploading: bool,
+    on_error: Literal["raise", "warn"],
+    drain_timeout: float,
+    threads: int,
+    emit: Callable[[SaveEvent], None],
+) -> tuple[Catalog, Uploading]:
+    """The catalog of a root with its tiers, and the uploads to them, which are rank 0's."""
+    if not tiers:
+        return Catalog(storage), Uploading()
+    # Writing elsewhere is slow anyway: with half as many threads it takes less from the training.
+    threads = max(1, threads // 2)
+    uploads = Uploads(storage, tiers if uploading else (), on_error, drain_timeout, threads, emit)
+    return UploadingCatalog(storage, tiers, uploads), uploads
+
+
+def checked_tiers(storage: Storage, tiers: Any, mode: str) -> tuple[Tier, ...]:
+    """The tiers of a root, none for None. Raises InvalidState for what is no tier, or no root of
+    its own."""
+    if not isinstance(tiers, Sequence | None) or isinstance(tiers, str | bytes):
+        raise InvalidState(f"tiers must be a list of Tier(root), not {shown(tiers)}")
+    found = tuple(tiers or ())
+    if wrong := [tier for tier in found if not isinstance(tier, Tier)]:
+        raise InvalidState(f"tiers are Tier(root), not {shown(wrong[0])}")
+    if found and mode != "shared":
+        raise InvalidState(
+            "tiers need a root that all ranks share; with storage_mode='node' no rank sees all "
+            "files"
+        )
+    roots = [storage, *(tier.storage for tier in found)]
+    urls = [
+        os.path.realpath(s.url) if isinstance(s, LocalStorage) else s.url.rstrip("/") for s in roots
+    ]
+    if len(set(urls)) < len(urls):
+        twice = next(url for url in urls if urls.count(url) > 1)
+        raise InvalidState(
+            f"{twice} is given twice: a tier is another root than the manager's own, and than "
+            "other tiers"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding(RetentionPolicy):
+    """A policy that keeps what is still to be uploaded, too."""
+
+    policy: RetentionPolicy
+    held: set[str]
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        return self.policy.keep(checkpoints) | self.held
+
+
+class UploadingCatalog(Catalog):
+    """The root of a manager and its tiers, which checkpoints are on their way to."""
+
+    def __init__(self, storage: Storage, tiers: Sequence[Tier], uploads: Uploads) -> None:
+        super().__init__(storage, [tier.storage for tier in tiers])
+        self.uploads = uploads
+        self._cleaning = threading.Lock()
+        self._last: CleanUp | None = None
+        uploads.on_release = self._released
+
+    def delete(self, info: CheckpointInfo) -> None:
+        if not info.pinned:
+            self.uploads.forget(split_url(info.url)[1])
+        super().delete(info)
+
+    def clean_up(self, after: CleanUp) -> None:
+        self.uploads.committed(after.saved)
+        self._last = after
+        self._clean(after)
+
+    def _clean(self, after: CleanUp) -> None:
+        """But for what is still to be uploaded."""
+        with self._cleaning:
+            if after.policy is not None:
+                after = replace(after, policy=_Holding(after.policy, self.uploads.held))
+            super().clean_up(after)
+
+    def _released(self, warn: Callable[[str], None]) -> None:
+        """What was held may go, too."""
+        if self._last is not None:
+            self._clean(replace(self._last, warn=warn, listed=None))

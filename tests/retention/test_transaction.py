@@ -88,9 +88,9 @@ def test_what_is_committed_gives_way_when_it_is_asked_to(root: Any, source: Sour
 
 def test_an_attempt_is_seen_where_it_was_begun(root: Any, source: Source, tmp_path: Path) -> None:
     made = source.begun(root)
-    assert made.is_here()
+    assert made.is_visible()
     elsewhere = open_storage(tmp_path / "another")
-    assert not open_transaction(elsewhere, made.name, made.attempt, "run").is_here()
+    assert not open_transaction(elsewhere, made.name, made.attempt, "run").is_visible()
 
 
 def test_what_an_interrupted_attempt_left_is_taken_up(root: Any, source: Source) -> None:
