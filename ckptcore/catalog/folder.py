@@ -345,7 +345,7 @@ def _without_manifest(storage: Storage, name: str, step: int) -> CheckpointInfo 
         return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
     if WITHDRAWN_NAME in names or names <= {PIN_NAME}:
         return CheckpointInfo(name, url, "partial", step, DELETING)
-    status, reason = _what_it_holds(names)
+    status, reason = _status_by_names(names)
     return CheckpointInfo(name, url, status, step, reason, pinned=PIN_NAME in names)
 
 
@@ -366,7 +366,7 @@ def _foreign_in(names: set[str]) -> tuple[str, str] | None:
     return None
 
 
-def _what_it_holds(names: set[str]) -> tuple[str, str]:
+def _status_by_names(names: set[str]) -> tuple[str, str]:
     """Status and reason of a folder without a manifest, by the names in it."""
     others = sorted(name for name in names if not is_ours(name))
     if any(_INDEX.fullmatch(name) for name in names):
