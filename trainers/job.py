@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ class Job:
         """At a good end only: after a failure this could wait for ranks that never come."""
         if self.environment is not None:
             self.environment.close()
+
+    def say(self, text: str) -> None:
+        """On stderr, once for all ranks that have the same to say."""
+        if self.speaks(text):
+            print(text, file=sys.stderr)
 
     def speaks(self, text: str) -> bool:
         """Whether this process is to say `text`: what several ranks have to say, one of them says.

@@ -12,10 +12,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
+from pydantic import BeforeValidator
 
 from ckptcore import (
     CheckpointError,
@@ -29,19 +30,22 @@ from ckptcore import (
 
 from .arguments import (
     AccelTrainingArguments,
+    Arguments,
+    BaseTrainingArguments,
     DataNotFound,
     DDPTrainingArguments,
     FSDP2TrainingArguments,
     GPTArguments,
     InvalidArgument,
+    MinimalTrainingArguments,
     PipelineTrainingArguments,
     TrainingArguments,
-    load_configuration,
     native_name,
     print_configuration,
-    resolve_arguments,
+    raise_any,
 )
-from .arguments.errors import whole
+from .arguments.command_line import CommandLine, parse_command_line, show_help
+from .arguments.kinds import Count, Flag, Text, arguments_of
 from .control import control
 from .job import Job
 
@@ -60,6 +64,37 @@ CLASSES: dict[str, type[TrainingArguments]] = {
     "pipeline": PipelineTrainingArguments,
     "accel": AccelTrainingArguments,
 }
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else [] if value is None else value
+
+
+@dataclass(kw_only=True)
+class ProgramArguments(Arguments):
+    """What is trained, and by which trainer."""
+
+    trainer: Annotated[
+        Literal["auto", "single", "ddp", "fsdp2", "pipeline", "accel"],
+        "auto: single, or ddp on several processes",
+    ] = "auto"
+    schedule: Annotated[Text, "of a pipeline, as torch names it"] = "ScheduleGPipe"
+    threads: Annotated[
+        Count | None, "of torch on the CPU; results are the same at the same number only"
+    ] = None
+    data: Annotated[
+        list[Text],
+        BeforeValidator(_as_list),
+        "files, folders or globs of text; none: the sources of Python's standard library",
+    ] = field(default_factory=list)
+    max_data_bytes: Annotated[Count | None, "bytes of text that are used; None uses all"] = (
+        4 * 2**20
+    )
+    control: Annotated[Flag, "take commands: see `ckpt-train control`"] = False
+    model: Annotated[GPTArguments, "size of the byte-level GPT"] = field(
+        default_factory=GPTArguments
+    )
+
 
 # What a run without a configuration file does: a few minutes on a laptop.
 DEMONSTRATION = {
@@ -85,207 +120,141 @@ INSTEAD = {
     "max_grad_norm": "fuse_optim_with_backward",
 }
 
-EPILOG = (
-    "WORDS are a YAML file, or none, and any number of name=value, which win over the file: any "
-    "training argument "
-    "(also ddp.static_graph=true), model.n_layer, n_head, n_embd, block_size, dropout, "
-    "data=[paths], max_data_bytes, "
-    "trainer=auto|single|ddp|fsdp2|pipeline|accel and schedule=ScheduleGPipe. Without a file a "
-    "small GPT is trained "
-    "on the sources of Python's standard library. Run the same command again after an "
-    "interruption or a crash and it "
-    "goes on from the newest good checkpoint, bit for bit; on a finished run it does nothing. "
-    "`ckpt-train control` lists the running jobs and tells one to save, stop or abort. "
-    "Look at the result with "
-    "`ckpt ls`, `ckpt inspect` and `ckpt verify`. On several processes: `torchrun "
-    "--nproc-per-node 2 -m "
-    "ckpt_trainers.main` and the same words."
+OPTIONS: tuple[type[Arguments], ...] = (
+    ProgramArguments,
+    MinimalTrainingArguments,
+    BaseTrainingArguments,
+    *CLASSES.values(),
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Program:
-    """A configuration, resolved."""
+    """A configuration, resolved. kind: of trainer."""
 
     args: TrainingArguments
     kind: str
-    model: GPTArguments = field(default_factory=GPTArguments)
-    data: list[str] = field(default_factory=list)
-    max_data_bytes: int | None = 4 * 2**20
-    schedule: str = "ScheduleGPipe"
-    control: bool = False  # take commands: see `ckpt-train control`
+    own: ProgramArguments
 
-    def __str__(self) -> str:
-        """All that differs from the defaults of the arguments, as YAML that is a configuration
-        itself."""
-        own = {
-            "data": self.data,
-            "max_data_bytes": self.max_data_bytes,
-            "model": asdict(self.model),
-            **({"control": True} if self.control else {}),
-        }
-        kind = {"schedule": self.schedule} if self.kind == "pipeline" else {}
-        return print_configuration({"trainer": self.kind, **kind, **own, **self.args.changed()})
+    def to_yaml(self, everything: bool = False) -> str:
+        """YAML that is a configuration itself: all, or the arguments that are not at their
+        default."""
+        own = {**self.own.as_dict(), "trainer": self.kind}
+        if not everything:
+            own = {k: v for k, v in own.items() if v or k in ("data", "max_data_bytes")}
+            if self.kind != "pipeline":
+                del own["schedule"]
+        rest = self.args.as_dict() if everything else self.args.changed()
+        return print_configuration({**own, **rest})
 
 
-def make_program(words: tuple[str, ...], world_size: int = 1) -> Program:
-    """What the words say. Raises InvalidArgument, DataNotFound, OSError."""
-    files = [word for word in words if "=" not in word]
-    if len(files) > 1:
-        raise InvalidArgument(
-            "WORDS", " ".join(files), "more than one file", "give one, and name=value words"
-        )
-    if files and not os.path.exists(files[0]):
-        raise DataNotFound(
-            f"{files[0]}: no such file (and no argument: these are name=value)", path=files[0]
-        )
-    given = load_configuration(files[0] if files else None, [word for word in words if "=" in word])
-    kind = given.pop("trainer", "auto")
+def make_program(said: CommandLine, world_size: int = 1) -> Program:
+    """What a command line says. Raises one InvalidArgument for all that is wrong."""
+    given = dict(said.values)
+    faults: list[InvalidArgument] = []
+    for name in arguments_of(GPTArguments).keys() & given.keys():
+        instead = f"did you mean model.{name}?"
+        faults.append(InvalidArgument(name, given.pop(name), "unknown name", instead))
+    own_names = arguments_of(ProgramArguments).keys() & given.keys()
+    own = {
+        name: given.pop(name) for name in own_names if given[name] is not None or name != "model"
+    }
+    given.pop("model", None)
+    kind = own.get("trainer", "auto")
     if kind == "auto":
         kind = "single" if world_size == 1 else "ddp"
-    if kind not in CLASSES:
-        raise InvalidArgument("trainer", kind, "unknown", f"give one of auto, {', '.join(CLASSES)}")
-    own = {
-        name: given.pop(name)
-        for name in ("data", "max_data_bytes", "schedule", "control")
-        if name in given
-    }
-    if isinstance(own.get("data"), str):
-        own["data"] = [own["data"]]
-    _check_own(**own)
-    model = _model(given.pop("model", None) or {})
-    _check_sizes(given)
-    if not files:
-        said = {native_name(name) for name in given}
+    if not said.has_file:
+        names = {native_name(name) for name in given}
         other = {name for name, alternative in INSTEAD.items() if given.get(alternative)}
-        given |= {name: value for name, value in DEMONSTRATION.items() if name not in said | other}
+        given |= {name: value for name, value in DEMONSTRATION.items() if name not in names | other}
     if kind == "fsdp2" and isinstance(inner := given.get("fsdp2") or {}, dict):
         given["fsdp2"] = {"transformer_layers_path": "blocks", **inner}
-    args = resolve_arguments(CLASSES[kind], given)
+    made: list[Any] = []
+    for cls, values in (
+        (ProgramArguments, own),
+        (CLASSES.get(str(kind), TrainingArguments), given),
+    ):
+        try:
+            made.append(cls(**values))
+        except InvalidArgument as error:
+            faults += error.faults
+    raise_any(faults)
+    settings, args = made
     if os.path.isfile(args.output_dir):
         raise InvalidArgument("output_dir", args.output_dir, "is a file", "name a folder")
-    return Program(args, kind, model, **own)
+    return Program(args, kind, settings)
 
 
-def _check_own(
-    data: Any = (), max_data_bytes: Any = None, schedule: Any = "", control: Any = False
-) -> None:
-    if not isinstance(control, bool):
-        raise InvalidArgument("control", control, "neither True nor False", "give one of them")
-    if not isinstance(data, list | tuple | None) or not all(
-        isinstance(entry, str) for entry in data or ()
-    ):
-        raise InvalidArgument(
-            "data", data, "no path, nor a list of paths", "name files, folders or globs"
-        )
-    if max_data_bytes is not None:
-        whole("max_data_bytes", max_data_bytes, 1, instead="or null for all")
-    if not isinstance(schedule, str):
-        raise InvalidArgument("schedule", schedule, "not a name", "give ScheduleGPipe")
-
-
-def _check_sizes(given: dict[str, Any]) -> None:
-    """The sizes of the model have a prefix."""
-    for name in asdict(GPTArguments()):
-        if name in given:
-            raise InvalidArgument(name, given[name], "unknown name", f"did you mean model.{name}?")
-
-
-def _model(given: Any) -> GPTArguments:
-    names = list(asdict(GPTArguments()))
-    unknown = sorted(set(given) - set(names)) if isinstance(given, dict) else [str(given)]
-    if unknown:
-        raise InvalidArgument("model", unknown[0], "unknown", f"there are {', '.join(names)}")
-    return GPTArguments(**given)
-
-
-class WithControl(click.Command):
-    """Training, unless the first word is `control`."""
-
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **how: Any) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        if words[:1] == ["control"]:
-            return control.main(words[1:], **{**how, "prog_name": "ckpt-train control"})
-        return super().main(words, *rest, **how)
-
-
-@click.command(
-    cls=WithControl,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-@click.argument("words", nargs=-1)
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    help="CPU threads of torch. Results are reproducible at the same number only.  [default: "
-    "torch's choice]",
-)
-@click.option("--show", is_flag=True, help="Print the resolved configuration, and train nothing.")
-def main(words: tuple[str, ...], threads: int | None, show: bool) -> None:
-    """Train a byte-level GPT; stopped or killed at any moment, the same command goes on bit for
-    bit."""
-    job = Job()
-    level = logging.INFO if job.rank == 0 else logging.ERROR
-    # What --show prints is a configuration, and nothing else.
-    logging.basicConfig(
-        level=level, format="%(message)s", stream=sys.stderr if show else sys.stdout, force=True
-    )
+def main(words: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code."""
+    said = list(sys.argv[1:] if words is None else words)
+    if said[:1] == ["control"]:
+        control.main(said[1:], prog_name="ckpt-train control")
+    job: Job = Job()
     program: Program | None = None
-
-    def say(text: str) -> None:
-        if job.speaks(text):
-            click.echo(text, err=True)
-
-    def fail(error: Exception, code: int) -> NoReturn:
-        say(f"ckpt-train: {' '.join(str(error).split())}")
-        sys.exit(code)
+    level = logging.INFO if job.rank == 0 else logging.ERROR
+    # What --print_config and --show print is a configuration, and nothing else.
+    shows = bool({"--print_config", "--show"} & {*said})
+    stream = sys.stderr if shows else sys.stdout
+    logging.basicConfig(level=level, format="%(message)s", stream=stream, force=True)
 
     def show_warning(message: Warning | str, *_: object, **__: object) -> None:
-        say(f"warning: {' '.join(str(message).split())}")
+        job.say(f"warning: {' '.join(str(message).split())}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         warnings.simplefilter("always", CheckpointWarning)
         try:
-            program = make_program(words, job.world_size)
-            if show:
-                click.echo(str(program), nl=False)
-                return
-            run(program, threads, job)
-        except NoUsableCheckpoint as error:
-            fail(error, BAD)
-        except (CheckpointNotFound, DataNotFound) as error:
-            fail(error, NOT_FOUND)
-        except StorageError as error:
-            fail(error, STORAGE)
-        except CheckpointError as error:
-            fail(error, BAD)
+            line = parse_command_line(said, OPTIONS)
+            if "help" in line.flags:
+                print(show_help(OPTIONS), end="")
+            elif "version" in line.flags:
+                print(f"ckpt-train {version('ckptcore')}")
+            else:
+                program = make_program(line, job.world_size)
+                if line.flags:
+                    print(program.to_yaml("print_config" in line.flags), end="")
+                else:
+                    run(program, job)
+            return 0
         except InvalidArgument as error:
-            fail(error, USAGE)
-        except OSError as error:  # a file that cannot be read or written
-            fail(error, STORAGE)
+            for fault in error.faults:
+                text = " ".join(str(fault).splitlines()[0].split())
+                job.say(f"ckpt-train: {text}")
+            return USAGE
+        except (CheckpointError, OSError) as error:
+            job.say(f"ckpt-train: {' '.join(str(error).split())}")
+            return code_of(error)
         except KeyboardInterrupt:
-            say(f"\ninterrupted; {_where_it_stands(program)}")
-            sys.exit(INTERRUPTED)
+            job.say(f"\ninterrupted; {_where_it_stands(program)}")
+            return INTERRUPTED
 
 
-def run(program: Program, threads: int | None, job: Job) -> None:
+def code_of(error: Exception) -> int:
+    if isinstance(error, CheckpointNotFound | DataNotFound) and not isinstance(
+        error, NoUsableCheckpoint
+    ):
+        return NOT_FOUND
+    storage = isinstance(error, StorageError) or not isinstance(error, CheckpointError)
+    return STORAGE if storage else BAD
+
+
+def run(program: Program, job: Job) -> None:
     import torch
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if program.own.threads is not None:
+        torch.set_num_threads(program.own.threads)
     environment = job.start(program.args)
     trainer = make_trainer(program, environment)
     if job.rank == 0:
-        click.echo(str(program))
+        print(program.to_yaml())
     result = trainer.train()
     if result.steps_run and job.rank == 0:
         ending = {None: "finished", "sigterm": "stopped by SIGTERM"}.get(
             result.stop_reason, "stopped"
         )
         loss = result.training_loss
-        click.echo(
+        print(
             f"{ending}: {result.steps_run} steps to step {result.global_step}, mean loss {loss:.4f}"
         )
     job.finish()
@@ -299,13 +268,12 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
     from .model import ByteGPT, next_byte_loss
     from .trainer import Trainer
 
-    args = program.args
-    train, held_out = split_corpus(
-        read_corpus(program.data, program.max_data_bytes), program.model.block_size
-    )
-    commanded = [TrainerControlCallback()] if program.control else []
+    args, own = program.args, program.own
+    text = read_corpus(own.data, own.max_data_bytes)
+    train, held_out = split_corpus(text, own.model.block_size)
+    commanded = [TrainerControlCallback()] if own.control else []
     what: dict[str, Any] = {
-        "model_init": lambda: ByteGPT(program.model),
+        "model_init": lambda: ByteGPT(own.model),
         "train_dataset": train,
         "eval_dataset": held_out,
         "distributed_env": environment,
@@ -326,10 +294,10 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
         from .parallel.pipeline import PipelineTrainer
         from .parallel.splitting import ByteGPTSplitter
 
-        schedule = getattr(pipelining, program.schedule, None)
+        schedule = getattr(pipelining, own.schedule, None)
         if schedule is None:
             raise InvalidArgument(
-                "schedule", program.schedule, "torch has none of this name", "give ScheduleGPipe"
+                "schedule", own.schedule, "torch has none of this name", "give ScheduleGPipe"
             )
         return PipelineTrainer(
             args, model_splitter=ByteGPTSplitter(), pipe_schedule_factory=schedule, **what
@@ -363,4 +331,4 @@ def _where_it_stands(program: Program | None) -> str:
 
 
 if __name__ == "__main__":
-    main(prog_name="ckpt-train")
+    sys.exit(main())

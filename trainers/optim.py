@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .arguments import InvalidArgument, MinimalTrainingArguments
-from .arguments.optimizer_options import ADAM, check_optimizer_name, parse_options
+from .arguments.optimizer_options import ADAM, options_in
 
 __all__ = [
     "DEFAULT_GROUP",
@@ -54,7 +54,6 @@ def optimizer_class(
     args: MinimalTrainingArguments,
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class that `optim` names, and its keyword arguments. Raises InvalidArgument."""
-    check_optimizer_name(args.optim)
     package, name = _CLASSES[args.optim]
     try:
         cls = getattr(importlib.import_module(package), name)
@@ -65,7 +64,7 @@ def optimizer_class(
             f"needs {package}, and it is not there",
             "install torchao >= 0.4, or use adamw_torch",
         ) from None
-    options = parse_options(args.optim, args.optim_args)
+    options = options_in(args.optim_args)
     known = set(inspect.signature(cls).parameters) - {"self", "params"}
     for option, value in options.items():
         if option not in known:

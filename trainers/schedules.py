@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from .arguments import InvalidArgument, MinimalTrainingArguments
-from .arguments.vocabulary import SCHEDULES
+from .arguments.native import SCHEDULES
 
 __all__ = ["StepSchedule", "make_scheduler", "schedule"]
 

@@ -24,7 +24,7 @@ from .data.foreign import ForeignLoader
 from .data.loader import ResumableLoader
 from .losses import labels_in, loss_of, make_loss_function, samples_in
 from .meters import Meters
-from .optim import make_optimizer
+from .optim import make_optimizer, optimizer_class
 from .optimizer_states import optimizer_state
 from .parallel.environment import DistributedEnvironment, choose_workspace
 from .records import add_reporters, choose_logging_dir, set_log_level
@@ -132,6 +132,8 @@ class TrainerParts(Models):
             optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs,
             enable_activation_checkpoint_fn=self.enable_activation_checkpoint_fn,
         )
+        if self.optimizer_factory is None and self.optimizer_cls_and_kwargs is None:
+            optimizer_class(self.args)  # its package is there, and its class has the options
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:

@@ -80,9 +80,6 @@ LATE: dict[tuple[str, str], str] = {
 }
 # Imports that close a circle, by importer and imported. This list may only shrink.
 CIRCLES: set[tuple[str, str]] = {
-    ("trainers.arguments.checks", "trainers.arguments.native"),
-    ("trainers.arguments.trainer_checks", "trainers.arguments.native"),
-    ("trainers.arguments.trainer_checks", "trainers.optim"),
     ("trainers.best", "trainers.trainer_parts"),
     ("trainers.data.evaluation", "trainers.trainer"),
     ("trainers.export", "trainers.trainer"),

@@ -233,12 +233,9 @@ def train(
 def command(words: list[str], output: str) -> int:
     out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1), os.dup2(out, 2)
-    try:
-        main(words, prog_name="ckpt-train")
-    except SystemExit as left:
-        sys.stdout.flush(), sys.stderr.flush()
-        return int(left.code or 0)
-    raise AssertionError("a command ends with SystemExit")
+    code = main(words)
+    sys.stdout.flush(), sys.stderr.flush()
+    return code
 
 
 def child(order: dict[str, Any], rank: int) -> int:

@@ -534,8 +534,6 @@ PARTS: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
         {"model": MODEL, "optimizer_factory": print, "optimizer_cls_and_kwargs": (print, {})},
         "optimizer_cls_and_kwargs",
     ),
-    ("single", {"optim_args": "nesterov=True"}, {"model": MODEL}, "optim_args.nesterov"),
-    ("single", {"optim_args": "nesterov=True"}, {"model": MODEL, "optimizer_factory": print}, None),
     (
         "single",
         {"gradient_checkpointing_kwargs": {"a": 1}},

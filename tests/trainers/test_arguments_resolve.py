@@ -375,7 +375,11 @@ def test_settings_of_an_accelerator(tmp_path: Path) -> None:
         ({"learning_rate": "1e-4"}, "learning_rate", "give a number"),
         ({"learning_rate": None}, "learning_rate", "is of type NoneType"),
         ({"torch_compile": "yes"}, "torch_compile", "give True or False"),
-        ({"eval_strategy": False}, "eval_strategy", "give a string"),
+        (
+            {"eval_strategy": False},
+            "eval_strategy",
+            "is of type bool; give one of no, steps, epoch",
+        ),
         ({"lr_scheduler_kwargs": [1]}, "lr_scheduler_kwargs", "give a mapping or None"),
         ({"bf16": "true"}, "bf16", "give True or False"),
         ({"ddp": 3}, "ddp", "a mapping or DDPArguments"),

@@ -64,6 +64,7 @@ def test_the_hierarchy() -> None:
         "TrainingArguments",
         "BaseTrainingArguments",
         "MinimalTrainingArguments",
+        "Arguments",
         "object",
     ]
 
@@ -241,7 +242,7 @@ def test_a_name_that_is_like_a_refused_one_alone_is_answered_with_the_refusal() 
 
 def test_an_unknown_name_like_no_other() -> None:
     with pytest.raises(
-        InvalidArgument, match="zzqqxx=1: unknown name; leave it out, or see ckpt_trainers"
+        InvalidArgument, match=r"zzqqxx=1: unknown name; leave it out, or see docs/arguments\.md"
     ):
         resolve_arguments(TrainingArguments, {"zzqqxx": 1})
 

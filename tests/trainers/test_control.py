@@ -21,7 +21,7 @@ import pytest
 from ckpt_trainers.arguments import InvalidArgument
 from ckpt_trainers.callbacks import TrainerControlCallback, control, control_server
 from ckpt_trainers.callbacks.jobs import Endpoint, announced_jobs, find_job, jobs_directory
-from ckpt_trainers.main import main
+from ckpt_trainers.control import control as control_command
 from click.testing import CliRunner
 
 from .callback_run import FakeTrainer
@@ -530,7 +530,7 @@ def test_a_control_that_knows_no_abort(
 
 
 def command(*words: str, text: str | None = None) -> tuple[int, str, str]:
-    done = CliRunner().invoke(main, ["control", *words], input=text)
+    done = CliRunner().invoke(control_command, list(words), input=text)
     return done.exit_code, done.stdout, done.stderr
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from ckpt_trainers.arguments import DDPTrainingArguments, InvalidArgument
@@ -386,6 +388,12 @@ def test_going_on_with_other_ranks_needs_a_length_in_steps() -> None:
 # `ckpt-train` on several processes.
 
 
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def command(words: tuple[str, ...]) -> None:
+    sys.exit(main(words))
+
+
 @pytest.fixture
 def words(tmp_path: Path, text: Path) -> list[str]:
     model = [
@@ -421,7 +429,7 @@ def test_the_command_says_everything_once(ranks: Any, words: list[str], tmp_path
     assert ranks.command(3, [*words, "max_steps=8"], log) == [1, 1, 1]
     (line,) = [line for line in log.read_text().splitlines() if line.startswith("ckpt-train: ")]
     assert "saved for 2 ranks, there are 3 now" in line
-    result = CliRunner().invoke(main, [*words, "max_steps=8"])
+    result = CliRunner().invoke(command, [*words, "max_steps=8"])
     assert result.exit_code == 1, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("ckpt-train: ") and "saved for 2 ranks, there are 1 now" in line

@@ -1,30 +1,34 @@
-"""What a training run can be told: the arguments of the five trainers, and Hugging Face's names for
-them.
+"""The arguments of the five trainers, and Hugging Face's names for them.
 
 Torch-free, so that `ckpt-train --help` is quick.
 """
 
 from __future__ import annotations
 
+from .building import Arguments, known_names, native_name, resolve_arguments
 from .configuration import load_configuration, print_configuration
-from .errors import DataNotFound, InvalidArgument
-from .gpt import GPTArguments
+from .errors import DataNotFound, InvalidArgument, raise_any
+from .hugging_face import refuse_parts
 from .native import (
     AccelTrainingArguments,
     BaseTrainingArguments,
+    DDPArguments,
     DDPTrainingArguments,
+    FSDP2Arguments,
     FSDP2TrainingArguments,
+    GPTArguments,
     MinimalTrainingArguments,
     PipelineTrainingArguments,
+    PostLocalSGDArguments,
+    Process,
     TrainingArguments,
     dtype_of,
     steps_of,
 )
-from .nested import DDPArguments, FSDP2Arguments, PostLocalSGDArguments
-from .resolve import known_names, native_name, resolve_arguments
 
 __all__ = [
     "AccelTrainingArguments",
+    "Arguments",
     "BaseTrainingArguments",
     "DDPArguments",
     "DDPTrainingArguments",
@@ -36,12 +40,15 @@ __all__ = [
     "MinimalTrainingArguments",
     "PipelineTrainingArguments",
     "PostLocalSGDArguments",
+    "Process",
     "TrainingArguments",
     "dtype_of",
     "known_names",
     "load_configuration",
     "native_name",
     "print_configuration",
+    "raise_any",
+    "refuse_parts",
     "resolve_arguments",
     "steps_of",
 ]

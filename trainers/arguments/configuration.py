@@ -13,51 +13,40 @@ import yaml
 from .errors import InvalidArgument
 from .exactness import plain
 
-__all__ = ["load_configuration", "parse_value", "print_configuration"]
+__all__ = ["load_configuration", "override", "parse_value", "print_configuration"]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML 1.2 where 1.1 surprises: `no` and 1:30 are words, 5e-5 is a number. A key that comes
     twice is an error."""
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if isinstance(key, str) and key in keys[:place]:
+                mark = node.value[place][0].start_mark
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} comes twice", mark
+                )
+        return dict(super().construct_mapping(node, deep))
 
-_BOOL, _INT, _FLOAT, _TIME = (
-    f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")
-)
-_NUMBER = re.compile(
-    r"""^(?: [-+]? (?: \.[0-9]+ | [0-9]+\.[0-9]* ) (?: [eE][-+]?[0-9]+ )?
-         | [-+]? [0-9]+ [eE][-+]?[0-9]+
-         | [-+]? \.(?:inf|Inf|INF)
-         | \.(?:nan|NaN|NAN) )$""",
-    re.VERBOSE,
-)
+
+_NUMBER = r"""^(?: [-+]? (?: \.[0-9]+ | [0-9]+\.[0-9]* ) (?: [eE][-+]?[0-9]+ )?
+    | [-+]? [0-9]+ [eE][-+]?[0-9]+ | [-+]? \.(?:inf|Inf|INF) | \.(?:nan|NaN|NAN) )$"""
+_RESOLVERS = {
+    "bool": (r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    "int": (r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$", "-+0123456789"),
+    "float": (_NUMBER, "-+0123456789."),
+    "timestamp": None,
+}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _INT, _FLOAT, _TIME)]
+    first: [entry for entry in resolvers if entry[0].rpartition(":")[2] not in _RESOLVERS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    _BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Loader.add_implicit_resolver(
-    _INT, re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
-)
-_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+0123456789."))
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, str) and key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} comes twice", key_node.start_mark
-            )
-        if isinstance(key, str):
-            seen.add(key)
-    return dict(loader.construct_mapping(node, deep=True))
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+for _name, _how in _RESOLVERS.items():
+    if _how is not None:
+        _pattern = re.compile(_how[0], re.VERBOSE)
+        _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, list(_how[1]))
 
 
 def load_configuration(
@@ -71,57 +60,46 @@ def load_configuration(
     """
     values: dict[str, Any] = {}
     if path is not None:
+        instead = "write name: value lines"
         try:
             loaded = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InvalidArgument(
-                "configuration", str(path), f"is not YAML: {error}", "mend the file"
-            ) from None
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            reason = f"is not YAML: {error}"
+            raise InvalidArgument("configuration", str(path), reason, instead) from None
         if loaded is not None and not isinstance(loaded, Mapping):
-            raise InvalidArgument(
-                "configuration",
-                str(path),
-                "holds no mapping of names to values",
-                "write name: value lines",
-            )
+            reason = "holds no mapping of names to values"
+            raise InvalidArgument("configuration", str(path), reason, instead)
         values = {str(name): value for name, value in (loaded or {}).items()}
-    for override in overrides:
-        _override(values, override)
+    for word in overrides:
+        name, equals, text = word.partition("=")
+        if not equals:
+            instead = "write max_steps=10 or ddp.static_graph=true"
+            raise InvalidArgument("override", word, "not of the form name=value", instead)
+        override(values, name.strip(), parse_value(text, name))
     return values
 
 
-def parse_value(text: str) -> Any:
-    """A value as it would be read from a file."""
-    return yaml.load(text, _Loader)
-
-
-def _override(values: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    names = path.strip().split(".")
-    if not equals or not all(names):
-        raise InvalidArgument(
-            "override",
-            override,
-            "not of the form name=value",
-            "write max_steps=10 or ddp.static_graph=true",
-        )
+def parse_value(text: str, name: str = "value") -> Any:
+    """A value as it would be read from a file. Raises InvalidArgument."""
     try:
-        value = parse_value(text)
-    except yaml.YAMLError:
-        raise InvalidArgument(path, text, "is not a YAML value", "quote it") from None
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise InvalidArgument(name, text, "is not a YAML value", "quote it") from None
+
+
+def override(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value in place; a dotted path leads into mappings. Raises InvalidArgument."""
+    names = path.split(".")
+    if not all(names):
+        instead = "write max_steps=10 or ddp.static_graph=true"
+        raise InvalidArgument("override", path, "not of the form name=value", instead)
     inner = values
     for depth, name in enumerate(names[:-1], start=1):
         below = inner.get(name)
-        if below is None:
-            below = {}
-        elif not isinstance(below, Mapping):
-            raise InvalidArgument(
-                path,
-                text,
-                f"{'.'.join(names[:depth])} is {below!r}, which has no names inside",
-                "set it as a whole",
-            )
-        inner[name] = dict(below)
+        if not isinstance(below, Mapping | None):
+            reason = f"{'.'.join(names[:depth])} is {below!r}, which has no names inside"
+            raise InvalidArgument(path, value, reason, "set it as a whole")
+        inner[name] = dict(below or {})
         inner = inner[name]
     inner[names[-1]] = value
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -18,75 +18,29 @@ from .optimizer_options import options_in
 __all__ = ["NOT_COMPUTED", "computed", "differences", "digest", "plain", "rounded"]
 
 # Where a run writes, when it reports and saves, how its memory and its processes are arranged.
-NOT_COMPUTED = frozenset(
-    {
-        "output_dir",
-        "logging_dir",
-        "run_name",
-        "overwrite_output_dir",
-        "resume_from_checkpoint",
-        "on_world_size_change",
-        "report_to",
-        "disable_tqdm",
-        "log_level",
-        "log_level_replica",
-        "logging_strategy",
-        "logging_steps",
-        "logging_first_step",
-        "logging_nan_inf_filter",
-        "include_num_input_tokens_seen",
-        "eval_strategy",
-        "eval_steps",
-        "eval_delay",
-        "eval_on_start",
-        "eval_on_save",
-        "max_eval_steps",
-        "per_device_eval_batch_size",
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "save_safetensors",
-        "save_on_each_node",
-        "save_only_model",
-        "save_async",
-        "enable_jit_checkpoint",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "greater_is_better",
-        "preserve_best_model",
-        "best_model_metric",
-        "best_model_greater_is_better",
-        "preserve_n_best",
-        "ignore_data_skip",
-        "restore_callback_states_from_checkpoint",
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-        "gradient_checkpointing",
-        "gradient_checkpointing_kwargs",
-        "enable_activation_offloading",
-        "torch_empty_cache_steps",
-        "gc_threshold",
-        "construct_model_on",
-        "activation_memory_budget",
-        "dynamo_recompile_limit",
-        "speed_metrics_start_step",
-        "debug_optimizer_groups",
-        "detect_anomaly",
-        "ddp_timeout",
-        "debug_pipeline",
-        "debug_split_model",
-        "debug_model_params",
-        "debug_model_init",
-    }
-)
+_NOT_COMPUTED = """
+    output_dir logging_dir run_name overwrite_output_dir resume_from_checkpoint
+    on_world_size_change report_to disable_tqdm log_level log_level_replica logging_strategy
+    logging_steps logging_first_step logging_nan_inf_filter include_num_input_tokens_seen
+    eval_strategy eval_steps eval_delay eval_on_start eval_on_save max_eval_steps
+    per_device_eval_batch_size save_strategy save_steps save_total_limit save_safetensors
+    save_on_each_node save_only_model save_async enable_jit_checkpoint load_best_model_at_end
+    metric_for_best_model greater_is_better preserve_best_model best_model_metric
+    best_model_greater_is_better preserve_n_best ignore_data_skip
+    restore_callback_states_from_checkpoint dataloader_num_workers dataloader_pin_memory
+    dataloader_persistent_workers dataloader_prefetch_factor gradient_checkpointing
+    gradient_checkpointing_kwargs enable_activation_offloading torch_empty_cache_steps
+    gc_threshold construct_model_on activation_memory_budget dynamo_recompile_limit
+    speed_metrics_start_step debug_optimizer_groups detect_anomaly ddp_timeout debug_pipeline
+    debug_split_model debug_model_params debug_model_init
+"""
+NOT_COMPUTED = frozenset(_NOT_COMPUTED.split())
 
 
 def plain(value: Any) -> Any:
     """As JSON and YAML can hold it."""
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, Mapping):

@@ -3,78 +3,117 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .errors import InvalidArgument
-from .vocabulary import OPTIMIZERS, REJECTED_OPTIMIZERS
 
-__all__ = ["ADAM", "check_optimizer_name", "options_in", "parse_options"]
+__all__ = [
+    "ADAM",
+    "OPTIMIZERS",
+    "REFUSED_OPTIMIZERS",
+    "known_optimizer",
+    "option_conflicts",
+    "options_in",
+]
 
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit")
+OPTIMIZERS = (*ADAM, "adafactor", "sgd", "adagrad", "rmsprop")
+
+# What is needed for it, what could be used instead, names.
+_REFUSED = (
+    ("torch_xla", "adamw_torch", "adamw_torch_xla"),
+    ("torch_npu", "adamw_torch_fused", "adamw_torch_npu_fused"),
+    ("apex", "adamw_torch_fused", "adamw_apex_fused"),
+    ("torchdistx", "adamw_torch", "adamw_anyprecision"),
+    (
+        "bitsandbytes",
+        "adamw_torch_8bit",
+        "adamw_bnb_8bit adamw_8bit paged_adamw_32bit paged_adamw_8bit",
+    ),
+    (
+        "bitsandbytes",
+        "",
+        "lion_32bit lion_8bit paged_lion_32bit paged_lion_8bit "
+        "rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit",
+    ),
+    ("bitsandbytes >= 0.44", "", "ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit"),
+    ("schedulefree", "", "schedule_free_adamw schedule_free_radam schedule_free_sgd"),
+    (
+        "galore_torch",
+        "",
+        "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise "
+        "galore_adamw_8bit_layerwise galore_adafactor_layerwise",
+    ),
+    ("apollo_torch", "", "apollo_adamw apollo_adamw_layerwise"),
+    ("lomo-optim", "", "lomo adalomo"),
+    ("grokadamw", "", "grokadamw"),
+    ("torch-optimi and torchdistx", "", "stable_adamw"),
+)
+# Name -> (reason, what to use besides optimizer_factory).
+REFUSED_OPTIMIZERS = {
+    name: (f"needs the package {package}, which is not used here", instead)
+    for package, instead, names in _REFUSED
+    for name in names.split()
+} | {"adamw_hf": ("removed upstream", "adamw_torch")}
+
 _OWN_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 _OWN_FIELDS_OF_ADAM = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
 
 
-def check_optimizer_name(name: str) -> None:
+def known_optimizer(name: str) -> str:
+    """The name, if there is such an optimizer. Raises InvalidArgument."""
     if name in OPTIMIZERS:
+        return name
+    listed = f"one of {', '.join(OPTIMIZERS)}"
+    reason, other = REFUSED_OPTIMIZERS.get(name, ("unknown", listed))
+    instead = f"use {other or 'another one'}, or give the trainer an optimizer_factory"
+    raise InvalidArgument("optim", name, reason, instead)
+
+
+def option_conflicts(
+    optim: str, given: str | Mapping[str, Any] | None
+) -> Iterator[InvalidArgument]:
+    """What `optim_args` cannot hold."""
+    try:
+        options = options_in(given)
+    except InvalidArgument as error:
+        yield error
         return
-    if name in REJECTED_OPTIMIZERS:
-        reason, other = REJECTED_OPTIMIZERS[name]
-        instead = f"use {other}, or " if other else "use another one, or "
-        raise InvalidArgument(
-            "optim", name, reason, f"{instead}give the trainer an optimizer_factory"
-        )
-    raise InvalidArgument(
-        "optim", name, "unknown", f"give one of {', '.join(OPTIMIZERS)}, or an optimizer_factory"
-    )
-
-
-def parse_options(optim: str, given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """`optim_args` as keyword arguments of the optimizer's class: "key=value,key=value" with Python
-    literals."""
-    options = options_in(given) if isinstance(given, str) else dict(given or {})
     taken = _OWN_FIELDS | (_OWN_FIELDS_OF_ADAM if optim in ADAM else {})
     for name, value in options.items():
+        shown = f"optim_args.{name}"
         if name in taken:
-            raise InvalidArgument(
-                f"optim_args.{name}", value, "has an argument of its own", f"set {taken[name]}"
-            )
+            reason = "has an argument of its own"
+            yield InvalidArgument(shown, value, reason, f"set {taken[name]}")
         if name == "fused" and optim == "adamw_torch_fused":
-            raise InvalidArgument(
-                "optim_args.fused",
-                value,
-                "adamw_torch_fused is fused",
-                "leave it out, or set optim to adamw_torch",
-            )
-    return options
+            instead = "leave it out, or set optim to adamw_torch"
+            yield InvalidArgument(shown, value, "adamw_torch_fused is fused", instead)
 
 
-def options_in(text: str) -> dict[str, Any]:
-    """The options in "key=value,key=value". Raises InvalidArgument."""
+def options_in(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """`optim_args` as keyword arguments: a mapping, or "key=value,key=value" with Python literals.
+    Raises InvalidArgument."""
+    if not isinstance(given, str):
+        return dict(given or {})
     instead = (
         "give key=value,key=value with Python literals, as momentum=0.9,nesterov=True, or a mapping"
     )
+    wrong = InvalidArgument("optim_args", given, "not of the form key=value,key=value", instead)
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
-    except SyntaxError:
-        raise InvalidArgument(
-            "optim_args", text, "not of the form key=value,key=value", instead
-        ) from None
-    if (
-        not isinstance(call, ast.Call)
-        or not isinstance(call.func, ast.Name)
-        or call.args
-        or any(k.arg is None for k in call.keywords)
-    ):
-        raise InvalidArgument("optim_args", text, "not of the form key=value,key=value", instead)
+        call = ast.parse(f"f({given})", mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise wrong from None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise wrong
     options: dict[str, Any] = {}
     for keyword in call.keywords:
+        if keyword.arg is None:
+            raise wrong
         try:
-            options[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except ValueError:
+            options[keyword.arg] = ast.literal_eval(keyword.value)
+        except (ValueError, TypeError, MemoryError, RecursionError):
             shown = ast.unparse(keyword.value)
-            raise InvalidArgument(
-                f"optim_args.{keyword.arg}", shown, "not a Python literal", instead
-            ) from None
+            name = f"optim_args.{keyword.arg}"
+            raise InvalidArgument(name, shown, "not a Python literal", instead) from None
     return options

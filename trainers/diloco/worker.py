@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, fields
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..arguments import InvalidArgument
-from ..arguments.errors import real, whole
+from ..arguments import Arguments, InvalidArgument
+from ..arguments.kinds import Count, Flag, Natural, Number, Positive, Text
 from .client import Answer, Client, Target, wire_dtype
 from .fragments import split_layout
 from .outer import named_parameters
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 NOT_REGISTERED, NOT_FINITE, STOPPING = 404, 422, 503
 
 
-@dataclass(frozen=True)
-class WorkerOptions:
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(Arguments):
     """How a worker syncs.
 
     sync_every: int, local optimizer steps between two syncs of a parameter (default 500).
@@ -49,30 +49,20 @@ class WorkerOptions:
     before each further one (default 2).
     """
 
-    sync_every: int = 500
-    worker_id: str = ""
-    bf16_comm: bool = True
-    timeout: float = 600.0
-    dylu: bool = False
-    heartbeat_interval: float = 30.0
-    num_fragments: int = 1
-    max_sync_retries: int = 3
-    backoff: float = 2.0
+    sync_every: Count = 500
+    worker_id: Text = ""
+    bf16_comm: Flag = True
+    timeout: Positive = 600.0
+    dylu: Flag = False
+    heartbeat_interval: Number = 30.0
+    num_fragments: Count = 1
+    max_sync_retries: Natural = 3
+    backoff: Number = 2.0
 
-    def __post_init__(self) -> None:
-        whole("sync_every", self.sync_every, 1)
-        whole("num_fragments", self.num_fragments, 1)
-        whole("max_sync_retries", self.max_sync_retries, 0)
-        real("timeout", self.timeout, 0, above_low=True)
-        real("heartbeat_interval", self.heartbeat_interval, 0)
-        real("backoff", self.backoff, 0)
+    def conflicts(self) -> Iterator[InvalidArgument]:
         if self.num_fragments > self.sync_every:
-            raise InvalidArgument(
-                "num_fragments",
-                self.num_fragments,
-                f"more than sync_every={self.sync_every}",
-                "give fewer fragments, or more steps",
-            )
+            reason, instead = f"more than sync_every={self.sync_every}", "give fewer fragments"
+            yield self.fault("num_fragments", reason, f"{instead}, or more steps")
 
 
 @dataclass

@@ -134,7 +134,7 @@ def test_the_accelerator_wins_and_says_so(ranks: Any, tmp_path: Path) -> None:
         (
             {"accelerator_config": {"nonsense": 1}},
             "accelerator_config.nonsense",
-            "unknown to the installed",
+            "no such setting",
             "split_batches",
         ),
         (

@@ -1,0 +1,348 @@
+"""How arguments come to be: from the whole vocabulary, checked, with all that is wrong at once."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from .errors import HIDDEN, InvalidArgument, raise_any
+from .exactness import plain
+from .hugging_face import NAMES, UNSET_IN_HF, Wish, accelerator_faults, wishes
+from .kinds import Argument, arguments_of
+
+__all__ = ["Arguments", "known_names", "native_name", "resolve_arguments"]
+
+log = logging.getLogger("ckpt_trainers.arguments")
+
+
+class _Built(type):
+    """Makes instances through `_build`, so that each class of arguments takes every name, and an
+    instance that exists is valid."""
+
+    def __call__(cls, **given: Any) -> Any:
+        return _build(cls, given)  # type: ignore[arg-type]
+
+
+class Arguments(metaclass=_Built):
+    """Base of all classes of arguments, which are dataclasses whose fields are as kinds.py says."""
+
+    takes_hugging_face: ClassVar[bool] = False  # its names, in this class and those derived
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True
+    )
+
+    def conflicts(self) -> Iterator[InvalidArgument]:
+        """What does not go together."""
+        return iter(())
+
+    def fault(self, name: str, reason: str, instead: str) -> InvalidArgument:
+        return InvalidArgument(name, getattr(self, name), reason, instead)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {name: plain(getattr(self, name)) for name in arguments_of(type(self))}
+
+    def changed(self) -> dict[str, Any]:
+        """The arguments that are not at their default; nested ones as mappings of what differs
+        inside."""
+        untouched, found = type(self)(), {}
+        for name in arguments_of(type(self)):
+            value, default = getattr(self, name), getattr(untouched, name)
+            if isinstance(value, Arguments):
+                value, default = value.changed(), {}
+            if not _equal(value, default):
+                found[name] = value
+        return found
+
+    @classmethod
+    def from_hf(cls, theirs: Any) -> Self:
+        """From a `transformers.TrainingArguments`, or its `to_dict()`.
+
+        Their values hold, their defaults included. Raises one InvalidArgument for all that cannot
+        be followed.
+        """
+        values = dict(theirs if isinstance(theirs, Mapping) else theirs.to_dict())
+        untouched = {
+            field.name: field.default for field in (fields(theirs) if is_dataclass(theirs) else ())
+        }
+        ours = arguments_of(cls)
+        for name, value in list(values.items()):
+            row = NAMES.get(name)
+            at_default = name in untouched and _equal(value, untouched[name])
+            if name not in ours and (row is None or row.kind != "alias") and at_default:
+                del values[name]  # nobody asked for it
+        if untouched.get("remove_unused_columns") and theirs.remove_unused_columns:
+            log.info("remove_unused_columns: columns are never removed; drop them in the dataset")
+        warmup = values.get("warmup_steps")
+        if isinstance(warmup, float):  # steps, or below 1 a share of them
+            del values["warmup_steps"]
+            values |= {"warmup_ratio": warmup} if warmup < 1 else {"warmup_steps": int(warmup)}
+        return cls(**values)
+
+
+A = TypeVar("A", bound=Arguments)
+
+
+def resolve_arguments(cls: type[A], given: Mapping[str, Any] | Arguments | None = None) -> A:
+    """Arguments of class `cls` from a mapping in the whole vocabulary, or from arguments of any
+    class.
+
+    Raises InvalidArgument: unknown, refused or contradictory names, and values that do not fit.
+    """
+    if isinstance(given, Arguments):
+        # A class that is not of this project is derived from one that is, by its user.
+        foreign = not type(given).__module__.startswith(__package__ or __name__)
+        if isinstance(given, cls) and (type(given) is cls or foreign):
+            return given
+        given = given.changed()  # what a plainer, or another trainer's, arguments say
+    return cls(**{str(name): value for name, value in dict(given or {}).items()})
+
+
+def known_names(cls: type[Arguments]) -> list[str]:
+    """All names that a class understands, if only to refuse them."""
+    return list(dict.fromkeys([*arguments_of(cls), *NAMES]))
+
+
+def native_name(name: str) -> str:
+    """The native argument that a name of the whole vocabulary sets; the name itself where there is
+    none."""
+    row = NAMES.get(name)
+    return row.target if row is not None and row.kind == "alias" else name
+
+
+@cache
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def _build(cls: type[Arguments], given: Mapping[str, Any]) -> Any:
+    values = {name: _plain(value) for name, value in given.items()}
+    faults = list(_translate(cls, values))
+    try:
+        made = _adapter(cls).validate_python(values)
+    except ValidationError as error:
+        faults += _faults_of(error, cls, values)
+    else:
+        if not faults:
+            faults += _conflicts(made)
+    raise_any(faults)
+    return made
+
+
+def _conflicts(made: Arguments) -> Iterator[InvalidArgument]:
+    yield from made.conflicts()
+    for name in arguments_of(type(made)):
+        if isinstance(group := getattr(made, name), Arguments):
+            for fault in group.conflicts():
+                path = f"{name}.{fault.name}"
+                yield InvalidArgument(path, fault.value, fault.reason, fault.instead)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _translate(cls: type[Arguments], values: dict[str, Any]) -> Iterator[InvalidArgument]:
+    """Leave native names only in `values`; what is wrong with the others."""
+    ours = arguments_of(cls)
+    if not cls.takes_hugging_face:
+        for name in [name for name in values if name not in ours]:
+            yield unknown_name(name, values.pop(name), ours)
+        return
+    for name in UNSET_IN_HF & values.keys():
+        if values[name] is None:
+            del values[name]
+    asked, silent = [], []
+    for name in list(values):
+        row = NAMES.get(name)
+        if row is None or (name in ours and name != "accelerator_config"):
+            if name not in ours:
+                yield _not_ours(cls, name, values.pop(name))
+            continue
+        value = values.pop(name)
+        target = row.target.partition(".")[0]
+        if row.is_untouched(value) and not (name == "accelerator_config" and value):
+            continue
+        if row.kind == "alias" and target not in ours:
+            if not row.is_untouched(value):
+                yield _not_ours(cls, name, value)
+        elif row.kind == "alias":
+            for wish in wishes(row, value):
+                if isinstance(wish, Wish):
+                    asked.append(wish)
+                else:
+                    yield wish
+        elif row.kind == "no effect":
+            silent.append(f"{name} ({row.reason})")
+        else:
+            yield InvalidArgument(name, value, row.reason, row.instead)
+    yield from _grant(cls, sorted(asked, key=lambda wish: "." in wish.target), values)
+    if "accelerator_config" in values:
+        given = values["accelerator_config"]
+        values["accelerator_config"] = {k: v for k, v in given.items() if v is not None}
+        yield from accelerator_faults(values["accelerator_config"])
+    if silent and os.environ.get("RANK", "0") == "0":
+        log.info("arguments without effect: %s", "; ".join(silent))
+
+
+def _grant(
+    cls: type[Arguments], asked: list[Wish], values: dict[str, Any]
+) -> Iterator[InvalidArgument]:
+    """Put what aliases ask for into `values`, unless something else was given."""
+    granted: dict[str, Wish] = {}
+    for wish in asked:
+        group, _, name = wish.target.rpartition(".")
+        inside = _inside(values, group) if group else values
+        if inside is None:
+            continue  # of the wrong type, which is said when types are checked
+        default = _default(cls, wish.target)
+        earlier = granted.get(wish.target)
+        if earlier is not None and not _equal(earlier.value, wish.value):
+            other = (
+                earlier.source if "=" in earlier.source else f"{earlier.source}={earlier.given!r}"
+            )
+        elif (
+            name in inside
+            and not _equal(inside[name], wish.value)
+            and (wish.firm or not _equal(inside[name], default))
+        ):
+            other = f"{wish.target}={inside[name]!r}"
+        else:
+            inside[name] = wish.value
+            granted[wish.target] = wish
+            continue
+        alternatives = f"give one of {wish.source} and {other.partition('=')[0]}"
+        yield InvalidArgument(wish.source, wish.given, f"contradicts {other}", alternatives)
+
+
+def _inside(values: dict[str, Any], group: str) -> dict[str, Any] | None:
+    """What was given for a group, as a mapping of its own that can be added to."""
+    given = values.get(group, {})
+    if isinstance(given, Arguments):
+        given = given.changed()  # of an instance only what differs is known to be meant
+    if not isinstance(given, Mapping):
+        return None
+    values[group] = dict(given)
+    inside: dict[str, Any] = values[group]
+    return inside
+
+
+def _default(cls: type[Arguments], target: str) -> Any:
+    group, _, name = target.rpartition(".")
+    if not group:
+        return arguments_of(cls)[name].default
+    inner = arguments_of(cls)[group].group
+    return (
+        arguments_of(inner)[name].default if inner is not None else _ACCELERATOR_DEFAULT.get(name)
+    )
+
+
+_ACCELERATOR_DEFAULT = {"split_batches": False}
+
+
+def _not_ours(cls: type[Arguments], name: str, value: Any) -> InvalidArgument:
+    """A name that is another trainer's, or nobody's."""
+    target = native_name(name).partition(".")[0]
+    owners = [
+        owner.__name__.replace("ingArguments", "er")
+        for owner in _family(Arguments)
+        if name in owner.__annotations__ or target in owner.__annotations__
+    ]
+    if owners:
+        listed = " and ".join([", ".join(owners[:-1]), owners[-1]] if owners[1:] else owners)
+        instead = f"use {listed.replace(' and ', ' or ')}, or leave it out"
+        return InvalidArgument(name, value, f"an argument of {listed} only", instead)
+    return unknown_name(name, value, arguments_of(cls))
+
+
+def _family(cls: type[Arguments]) -> Iterator[type[Arguments]]:
+    """This project's classes of arguments of trainers."""
+    for derived in cls.__subclasses__():
+        if derived.takes_hugging_face and derived.__module__.startswith(__package__ or __name__):
+            yield derived
+            yield from _family(derived)
+
+
+# What people call things elsewhere.
+_ELSEWHERE = {
+    "clip": "max_grad_norm",
+    "precision": "mixed_precision",
+    "scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "n_epoch": "num_train_epochs",
+}
+
+
+def unknown_name(
+    name: str, value: Any, ours: Mapping[str, Argument], prefix: str = ""
+) -> InvalidArgument:
+    """The refusal of a name, with those that were perhaps meant."""
+    aliases = {n for n, row in NAMES.items() if row.kind == "alias" and "per_gpu" not in n}
+    usable = {*ours} if prefix else {*ours, *aliases}
+    low = name.lower().removesuffix("s")
+    meant = [target for word, target in _ELSEWHERE.items() if word in low and target in usable]
+    inside = sorted(n for n in usable if len(name) > 2 and f"_{low}" in f"_{n}")
+    near = difflib.get_close_matches(name, sorted(usable), n=3)
+    close = list(dict.fromkeys([*meant, *inside, *near]))[:3]
+    if prefix or not close:
+        instead = (
+            f"there are {', '.join(ours)}"
+            if prefix
+            else ("leave it out, or see docs/arguments.md and `ckpt-train --help`")
+        )
+        refused = difflib.get_close_matches(name, sorted(NAMES), n=1, cutoff=0.8)
+        if refused and not prefix and (row := NAMES[refused[0]]).kind == "refused":
+            instead = f"{row.name} would be refused: {row.reason}; {row.instead}"
+    else:
+        instead = f"did you mean {', '.join(close)}?"
+    like = difflib.get_close_matches(name, [*usable, *NAMES], n=3)
+    shown = HIDDEN if any("token" in word for word in like) else value
+    return InvalidArgument(f"{prefix}{name}", shown, "unknown name", instead)
+
+
+def _faults_of(
+    error: ValidationError, cls: type[Arguments], values: Mapping[str, Any]
+) -> list[InvalidArgument]:
+    """pydantic's findings, one for each argument, in our words."""
+    found: dict[str, InvalidArgument] = {}
+    for finding in error.errors(include_url=False):
+        path, owner = "", arguments_of(cls)
+        value: Any = values
+        for part in map(str, finding["loc"]):
+            if part not in owner or not isinstance(value, Mapping):
+                break
+            argument, path, value = owner[part], f"{path}.{part}".lstrip("."), value.get(part)
+            if argument.group is None:
+                break
+            owner = arguments_of(argument.group)
+        name = path
+        if finding["type"] == "unexpected_keyword_argument":
+            key = str(finding["loc"][-1])
+            name = f"{path}.{key}".lstrip(".")
+            fault = unknown_name(key, value.get(key), owner, f"{path}." if path else "")
+        elif isinstance(own := finding.get("ctx", {}).get("error"), InvalidArgument):
+            fault = InvalidArgument(path, value, own.reason, own.instead)
+        else:
+            meaning = f" ({argument.text})" if argument.text else ""
+            instead = f"give {argument.allowed}{meaning}"
+            fault = InvalidArgument(path, value, argument.reason_against(value), instead)
+        found.setdefault(name, fault)
+    return list(found.values())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
