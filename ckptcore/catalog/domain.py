@@ -205,8 +205,8 @@ class StorageDomains:
         infos, abandoned = self.catalog.recall(), target.abandoned
         if abandoned is None:
             abandoned = left_by_last(infos, target.run_id)
-        last = max((info.sequence or 0 for info in infos), default=0)
-        sequence = max(last, target.after_sequence) + 1
+        counted = [info.manifest.sequence for info in infos if info.manifest]
+        sequence = max([target.after_sequence, *counted]) + 1
         return Destination(sequence, target.overwrite, abandoned, infos)
 
     def begin(self, transaction: Transaction) -> None:

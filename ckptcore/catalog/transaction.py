@@ -425,13 +425,11 @@ def check_target(
     newer format, what another job may be writing in that place now, and files with names that no
     checkpoint has.
     """
-    try:
-        entries = storage.list(name)
-    except StorageError as error:
-        if error.errno == errno.ENOENT:
-            return False
-        raise
-    where, attempts = storage.at(name), attempts_among(entries)
+    entries = storage.entries(name)
+    if entries is None:
+        return False
+    where = storage.at(name)
+    attempts = attempts_among(entries)
     alive = [] if storage.atomic_rename else attempts
     writing = [attempt for attempt in alive if not Attempt.parse(attempt).is_abandoned(run_id)]
     manifest = None

@@ -295,8 +295,6 @@ class NodeLocalRoots(StorageDomains):
 
     def pass_on(self, snapshots: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
         """On the lowest rank of every node but that of rank 0."""
-        if len(comm.nodes) == 1:
-            return {}
         return pass_on(comm, snapshots if comm.rank == 0 else {})
 
     def groups(

@@ -539,7 +539,7 @@ def capture(job: SaveJob, joined: JoinedSave, record: SaveRecord) -> CapturedSav
             shards = _shards(job, described, r.verdict)
     one = [key for key, pattern in patterns.items() if pattern is SharingPattern.GLOBAL]
     passed_on: dict[str, StateSnapshot] = {}
-    if one:
+    if one and len(joined.domains) > 1:  # rank 0 has it, and each domain stores it
         passed_on = job.domains.pass_on({k: snapshots[k] for k in one if k in snapshots}, comm)
     return CapturedSave(job, joined, record, snapshots, shards, passed_on)
 
@@ -1002,7 +1002,9 @@ def _dict(name: str, value: Any) -> dict[Any, Any]:
 def _numbers(metrics: Any) -> dict[str, float]:
     """Metrics as floats; 0-d tensors, numpy numbers and True (1.0) are fine, and so is what is not
     finite."""
-    numbers = {}
+    numbers: dict[str, float] = {}
+    if metrics is None:
+        return numbers
     for name, value in check_mapping("metrics", metrics).items():
         # numpy's; text and times convert to floats, too
         kind = getattr(getattr(value, "dtype", None), "kind", "f")

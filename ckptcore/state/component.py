@@ -3,6 +3,7 @@ asks each for its state."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -162,7 +163,9 @@ class StateComponent:
                 "-> old rank"
             )
             raise InvalidState(f"{what}, not {shown(self.on_resize)}")
-        self.atol, self.rtol = check_number("atol", self.atol), check_number("rtol", self.rtol)
+        for name in ("atol", "rtol"):
+            if type(value := getattr(self, name)) is not float or not 0 <= value < math.inf:
+                setattr(self, name, check_number(name, value))
         if not isinstance(self.metadata, dict):
             check_mapping("metadata", self.metadata)
             self.metadata = dict(self.metadata or {})
@@ -292,7 +295,6 @@ def metadata_of(stateful: Any) -> dict[str, Any] | None:
     return owner.metadata if isinstance(owner, ModelState) else None
 
 
-@one_walk()
 def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     """The components that `state` declares, each a copy with a Stateful that the engine can ask.
 
@@ -326,7 +328,11 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     modules = {c.key: c.stateful for c in found if _is_model(c.stateful)}
     plain = {c.key: c.stateful for c in found if isinstance(c.stateful, torch.Tensor | Mapping)}
     for component in found:
-        _adapt(component, modules, plain, world_size)
+        _adapt(component, world_size)
+    if optimizers := [c for c in found if _are_optimizers(c.stateful)]:
+        with one_walk():
+            for component in optimizers:
+                component.stateful = _optimizer_state(component.stateful, modules, plain)
     return found
 
 
@@ -417,10 +423,8 @@ def _are_optimizers(value: Any) -> bool:
     return bool(several) and all(isinstance(item, torch.optim.Optimizer) for item in several)
 
 
-def _adapt(
-    component: StateComponent, modules: dict[str, Any], plain: dict[str, Any], world_size: int
-) -> None:
-    """Have the engine ask for the state what knows how to give it."""
+def _adapt(component: StateComponent, world_size: int) -> None:
+    """Have the engine ask for the state what knows how to give it; of optimizers, see below."""
     stateful = component.stateful
     whole = component.sharing_pattern in (
         SharingPattern.GLOBAL,
@@ -440,9 +444,7 @@ def _adapt(
         component.on_resize = on_resize
     if _is_model(stateful):
         component.stateful = ModelState(stateful)
-    elif _are_optimizers(stateful):
-        component.stateful = _optimizer_state(stateful, modules, plain)
-    elif not isinstance(stateful, Stateful):
+    elif not _are_optimizers(stateful) and not isinstance(stateful, Stateful):
         component.stateful = PlainState(stateful)
 
 

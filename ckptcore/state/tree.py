@@ -282,7 +282,7 @@ class _Walk:
         """All of a dict at once, where it has nothing but tensors."""
         if not all(issubclass(kind, _TENSORS) for kind in set(map(type, items.values()))):
             return None
-        number, name = len(self.values), join_path(path)
+        number, name = len(self.values), join_path(path) if path else ""
         self.flat = None if self.flat is None or path else [*self.flat, *items]
         self.values += items.values()
         self.tensors += items.values()
@@ -463,7 +463,11 @@ def _stored_names(ordered: list[str], walk: _Walk) -> list[str]:
 
 
 def _encoded(versions: dict[str, Any]) -> bytes | None:
-    return encode(versions) if versions else None
+    """versions: by the path of a module's state; of nearly all modules, none but the default."""
+    return _DEFAULT_VERSIONS if versions == {"": {}} else encode(versions) if versions else None
+
+
+_DEFAULT_VERSIONS = encode({"": {}})
 
 
 def _other_than_default(metadata: Mapping[str, Any]) -> dict[str, Any]:

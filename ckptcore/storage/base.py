@@ -105,6 +105,15 @@ class Storage(ABC):
         """What is in a folder now (never a cached answer), sorted by name; ENOENT when there is
         none."""
 
+    def entries(self, path: str) -> Sequence[Entry] | None:
+        """What is in a folder now; None where there is none."""
+        try:
+            return self.list(path)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return None
+
     def list_folders(self, beginning: str) -> dict[str, Sequence[Entry] | None]:
         """The folders of the root whose names begin so, sorted; with what is in them now (never a
         cached answer) where the storage says that in the same breath, else None. ENOENT when there

@@ -139,6 +139,9 @@ class LocalStorage(Storage):
                     entries.append(Entry(item.name, False, info.st_size, version))
         return sorted(entries, key=lambda entry: entry.name)
 
+    def entries(self, path: str) -> Sequence[Entry] | None:
+        return super().entries(path) if os.path.lexists(self.at(path)) else None
+
     def list_folders(self, beginning: str) -> dict[str, Sequence[Entry] | None]:
         """Links are among them, also those that lead nowhere now: what they stand for is not passed
         over in silence."""
