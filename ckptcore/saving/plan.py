@@ -159,6 +159,10 @@ def _shares(
 def _split(
     key: str, tensors: list[TensorSpec], max_file_bytes: int, header_limit: int
 ) -> list[list[TensorSpec]]:
+    # At most so much, without looking at each name: JSON takes up to 6 bytes for a character.
+    most = sum(6 * len(t.stored_name) + 102 + 21 * (len(t.shape) + 1) for t in tensors)
+    if sum(t.nbytes for t in tensors) <= max_file_bytes and 8192 + most <= header_limit:
+        return [tensors] if tensors else []
     parts: list[list[TensorSpec]] = []
     data = head = 0
     for tensor in tensors:

@@ -267,6 +267,9 @@ class _MeshFacts(NamedTuple):
     at: list[int] | None
     parts: dict[Any, tuple[MeshLayout, Box | None]]  # by placements and global shape
 
+    def __hash__(self) -> int:
+        return hash(self.mesh.shape)
+
 
 # By the id of the DeviceMesh. A DTensor's mesh takes torch 0.1 ms to describe, and thousands of
 # tensors share one.

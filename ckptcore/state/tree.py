@@ -94,8 +94,7 @@ def _dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-@dataclass(frozen=True, slots=True)
-class LeafSpec:
+class LeafSpec(NamedTuple):
     """What stays of a tensor leaf from save to save.
 
     stored_name: what the tensor file calls it. shape: of the memory on this rank. global_shape,
@@ -117,18 +116,18 @@ class LeafSpec:
     def of(
         cls, name: str, shard: LocalShard, stored_name: str | None = None, alias: int | None = None
     ) -> LeafSpec:
-        tensor = shard.tensor
-        return cls(
-            name,
-            stored_name or name,
-            dtype_name(tensor.dtype) or "",
-            tuple(tensor.shape),
-            tensor.nbytes,
-            shard.shape,
-            shard.box,
-            shard.layout,
-            alias,
-        )
+        return cls(name, stored_name or name, *_form_of(shard), alias)
+
+
+def _form_of(
+    shard: LocalShard,
+) -> tuple[
+    str, tuple[int, ...], int, tuple[int, ...], Box | None, MeshLayout | Literal["box"] | None
+]:
+    """What a LeafSpec has between its names and its alias."""
+    tensor = shard.tensor
+    dtype, shape = dtype_name(tensor.dtype) or "", tuple(tensor.shape)
+    return dtype, shape, tensor.nbytes, shard.shape, shard.box, shard.layout
 
 
 class TensorLeaf:
@@ -340,13 +339,20 @@ def capture(
     )
     if not live_only:
         check_values_fit(key, tree, len(tree))
-    shards = [
-        _shard_of(tensor, value, key, name, sharded, live_only)
-        for tensor, value, (name, _) in zip(walk.tensors, walk.values, walk.names, strict=True)
-    ]
-    structure = _structure(key, walk, shards, sharded)
+    try:
+        forms, memory = forms_of(walk.tensors)
+    except RuntimeError:  # one has no shape, and is refused by name
+        forms, memory = [object() for _ in walk.tensors], walk.tensors
+    # Leaves of one form are described alike, and large states have few forms.
+    first: dict[Any, LocalShard] = {}
+    for form, tensor, value, (name, _) in zip(
+        forms, walk.tensors, walk.values, walk.names, strict=True
+    ):
+        if form not in first:
+            first[form] = _shard_of(tensor, value, key, name, sharded, live_only)
+    structure = _structure(key, walk, sharded, forms, memory, first)
     tensors = [
-        TensorLeaf(spec, shards[at].tensor, walk.live(at), walk.digests.get(at))
+        TensorLeaf(spec, memory[at], walk.live(at), walk.digests.get(at))
         for spec, at in zip(structure.leaves, structure.order, strict=True)
     ]
     return StateSnapshot(key, tree, tensors, _encoded(walk.versions), structure)
@@ -395,13 +401,20 @@ def _same_aliases(walk: _Walk, memory: list[torch.Tensor], last: Structure) -> b
     )
 
 
-def _structure(key: str, walk: _Walk, shards: list[LocalShard], sharded: bool) -> Structure:
-    """The structure of a state that was taken apart. Raises InvalidState for two tensors of one
-    name."""
-    numbers = [0] * len(shards)
+def _structure(
+    key: str,
+    walk: _Walk,
+    sharded: bool,
+    forms: list[Any],
+    memory: list[torch.Tensor],
+    shards: Mapping[Any, LocalShard],
+) -> Structure:
+    """The structure of a state that was taken apart. shards: of one leaf of each form. Raises
+    InvalidState for two tensors of one name."""
+    numbers = [0] * len(forms)
     for now, was in enumerate(walk.order):
         numbers[was] = now
-    aliases = _aliases(walk, shards)
+    aliases = _aliases(walk.values, memory, [shards[form] for form in forms])
     ordered = [walk.names[at][0] for at in walk.order]
     for name, following in pairwise(ordered):
         if name == following:
@@ -410,16 +423,14 @@ def _structure(key: str, walk: _Walk, shards: list[LocalShard], sharded: bool) -
                 component=key,
                 key=name,
             )
-    stored = _stored_names(ordered, walk)
+    described = {form: _form_of(shard) for form, shard in shards.items()}
     leaves = []
-    for name, stored_name, at in zip(ordered, stored, walk.order, strict=True):
+    for name, stored, at in zip(ordered, _stored_names(ordered, walk), walk.order, strict=True):
         first = aliases[at]
-        leaves.append(
-            LeafSpec.of(name, shards[at], stored_name, None if first is None else numbers[first])
-        )
-    made = Structure(leaves, walk.order, sharded, walk.flat is not None, [], walk.names, [], {})
+        alias = None if first is None else numbers[first]
+        leaves.append(LeafSpec(name, stored, *described[forms[at]], alias))
+    made = Structure(leaves, walk.order, sharded, walk.flat is not None, forms, walk.names, [], {})
     if not walk.live_only:
-        made.forms.extend(forms_of(walk.tensors)[0])
         refs = tensor_wires(TensorRef(numbers[at], n) for at, (_, n) in enumerate(walk.names))
         made.refs.extend(refs)
         for at, (name, keys) in walk.keys.items():
@@ -428,19 +439,23 @@ def _structure(key: str, walk: _Walk, shards: list[LocalShard], sharded: bool) -
     return made
 
 
-def _aliases(walk: _Walk, shards: list[LocalShard]) -> list[int | None]:
+def _aliases(
+    values: list[Any], memory: list[torch.Tensor], shards: list[LocalShard]
+) -> list[int | None]:
     """For each leaf the first one that is the same view of the same memory."""
+    if len({*map(id, values)}) == len(values) == len({*map(torch.Tensor.data_ptr, memory)}):
+        return [None] * len(values)  # nearly always no two tensors begin at one address
     found: list[int | None] = []
     by_id: dict[int, int] = {}
     by_view: dict[Any, int] = {}
-    for number, (value, shard) in enumerate(zip(walk.values, shards, strict=True)):
+    for number, (value, tensor, shard) in enumerate(zip(values, memory, shards, strict=True)):
         # A leaf seen before is an alias even where its part here is empty, so that all ranks see
         # the same aliases.
         first = by_id.setdefault(id(value), number)
         if (
             first == number
             and shard.layout != "box"
-            and (view := same_view_key(shard.tensor)) is not None
+            and (view := same_view_key(tensor)) is not None
         ):
             first = by_view.setdefault((view, shard.shape, shard.box), number)
         found.append(None if first == number else first)
