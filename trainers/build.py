@@ -6,8 +6,9 @@ import copy
 import gc
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,15 @@ from torch import nn
 from .arguments import InvalidArgument
 from .parallel.environment import choose_workspace
 
-__all__ = ["Models", "apply_settings", "seed_everything"]
+__all__ = [
+    "ModelBuilder",
+    "apply_settings",
+    "computing",
+    "free_memory",
+    "fuse_optimizer",
+    "seed_everything",
+    "stepper",
+]
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +40,18 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def seed_everything(seed: int) -> None:
+    """The process's random streams."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-def apply_settings(args: Any) -> None:
+def apply_settings(args: Any, rank: int) -> None:
     """What the arguments say of the whole process."""
+    level = args.log_level if rank == 0 else args.log_level_replica
+    if args.log_level != "passive" and level != "passive":  # passive: as the program has it
+        for name in ("ckpt_trainers", "ckptcore"):
+            logging.getLogger(name).setLevel(level.upper())
     if args.full_determinism:
         choose_workspace(args)
         torch.use_deterministic_algorithms(True)
@@ -56,66 +70,55 @@ def apply_settings(args: Any) -> None:
         functorch.activation_memory_budget = args.activation_memory_budget
 
 
-class Models:
-    """The part of a trainer that turns what it was given into a model that can be trained."""
+@dataclass
+class ModelBuilder:
+    """Makes bare modules of what a trainer was given, ready to be wrapped and trained.
+
+    model, model_init: one of the two. enable_checkpointing: (rank, model) -> activation
+    checkpointing for models without Hugging Face's method. rank: of this process. filled: False
+    once a module was built without values, which a checkpoint is to bring.
+    """
 
     args: Any
-    device: torch.device
-    rank: int
-    saves: Any
-    model: nn.Module
-    wrapped: nn.Module
-    optimizer: Any
-    given_model: nn.Module | None
+    model: nn.Module | None
     model_init: Callable[[], nn.Module] | None
-    enable_activation_checkpoint_fn: Callable[[int, nn.Module], Any] | None
-    fused: Sequence[Any] = ()  # hooks that step the optimizer in the backward pass
-    filled = True  # False: built without values, which a checkpoint is to bring
+    enable_checkpointing: Callable[[int, nn.Module], Any] | None
+    rank: int
+    filled: bool = True
 
-    @property
-    def restorable(self) -> bool:
-        """Whether a checkpoint will fill the model; the same on all ranks."""
-        return bool(self.saves.restorable())
-
-    def construct(self, on: torch.device | str | None = None) -> nn.Module:
-        """The bare module on the device, ready to be wrapped and trained. on: another device than
-        the trainer's."""
-        device = on or self.device
+    def build(self, device: torch.device | str, empty: bool = False) -> nn.Module:
+        """On a device. empty: without values where the arguments want that, since a checkpoint is
+        to bring them."""
         wanted = self.args.construct_model_on
-        if self.given_model is not None or self.model_init is None:
-            assert self.given_model is not None
-            model = self.given_model
-        elif str(device) == "meta" or (wanted == "meta" and self.restorable):
-            model = self.construct_empty(device)
+        if self.model is not None or self.model_init is None:
+            assert self.model is not None
+            model = self.model
+        elif str(device) == "meta" or (wanted == "meta" and empty):
+            model = self._build_empty(device)
         else:
-            with (
-                self.default_dtype(),
-                torch.device(device) if wanted == "device" else nullcontext(),
-            ):
+            where = torch.device(device) if wanted == "device" else nullcontext()
+            with self.default_dtype(), where:
                 model = self.model_init()
-        if str(device) != "meta":
-            model = model.to(device)
-        return self.prepare(model)
+        return self.prepare(model if str(device) == "meta" else model.to(device))
 
-    def construct_empty(self, device: torch.device | str) -> nn.Module:
-        """Without values, to be filled from a checkpoint."""
+    def _build_empty(self, device: torch.device | str) -> nn.Module:
         assert self.model_init is not None
         with self.default_dtype(), torch.device("meta"):
             model = self.model_init()
         if str(device) == "meta":
             return model
-        if not_saved := [
-            name for name, _ in model.named_buffers() if name not in model.state_dict()
-        ]:
+        if derived := derived_buffers(model):
             log.info(
                 "construct_model_on='meta': checkpoints do not hold %s, so the model is built",
-                not_saved[0],
+                derived[0],
             )
             with self.default_dtype():
                 return self.model_init()
-        tied = _names_by_parameter(model)
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
         model = model.to_empty(device=device)
-        for first, *others in tied:
+        for first, *others in names.values():  # to_empty unties them
             for name in others:
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
@@ -124,11 +127,10 @@ class Models:
 
     @contextmanager
     def default_dtype(self) -> Iterator[None]:
-        if self.args.default_dtype is None:
-            yield
-            return
+        """The dtype that modules are built in."""
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self.args.dtype_of(self.args.default_dtype))
+        if self.args.default_dtype is not None:
+            torch.set_default_dtype(self.args.dtype_of(self.args.default_dtype))
         try:
             yield
         finally:
@@ -141,23 +143,24 @@ class Models:
             model = to_float8(model, args.fp8_recipe, args.fp8_dim_alignment)
         if args.qat_recipe is not None:
             model = to_fake_quantised(model, args.qat_recipe)
-        if args.gradient_checkpointing:
-            if self.enable_activation_checkpoint_fn is not None:
-                self.enable_activation_checkpoint_fn(self.rank, model)
-            elif (enable := getattr(model, "gradient_checkpointing_enable", None)) is not None:
-                kwargs = args.gradient_checkpointing_kwargs
-                enable() if kwargs is None else enable(gradient_checkpointing_kwargs=kwargs)
-            else:
-                raise InvalidArgument(
-                    "gradient_checkpointing",
-                    True,
-                    f"{type(model).__name__} has no gradient_checkpointing_enable()",
-                    "give enable_activation_checkpoint_fn",
-                )
+        if not args.gradient_checkpointing:
+            return model
+        if self.enable_checkpointing is not None:
+            self.enable_checkpointing(self.rank, model)
+        elif (enable := getattr(model, "gradient_checkpointing_enable", None)) is not None:
+            kwargs = args.gradient_checkpointing_kwargs
+            enable() if kwargs is None else enable(gradient_checkpointing_kwargs=kwargs)
+        else:
+            raise InvalidArgument(
+                "gradient_checkpointing",
+                True,
+                f"{type(model).__name__} has no gradient_checkpointing_enable()",
+                "give enable_activation_checkpoint_fn",
+            )
         return model
 
     def compile(self, model: nn.Module) -> nn.Module:
-        """Compiled in place, so that names stay what they are."""
+        """Compiled in place where the arguments want it, so that names stay what they are."""
         args = self.args
         if args.torch_compile:
             model.compile(
@@ -168,60 +171,76 @@ class Models:
             )
         return model
 
-    @contextmanager
-    def computing(self, training: bool = True) -> Iterator[None]:
-        """Around each forward pass: precision, attention kernels, where activations are kept."""
-        args = self.args
-        with ExitStack() as stack:
-            if args.mixed_precision in AUTOCAST:
-                stack.enter_context(
-                    torch.autocast(self.device.type, AUTOCAST[args.mixed_precision])
-                )
-            if args.sdpa_backend is not None:
-                names = (
-                    [args.sdpa_backend] if isinstance(args.sdpa_backend, str) else args.sdpa_backend
-                )
-                kernels = [getattr(torch.nn.attention.SDPBackend, SDPA[name]) for name in names]
-                stack.enter_context(
-                    torch.nn.attention.sdpa_kernel(kernels, set_priority=args.sdpa_set_priority)
-                )
-                stack.enter_context(naming_kernels(args.sdpa_backend))
-            if args.enable_activation_offloading and training:
-                pinned = self.device.type == "cuda"
-                stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=pinned))
-            yield
 
-    def fuse_optimizer(self) -> None:
-        """Step each parameter when its gradient is there, and let go of the gradient.
+def derived_buffers(model: nn.Module) -> list[str]:
+    """Buffers that no checkpoint holds: they come from the constructor alone."""
+    kept = model.state_dict()
+    return [name for name, _ in model.named_buffers() if name not in kept]
 
-        State and options stay those of the one optimizer, so checkpoints and schedules see no
-        difference.
-        """
-        for hook in self.fused:  # of an optimizer that was made before
-            hook.remove()
-        hooks: list[Any] = []
-        self.fused = hooks
-        if not self.args.fuse_optim_with_backward:
-            return
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                single = copy.copy(self.optimizer)
-                single.param_groups = [{**group, "params": [parameter]}]
-                step = stepper(self.optimizer, single, group)
-                hooks.append(parameter.register_post_accumulate_grad_hook(step))
 
-    def free_memory(self, step: int) -> None:
-        """After a step."""
-        args = self.args
-        if self.device.type != "cuda":
-            return
-        if args.torch_empty_cache_steps and step % args.torch_empty_cache_steps == 0:
-            torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        if torch.cuda.memory_allocated(self.device) > args.gc_threshold * total:
-            torch.cuda.empty_cache()
-            if torch.cuda.memory_allocated(self.device) > args.gc_threshold * total:
-                gc.collect()
+@contextmanager
+def computing(args: Any, device: torch.device, training: bool = True) -> Iterator[None]:
+    """Around each forward pass: precision, attention kernels, where activations are kept."""
+    with ExitStack() as stack:
+        if args.mixed_precision in AUTOCAST:
+            stack.enter_context(torch.autocast(device.type, AUTOCAST[args.mixed_precision]))
+        if args.sdpa_backend is not None:
+            wanted = args.sdpa_backend
+            names = [wanted] if isinstance(wanted, str) else wanted
+            kernels = [getattr(torch.nn.attention.SDPBackend, SDPA[name]) for name in names]
+            stack.enter_context(
+                torch.nn.attention.sdpa_kernel(kernels, set_priority=args.sdpa_set_priority)
+            )
+            stack.enter_context(naming_kernels(wanted))
+        if args.enable_activation_offloading and training:
+            pinned = device.type == "cuda"
+            stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=pinned))
+        yield
+
+
+def fuse_optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Step each parameter when its gradient is there, and let go of the gradient. Returns the
+    hooks.
+
+    State and options stay those of the one optimizer, so checkpoints and schedules see no
+    difference.
+    """
+    return [
+        parameter.register_post_accumulate_grad_hook(stepper(optimizer, parameter, group))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+
+def stepper(
+    whole: torch.optim.Optimizer, parameter: nn.Parameter, group: dict[str, Any]
+) -> Callable[[torch.Tensor], None]:
+    """What steps one parameter of an optimizer's group."""
+    single = copy.copy(whole)
+    single.param_groups = [{**group, "params": [parameter]}]
+
+    def step(parameter: torch.Tensor) -> None:
+        single.state = whole.state  # a load replaces it
+        single.param_groups[0].update(
+            {name: value for name, value in group.items() if name != "params"}
+        )
+        single.step()
+        parameter.grad = None
+
+    return step
+
+
+def free_memory(args: Any, device: torch.device, step: int) -> None:
+    """After a step."""
+    if device.type != "cuda":
+        return
+    if args.torch_empty_cache_steps and step % args.torch_empty_cache_steps == 0:
+        torch.cuda.empty_cache()
+    most = args.gc_threshold * torch.cuda.get_device_properties(device).total_memory
+    if torch.cuda.memory_allocated(device) > most:
+        torch.cuda.empty_cache()
+        if torch.cuda.memory_allocated(device) > most:
+            gc.collect()
 
 
 def compile_backend(name: str) -> str:
@@ -253,27 +272,6 @@ def naming_kernels(wanted: str | list[str]) -> Iterator[None]:
             "none of these kernels can do this model's attention on this device",
             "add math, which always can, or leave it out",
         ) from None
-
-
-def stepper(
-    whole: torch.optim.Optimizer, single: torch.optim.Optimizer, group: dict[str, Any]
-) -> Callable[[torch.Tensor], None]:
-    def step(parameter: torch.Tensor) -> None:
-        single.state = whole.state  # a load replaces it
-        single.param_groups[0].update(
-            {name: value for name, value in group.items() if name != "params"}
-        )
-        single.step()
-        parameter.grad = None
-
-    return step
-
-
-def _names_by_parameter(model: nn.Module) -> list[list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return list(names.values())
 
 
 def _torchao(argument: str, recipe: str) -> Any:

@@ -1,4 +1,5 @@
-"""A trainer's checkpoints: where a run goes on, and what is told of each save."""
+"""A trainer's checkpoints: which one a run goes on from, what is saved, and which one is the
+best."""
 
 from __future__ import annotations
 
@@ -6,21 +7,24 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptcore import (
+    CheckpointCorrupt,
     CheckpointError,
     CheckpointExists,
     CheckpointInfo,
     CheckpointManager,
+    CheckpointManifest,
     CheckpointNotFound,
     CheckpointWarning,
     KeepBest,
     KeepLast,
+    LoadReport,
     RetentionPolicy,
     SaveEvent,
     SaveHandle,
@@ -31,18 +35,56 @@ from ckptcore import (
 )
 
 from .arguments import InvalidArgument
-from .records import stored_logging_dir
+from .callbacks.protocol import TrainerState
+from .parallel.environment import DistributedEnvironment
 
-if TYPE_CHECKING:
-    from .trainer_parts import TrainerParts
-
-__all__ = ["CommitRecord", "Saves"]
+__all__ = ["Checkpoints", "CommitRecord", "Part", "Progress", "best_rule", "is_restorable"]
 
 log = logging.getLogger(__name__)
 
-PATIENCE = (
-    10.0  # seconds that a rank which fails waits for a save that others may not be there to finish
-)
+# Seconds that a rank which fails waits for a save that others may not be there to finish.
+PATIENCE = 10.0
+
+
+# What is in a checkpoint besides the model and what belongs to it.
+
+
+class Part:
+    """A component that any checkpoint of a trainer has, used here or not.
+
+    of: what it holds (None: nothing, in this run). restored: whether a load brings it back.
+    """
+
+    def __init__(self, of: Any, restored: bool = True) -> None:
+        self.of, self.restored = of, restored
+
+    def state_dict(self) -> Any:
+        return {} if self.of is None else self.of.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.restored and self.of is not None and state:
+            self.of.load_state_dict(state)
+
+
+class EpochAlone(Part):
+    """The loader of a run that goes on, where the data of the epoch are to start over."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.of.go_to_epoch(state["epoch"])
+
+
+class Progress:
+    """The trainer's own numbers."""
+
+    def __init__(self, state: TrainerState, meters: Any) -> None:
+        self.state, self.meters = state, meters
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state.state_dict(), "meters": self.meters.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state.load_state_dict(state["state"])
+        self.meters.load_state_dict(state["meters"])
 
 
 @dataclass(frozen=True)
@@ -54,394 +96,403 @@ class CommitRecord:
     ok: bool
     error: str | None
     stall_ms: float  # the longest time that a rank's training waited for it
-    save_s: float  # from the request to the commit, the longest of the ranks
+    save_s: float  # from the call to the commit, the longest of the ranks
     bytes: int  # of all ranks
 
 
-@dataclass
-class Pending:
+@dataclass(frozen=True)
+class _Pending:
+    """A save that not all ranks know the end of."""
+
     step: int
     path: str
-    began: float
     stall_s: float
     saved: SaveHandle | CheckpointInfo  # a handle where it goes on in the background
 
-    @property
-    def handle(self) -> SaveHandle | None:
-        return self.saved if isinstance(self.saved, SaveHandle) else None
+
+@dataclass(frozen=True)
+class _Start:
+    """What a run goes on from. which: for CheckpointManager.restore; None: there is nothing."""
+
+    which: int | str | None
+    path: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Saves:
-    """The checkpoints of one trainer in its output_dir."""
+def best_rule(args: Any) -> KeepBest:
+    """By what evaluations measure, which checkpoints are the best."""
+    metric: str = args.metric_for_best_model
+    metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+    return KeepBest(metric, "max" if args.best_is_greater else "min", args.preserve_n_best)
 
-    def __init__(self, trainer: TrainerParts) -> None:
-        self.trainer = trainer
+
+def retention(args: Any) -> RetentionPolicy | None:
+    """Which checkpoints stay."""
+    if args.save_total_limit is None:
+        return None
+    newest = KeepLast(args.save_total_limit)
+    keeps_best = args.preserve_best_model or args.load_best_model_at_end
+    return newest | best_rule(args) if keeps_best else newest
+
+
+def is_restorable(args: Any, env: DistributedEnvironment) -> bool:
+    """Whether the run will go on from a checkpoint; known before the model is built."""
+    wanted = args.resume_from_checkpoint
+    found = bool(wanted)
+    if wanted is True and env.rank == 0:
+        found = any(is_whole(info.manifest) for info in committed(args.output_dir))
+    return bool(env.broadcast_object(found))
+
+
+def committed(root: str) -> list[CheckpointInfo]:
+    """The committed checkpoints in a root, of whatever run."""
+    try:
+        return [info for info in scan_root(root) if info.status == "committed"]
+    except CheckpointNotFound:
+        return []
+
+
+def is_whole(manifest: CheckpointManifest | None) -> bool:
+    """Whether a run can go on from a checkpoint: weights alone (save_only_model) are no run."""
+    return manifest is None or manifest.metadata.get("resumable") is not False
+
+
+class Checkpoints:
+    """Those in a trainer's output_dir, for the time of a run; made by `open`."""
+
+    def __init__(
+        self,
+        args: Any,
+        env: DistributedEnvironment,
+        process_groups: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.args, self.env, self.rule = args, env, best_rule(args)
+        self.root: str = args.output_dir
+        # Where nodes share no disk, no rank sees all of them; else one rank lists for all.
+        self.lists = env.rank == 0 or bool(args.save_on_each_node)
         self.last_step: int | None = None  # that was saved, or restored
         self.announced = 0  # saves of which all ranks know how they ended
-        self._pending: list[Pending] = []
-        self._ended: dict[int, float] = {}  # when a save was over, by its step
-        self._replace = False
-
-    @property
-    def looks(self) -> bool:
-        """Whether this rank lists checkpoints: where nodes share no disk, no rank sees them all."""
-        return self.trainer.rank == 0 or bool(self.trainer.args.save_on_each_node)
-
-    def committed(self) -> list[CheckpointInfo]:
-        """The committed checkpoints in output_dir, of whatever run, as this rank sees them."""
-        try:
-            return [
-                info
-                for info in scan_root(self.trainer.args.output_dir)
-                if info.status == "committed"
-            ]
-        except CheckpointNotFound:
-            return []
-
-    def weights(self) -> list[StateComponent]:
-        return [part for part in self.trainer.model_components() if part.key == "model"]
-
-    def policy(self) -> RetentionPolicy | None:
-        args = self.trainer.args
-        if args.save_total_limit is None:
-            return None
-        newest, best = KeepLast(args.save_total_limit), self.trainer.best.rule
-        return newest if best is None else newest | best
-
-    @contextmanager
-    def open(self) -> Iterator[CheckpointManager]:
-        """The manager for the time of a run. An error that ends the run stays the one that
-        counts."""
-        self._pending.clear()
-        self.announced = 0
-        manager = CheckpointManager(
-            self.trainer.args.output_dir,
-            keep=self.policy(),
-            process_groups=self.trainer.get_process_groups(),
-            storage_mode="node" if self.trainer.args.save_on_each_node else "shared",
-            on_event=self._saw,
+        self._pending: list[_Pending] = []
+        self._seconds: dict[int, float] = {}  # that a save took, by its step
+        self._replace = bool(args.overwrite_output_dir)
+        self._watcher = options.get("on_event")
+        self.manager = CheckpointManager(
+            self.root,
+            keep=retention(args),
+            process_groups=process_groups,
+            storage_mode="node" if args.save_on_each_node else "shared",
+            **{**options, "on_event": self._saw},
         )
-        try:
-            yield manager
-        except BaseException as error:
-            self.leave(manager, error)
-            raise
-        manager.close()
 
-    def leave(self, manager: CheckpointManager, error: BaseException) -> None:
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        args: Any,
+        env: DistributedEnvironment,
+        process_groups: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> Iterator[Checkpoints]:
+        """On every rank. An error that ends the run stays the one that counts.
+
+        process_groups, options: what the CheckpointManager is given besides.
+        """
+        made = cls(args, env, process_groups, options)
+        try:
+            yield made
+        except BaseException as error:
+            made._leave(error)
+            raise
+        made.manager.close()
+
+    def _leave(self, error: BaseException) -> None:
         """After an error: a save that is staged may finish, but nobody waits long for ranks that
         may be gone."""
         try:
-            ended = manager.wait(None if self.trainer.world_size == 1 else PATIENCE)
-            if ended:
-                manager.close()
+            if self.manager.wait(None if self.env.world_size == 1 else PATIENCE):
+                self.manager.close()
             for pending in self._pending:
-                if pending.handle is not None:
-                    pending.handle.give_up()  # nor at the end of the program
+                if isinstance(pending.saved, SaveHandle):
+                    pending.saved.give_up()  # nor at the end of the program
         except Exception as also:
             error.add_note(f"and also: {type(also).__name__}: {also}")
 
     def _saw(self, event: SaveEvent) -> None:
         if event.kind in ("committed", "failed"):
-            self._ended[event.step] = time.perf_counter()
+            self._seconds[event.step] = event.seconds
+        if self._watcher is not None:
+            self._watcher(event)
 
-    def restorable(self) -> bool:
-        """Whether the run will go on from a checkpoint; known before the model is built."""
-        args = self.trainer.args
-        wanted = args.resume_from_checkpoint
-        found: Any = bool(wanted)
-        if wanted is True and self.trainer.rank == 0:
-            found = any(map(_resumable, self.committed()))
-        return bool(self.trainer.env.broadcast_object(found))
+    def present(self) -> list[CheckpointInfo]:
+        """Of this run, oldest first, on the ranks that list."""
+        return self.manager.list() if self.lists else []
 
-    def restore(self, checkpoints: CheckpointManager) -> tuple[int | None, dict[str, Any]]:
-        """Step that was restored, if any, and the metadata of its checkpoint."""
-        trainer, args = self.trainer, self.trainer.args
-        wanted = args.resume_from_checkpoint
-        self.last_step, self._replace = None, args.overwrite_output_dir
+    # Going on.
+
+    def restore(self, state: Any, optimizer: str) -> LoadReport | None:
+        """Restore what the arguments want; None for a fresh start. On all ranks.
+
+        state: the trainer. optimizer: the class of its optimizer.
+
+        Raises CheckpointExists, CheckpointNotFound, InvalidArgument, StateMismatch, and what
+        CheckpointManager.restore raises.
+        """
+        wanted = self.args.resume_from_checkpoint
         if wanted is False:
-            present = checkpoints.latest()
-            if present is not None and not args.overwrite_output_dir:
+            present = self.manager.latest()
+            if present is not None and not self._replace:
                 raise CheckpointExists(
-                    f"{args.output_dir} holds checkpoints up to step {present.step} and the run "
-                    "is not to "
-                    "resume from them: give another output_dir, or overwrite_output_dir to "
+                    f"{self.root} holds checkpoints up to step {present.step} and the run is not "
+                    "to resume from them: give another output_dir, or overwrite_output_dir to "
                     "replace them",
-                    path=args.output_dir,
+                    path=self.root,
                     step=present.step,
                 )
-            return None, {}
-        chosen = self.which(checkpoints, wanted)
-        if chosen is None:
+            return None
+        start = self.start()
+        if start.which is None:
             self._replace = True
-            return None, {}
-        self.check_optimizer(checkpoints, chosen)
-        report = checkpoints.restore(trainer, chosen)
-        if report.fresh or report.manifest is None:
-            return None, {}
-        self.last_step = trainer.state.global_step if wanted is True else None
-        self.refuse_to_run_into(report.skipped, report.manifest.run_id)
-        metadata = dict(report.manifest.metadata)
-        if Path(report.path or "").resolve().parent != Path(args.output_dir).resolve():
-            trainer.callbacks.resumed_elsewhere()
-            metadata.pop("logging_dir", None)
-        if trainer.rank == 0:
-            log.info("resumed from step %d (%s)", trainer.state.global_step, report.path)
-            self.tell_changes(report.manifest.world_size, metadata)
-        trainer.best.check(checkpoints)
-        return trainer.state.global_step, metadata
-
-    def check_optimizer(self, checkpoints: CheckpointManager, chosen: int | str) -> None:
-        """Before anything is loaded: the moments of one optimizer are nothing for another. Raises
-        StateMismatch."""
-        trainer = self.trainer
-        listed = isinstance(chosen, int) or chosen == "auto"
-        infos = checkpoints.list() if listed and self.looks else []
-        wrong = None
-        if trainer.rank == 0:
-            path, metadata = stored_metadata(infos, chosen)
-            was, now = metadata.get("optimizer"), class_name(trainer.optimizer)
-            if was not in (None, now):
-                optim = metadata.get("training_args", {}).get("optim")
-                wrong = (
-                    path,
-                    f"{path} holds the state of the optimizer {was} (optim={optim!r}), and this "
-                    f"run has {now}",
-                )
-        if (told := trainer.env.broadcast_object(wrong)) is not None:
-            path, what = told
+            return None
+        was = start.metadata.get("optimizer")
+        if was not in (None, optimizer):
+            optim = start.metadata.get("training_args", {}).get("optim")
             raise StateMismatch(
-                f"{what}: go on with the same optimizer, or start another run from its weights",
-                path=path,
+                f"{start.path} holds the state of the optimizer {was} (optim={optim!r}), and this "
+                f"run has {optimizer}: go on with the same optimizer, or start another run from "
+                "its weights",
+                path=start.path,
             )
+        report = self.manager.restore(state, start.which)
+        if report.fresh or report.manifest is None:
+            return None
+        self.last_step = report.step if wanted is True else None
+        return report
 
-    def refuse_to_run_into(self, damaged: Iterable[str], run_id: str) -> None:
+    def start(self) -> _Start:
+        """What to go on from, as rank 0 sees it. On all ranks. Raises CheckpointNotFound,
+        InvalidArgument."""
+        wanted = self.args.resume_from_checkpoint
+        infos = self.present() if wanted is True else []
+        best = None
+        if wanted == "best" and self.lists:
+            best = self.manager.best(self.rule.metric, self.rule.mode)
+        found: _Start | None = None
+        if self.env.rank == 0:
+            if wanted is True:
+                found = newest_whole(infos)
+            elif wanted != "best":
+                found = named(wanted)
+            elif best is not None and best.manifest is not None and best.step is not None:
+                weights = not is_whole(best.manifest)
+                found = _Start(None if weights else best.step, best.url, best.manifest.metadata)
+        found = self.env.broadcast_object(found)
+        if found is None:
+            raise CheckpointNotFound(
+                f"resume_from_checkpoint='best': {self.root} holds no checkpoint with "
+                f"{self.rule.metric}; name one, or another metric_for_best_model",
+                path=self.root,
+            )
+        if wanted is not True and found.which is None:
+            raise InvalidArgument(
+                "resume_from_checkpoint",
+                wanted,
+                "it was made with save_only_model and holds weights alone",
+                "load it as a model, or name one that holds a whole run",
+            )
+        return found
+
+    def refuse_collision(self, report: LoadReport, state: TrainerState) -> None:
         """Later steps than the one that was restored may be there already, those of another run or
-        of another end of this
-        one: then nothing is trained that could not be saved, or would replace them without being
-        asked. What the run has abandoned before gives way: that it is to go back was decided then.
-        Raises CheckpointExists."""
-        trainer, args = self.trainer, self.trainer.args
-        if self._replace or args.save_strategy == "no" or trainer.is_over():
+        of another end of this one: then nothing is trained that could not be saved, or would
+        replace them without being asked. What the run has abandoned before gives way: that it is to
+        go back was decided then. Raises CheckpointExists."""
+        if self._replace or self.args.save_strategy == "no" or report.manifest is None:
             return
-        span = range(trainer.state.global_step + 1, trainer.state.max_steps + 1)
-        infos = self.committed() if self.looks else []
-        gives_way = {
-            *damaged,
-            *(i.name for i in infos if i.abandoned and i.run_id == run_id and not i.pinned),
-        }
-        mine = [info.step for info in infos if info.step in span and info.name not in gives_way]
-        steps = sorted({step for steps in trainer.env.gather_objects(mine) for step in steps})
+        run_id = report.manifest.run_id
+        coming = range(state.global_step + 1, state.max_steps + 1)
+        mine = [
+            info.step
+            for info in (committed(self.root) if self.lists else [])
+            if info.step in coming
+            and info.name not in report.skipped
+            and (info.pinned or not info.abandoned or info.run_id != run_id)
+        ]
+        steps = sorted({step for steps in self.env.gather_objects(mine) for step in steps})
         if steps:
             raise CheckpointExists(
-                f"{args.output_dir} holds step{'s' * (len(steps) > 1)} "
-                f"{', '.join(map(str, steps))}, which the run that goes "
-                f"on from step {trainer.state.global_step} would come to again: give another "
-                "output_dir, or "
-                "overwrite_output_dir=True to replace them",
-                path=args.output_dir,
+                f"{self.root} holds step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}, "
+                f"which the run that goes on from step {state.global_step} would come to again: "
+                "give another output_dir, or overwrite_output_dir=True to replace them",
+                path=self.root,
                 step=steps[0],
-            )
-
-    def which_is_best(self, checkpoints: CheckpointManager) -> int:
-        """For resume_from_checkpoint="best". Raises CheckpointNotFound."""
-        best, root = self.trainer.best, self.trainer.args.output_dir
-        ranked = KeepBest(best.metric, best.mode).ranked(checkpoints.list()) if self.looks else []
-        step = self.trainer.env.broadcast_object(
-            next((info.step for info in ranked if _resumable(info)), None)
-        )
-        if step is None:
-            raise CheckpointNotFound(
-                f"resume_from_checkpoint='best': {root} holds no checkpoint of a whole run with "
-                f"{best.metric}; name one, "
-                "or another metric_for_best_model",
-                path=root,
-            )
-        return int(step)
-
-    def which(self, checkpoints: CheckpointManager, wanted: bool | str) -> int | str | None:
-        """What to restore: weights alone are no run to go on with. None: there is nothing else."""
-        if wanted == "best":
-            return self.which_is_best(checkpoints)
-        if isinstance(wanted, str):
-            refused = False
-            if self.trainer.rank == 0:
-                try:
-                    with open_checkpoint(wanted) as view:
-                        refused = view.manifest.metadata.get("resumable") is False
-                except CheckpointNotFound:
-                    pass  # the manager says so, on all ranks
-            if self.trainer.env.broadcast_object(refused):
-                raise InvalidArgument(
-                    "resume_from_checkpoint",
-                    wanted,
-                    "it was made with save_only_model and holds weights alone",
-                    "load it as a model, or name one that holds a whole run",
-                )
-            return wanted
-        chosen: Any = "auto"
-        infos = checkpoints.list() if self.looks else []
-        if self.trainer.rank == 0:
-            skipped = [info for info in infos if not _resumable(info)]
-            whole = [info for info in infos if _resumable(info)]
-            if skipped and (not whole or skipped[-1].order > whole[-1].order):
-                chosen = whole[-1].step if whole else None
-                warnings.warn(
-                    f"{', '.join(info.name for info in skipped)}: weights alone "
-                    "(save_only_model), not resumed from",
-                    CheckpointWarning,
-                    stacklevel=2,
-                )
-        return self.trainer.env.broadcast_object(chosen)  # type: ignore[no-any-return]
-
-    def tell_changes(self, ranks: int, metadata: dict[str, Any]) -> None:
-        """One warning for all that makes the run another one than it was."""
-        args = self.trainer.args
-        changed = list(args.differences(metadata.get("training_args", {})))
-        if ranks != self.trainer.world_size:
-            changed.append(
-                f"number of ranks {ranks} -> {self.trainer.world_size} (random streams start anew)"
-            )
-        if changed:
-            log.warning(
-                "changed since the checkpoint: %s. The states of optimizer, schedule and data "
-                "position come from the "
-                "checkpoint all the same",
-                ", ".join(changed),
             )
 
     # Saving.
 
-    def prepare(self, checkpoints: CheckpointManager) -> None:
-        """After the first step, when all of the state has come to be: have ready what the first
-        save would wait for."""
-        if self.trainer.args.save_async and self.trainer.args.save_strategy != "no":
-            checkpoints.prewarm(self.settled_state())
-
-    def settled_state(self) -> Any:
-        """What is saved, with nothing of it under way any more."""
-        self.trainer.meters.settle(self.trainer)
-        self.trainer.share_state()
-        return self.weights() if self.trainer.args.save_only_model else self.trainer
-
-    def save(self, checkpoints: CheckpointManager, wait: bool = False) -> None:
-        """Save this step, once. wait: until it is committed; else it is written in the
-        background."""
-        trainer, args = self.trainer, self.trainer.args
-        step = trainer.state.global_step
-        if self.last_step == step:
-            return
-        began = time.perf_counter()
-        self.settle()
-        trainer.best.note_save()
-        state = self.settled_state()
-        wait = wait or not args.save_async
-        call: Any = checkpoints.save if wait else checkpoints.save_async
-        out = call(
-            step,
-            state,
-            metrics=self.metrics(),
-            metadata={
-                "training_args": args.as_dict(),
-                "optimizer": class_name(trainer.optimizer),
-                "logging_dir": stored_logging_dir(args, trainer.logging_dir),
-                **({"resumable": False} if args.save_only_model else {}),
-            },
-            training_args_hash=args.digest(),
-            overwrite=self._replace,
-        )
-        stall = time.perf_counter() - began
-        self.last_step = step
-        path = os.path.join(args.output_dir, f"checkpoint-{step}")
-        self._pending.append(Pending(step, path, began, stall, out))
-        trainer.fire("on_save", checkpoint_path=path, checkpoint_step=step)
-        if wait:
-            self.announce(self.announced + len(self._pending))
-
-    def metrics(self) -> dict[str, float]:
-        """What was measured at this step."""
-        history, step = self.trainer.state.log_history, self.trainer.state.global_step
-        found = history[-1] if history and history[-1]["step"] == step else {}
-        names = ("loss", "grad_norm", "learning_rate", "epoch")
-        return {
-            name: value
-            for name, value in found.items()
-            if isinstance(value, int | float) and (name in names or name.startswith("eval_"))
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float],
+        metadata: Mapping[str, Any],
+        wait: bool,
+        began: float,
+    ) -> str:
+        """Save a step; its path. wait: until it is committed; else it is written in the background.
+        began: when training began to wait for it."""
+        if self.args.save_only_model:
+            metadata = {**metadata, "resumable": False}
+        how: dict[str, Any] = {
+            "metrics": metrics,
+            "metadata": metadata,
+            "training_args_hash": self.args.digest(),
+            "overwrite": self._replace,
         }
+        manager = self.manager
+        saved: SaveHandle | CheckpointInfo = (
+            manager.save(step, state, **how) if wait else manager.save_async(step, state, **how)
+        )
+        self.last_step = step
+        path = os.path.join(self.root, f"checkpoint-{step}")
+        self._pending.append(_Pending(step, path, time.perf_counter() - began, saved))
+        return path
 
-    def count_ended(self) -> int:
+    def ended(self) -> int:
         """Saves of which this rank knows how they ended."""
-        ended = self.announced
+        count = self.announced
         for pending in self._pending:
-            if pending.handle is not None and not pending.handle.done():
+            if isinstance(pending.saved, SaveHandle) and not pending.saved.done():
                 break
-            ended += 1
-        return ended
+            count += 1
+        return count
 
-    def announce(self, count: int) -> None:
-        """on_checkpoint_commit, for the first `count` saves of the run. On all ranks."""
+    def wait(self) -> int:
+        """Until all saves have ended, however that was; how many there were."""
+        for pending in self._pending:
+            if isinstance(pending.saved, SaveHandle):
+                pending.saved.wait(None)
+        return self.ended()
+
+    def records(self, count: int) -> Iterator[CommitRecord]:
+        """Of the first `count` saves, those that were not announced yet. On all ranks."""
         while self.announced < count:
             pending = self._pending.pop(0)
             self.announced += 1
-            self.trainer.fire("on_checkpoint_commit", record=self.record_of(pending))
+            yield self._record_of(pending)
 
-    def record_of(self, pending: Pending) -> CommitRecord:
-        handle = pending.handle
-        error = handle.error if handle is not None else None
-        seconds = self._ended.pop(pending.step, pending.began) - pending.began
-        failed, stall, took = self.trainer.env.max_flags(
+    def _record_of(self, pending: _Pending) -> CommitRecord:
+        saved, seconds = pending.saved, self._seconds.pop(pending.step, 0.0)
+        error = saved.error if isinstance(saved, SaveHandle) else None
+        failed, stall, took = self.env.max_flags(
             [error is not None, int(pending.stall_s * 1e6), int(seconds * 1e6)]
         )
-        texts = self.trainer.env.gather_objects(str(error) if error else None) if failed else []
+        texts = self.env.gather_objects(str(error) if error else None) if failed else []
+        text = next((text for text in texts if text), None)
         size = 0
         if not failed:
-            info = (
-                pending.saved
-                if isinstance(pending.saved, CheckpointInfo)
-                else pending.saved.result(0)
-            )
+            info = saved.result(0) if isinstance(saved, SaveHandle) else saved
             size = 0 if info is None else info.size_bytes or 0
-        text = next((text for text in texts if text), None)
         return CommitRecord(
             pending.step, pending.path, not failed, text, stall / 1e3, took / 1e6, size
         )
 
-    def settle(self) -> None:
-        """Wait for the save in the background, as the next one would, and tell how it ended before
-        that raises it."""
-        for pending in self._pending:
-            if pending.handle is not None:
-                pending.handle.wait(None)
-        self.announce(self.announced + len(self._pending))
+    # The best.
 
-    def finish(self, checkpoints: CheckpointManager) -> None:
-        """The final wait. Raises AsyncSaveError when a save failed and nobody was told."""
-        self.settle()
-        checkpoints.wait()
+    def _ranked(self, state: TrainerState) -> list[CheckpointInfo]:
+        """Those that have the metric, best first, as far as the run has come."""
+        return self.rule.ranked([i for i in self.present() if (i.step or 0) <= state.global_step])
+
+    def check_best(self, state: TrainerState) -> None:
+        """The best checkpoint may have gone since: then the best of those present takes its
+        place."""
+        args = self.args
+        if state.best_checkpoint is None or not (
+            args.load_best_model_at_end or args.preserve_best_model
+        ):
+            return
+        there, ranked = self.present(), self._ranked(state)
+        found: Any = None
+        if self.env.rank == 0 and all(info.step != state.best_step for info in there):
+            best = next(iter(ranked), None)
+            name = None if best is None else best.name
+            instead = f"{name} is the best of those present" if name else "there is no other"
+            warnings.warn(
+                f"{state.best_checkpoint}, the best checkpoint so far, is not there any more; "
+                f"{instead}",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+            found = (name, best and best.step, best and best.metrics[self.rule.metric])
+        found = self.env.broadcast_object(found)
+        if found is not None:
+            state.best_checkpoint, state.best_step, state.best_metric = found
+
+    def load_best(self, weights: list[StateComponent], state: TrainerState) -> None:
+        """Put the best checkpoint's weights into the model; those of the next best where it is
+        damaged."""
+        ranked = [info.step for info in self._ranked(state)]
+        failed: list[str] = []
+        loaded = None
+        for step in self.env.broadcast_object(ranked):
+            try:
+                self.manager.load(weights, step, transactional=True)
+            except (CheckpointCorrupt, CheckpointNotFound) as error:
+                failed.append(str(error))
+            else:
+                loaded = step
+                break
+        if self.env.rank != 0:
+            return
+        if failed:
+            now = (
+                "the final weights stay"
+                if loaded is None
+                else f"those of checkpoint-{loaded} are the best of the others"
+            )
+            warnings.warn(
+                f"the best weights cannot be loaded ({'; '.join(failed)}); {now}",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        elif loaded is None:
+            log.warning(
+                "load_best_model_at_end: no checkpoint has %s; the model stays as it is",
+                self.rule.metric,
+            )
+        if loaded is not None:
+            log.info("loaded the best weights, those of step %d", loaded)
 
 
-def stored_metadata(
-    infos: Sequence[CheckpointInfo], chosen: int | str
-) -> tuple[str, dict[str, Any]]:
-    """Path and metadata of the checkpoint that is to be restored; none where restoring it will say
-    what is wrong."""
-    if isinstance(chosen, int) or chosen == "auto":
-        fits = [
-            info for info in infos if chosen in ("auto", info.step) and info.manifest is not None
-        ]
-        return (
-            (fits[-1].url, fits[-1].manifest.metadata) if fits and fits[-1].manifest else ("", {})
-        )
+def newest_whole(infos: list[CheckpointInfo]) -> _Start:
+    """For resume_from_checkpoint=True: the newest that verifies, but for weights alone."""
+    whole = [info for info in infos if is_whole(info.manifest)]
+    weights = [info for info in infos if not is_whole(info.manifest)]
+    newest = whole[-1] if whole else None
+    metadata = newest.manifest.metadata if newest and newest.manifest else {}
+    start = _Start("auto", newest.url if newest else "", metadata)
+    if not weights or (newest is not None and newest.order > weights[-1].order):
+        return start
+    warnings.warn(
+        f"{', '.join(info.name for info in weights)}: weights alone (save_only_model), not "
+        "resumed from",
+        CheckpointWarning,
+        stacklevel=2,
+    )
+    return _Start(None if newest is None else newest.step, start.path, metadata)
+
+
+def named(path: str) -> _Start:
+    """For a checkpoint that is named by its path."""
     try:
-        with open_checkpoint(chosen) as view:
-            return view.url, view.manifest.metadata
+        with open_checkpoint(path) as view:
+            manifest = view.manifest
+            return _Start(path if is_whole(manifest) else None, view.url, manifest.metadata)
     except CheckpointError:
-        return chosen, {}
+        return _Start(path)  # the manager says so, on all ranks
 
 
-def class_name(optimizer: Any) -> str:
-    return type(optimizer).__qualname__
-
-
-def _resumable(info: CheckpointInfo) -> bool:
-    return info.manifest is None or info.manifest.metadata.get("resumable") is not False
+def is_elsewhere(report: LoadReport, root: str) -> bool:
+    """Whether what was restored lies in another root: its log files are another run's."""
+    return Path(report.path or "").resolve().parent != Path(root).resolve()

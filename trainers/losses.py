@@ -3,46 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .arguments import InvalidArgument
 
-__all__ = ["LossFunction", "ignored", "labels_in", "loss_of", "make_loss_function", "samples_in"]
+__all__ = [
+    "CrossEntropy",
+    "LossFunction",
+    "causal_lm_loss",
+    "count_labels",
+    "labels_of",
+    "loss_of",
+    "make_loss_function",
+    "samples_in",
+    "shifts_labels",
+]
 
 IGNORED = -100  # a label that does not count
 
-LossFunction = Callable[
-    [Any, Tensor, float], Tensor
-]  # (outputs, labels, items of the step) -> share of the mean
+# (outputs, labels, items of the step) -> share of the mean
+LossFunction = Callable[[Any, Tensor, float], Tensor]
 
 
-def ignored(labels: Tensor) -> Tensor:
-    return labels == IGNORED
+@dataclass(frozen=True)
+class CrossEntropy:
+    """A loss function for accumulated batches: the sum over the labels of a batch that count,
+    divided by `items`, those of the whole step.
+
+    shifts_labels: compare position n with label n + 1, as Hugging Face's language models do
+        (default False: with label n).
+    smoothing: share e of the mean over all classes, (1 - e) NLL + e mean(-log p) (default 0).
+    """
+
+    shifts_labels: bool = False
+    smoothing: float = 0.0
+
+    def __call__(self, outputs: Any, labels: Tensor, items: float) -> Tensor:
+        logits = logits_of(outputs)
+        if self.shifts_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        total = F.cross_entropy(
+            logits.flatten(0, -2).float(),
+            labels.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.smoothing,
+        )
+        return total / items
 
 
-def labels_in(batch: Any) -> int:
-    """Labels of a batch that count; its samples where it has none."""
+# compute_loss_func for Hugging Face's causal language models, so that gradients accumulate exactly.
+causal_lm_loss = CrossEntropy(shifts_labels=True)
+
+
+def make_loss_function(
+    model: nn.Module,
+    given: LossFunction | None,
+    fused: Callable[[nn.Module], LossFunction] | None,
+    smoothing: float,
+) -> LossFunction | None:
+    """None where the model's own loss counts."""
+    if fused is not None:
+        return fused(model)
+    if smoothing and given is None:
+        return CrossEntropy(shifts_labels(model, None), smoothing)
+    return given
+
+
+def shifts_labels(model: nn.Module, loss_function: LossFunction | None) -> bool:
+    """Whether position n is compared with label n + 1, so that each row's first label counts for
+    nothing."""
+    if loss_function is not None:
+        return bool(getattr(loss_function, "shifts_labels", False))
+    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return bool(getattr(model, "shifts_labels", causal))
+
+
+def labels_of(batch: Any) -> Tensor | None:
+    """The labels of a batch, where it has some."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return samples_in(batch) if labels is None else int((labels != IGNORED).sum())
+    return labels if isinstance(labels, Tensor) else None
+
+
+def count_labels(labels: Tensor, shifted: bool) -> int:
+    """Labels that count. shifted: but for the first of each row."""
+    counted = labels[..., 1:] if shifted and labels.dim() else labels
+    return int((counted != IGNORED).sum())
 
 
 def samples_in(batch: Any) -> int:
-    values = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, tuple | list)
-        else [batch]
-    )
+    """Samples of a batch: the length of the first tensor in it."""
+    several = isinstance(batch, tuple | list)
+    values = batch.values() if isinstance(batch, Mapping) else batch if several else [batch]
     first = next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
     return 1 if first is None else len(first)
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The loss that a model itself gives."""
+    """The loss that a model itself gives. Raises InvalidArgument."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if found is None and isinstance(outputs, tuple) and not hasattr(outputs, "loss") and outputs:
         found = outputs[0]
@@ -56,54 +118,12 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def logits_of(outputs: Any) -> Tensor:
+    """The logits in a model's output."""
     if isinstance(outputs, Tensor):
         return outputs
-    found: Tensor = (
-        outputs["logits"]
-        if isinstance(outputs, Mapping)
-        else getattr(outputs, "logits", outputs[0])
-    )
-    return found
-
-
-def make_loss_function(
-    model: nn.Module,
-    given: LossFunction | None,
-    fused: Callable[[nn.Module], LossFunction] | None,
-    smoothing: float,
-) -> LossFunction | None:
-    """None where the model's own loss counts."""
-    if fused is not None:
-        return fused(model)
-    return smoothed(smoothing, shifts_labels(model)) if smoothing and given is None else given
-
-
-def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model compares position n with label n + 1, as Hugging Face's language models
-    do."""
-    return bool(
-        getattr(
-            model, "shifts_labels", type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        )
-    )
-
-
-def smoothed(epsilon: float, shift: bool) -> LossFunction:
-    """(1 - e) x NLL + e x mean over classes of -log p, over labels that count."""
-
-    def loss(outputs: Any, labels: Tensor, items: float) -> Tensor:
-        logits = logits_of(outputs)
-        if shift:
-            logits, labels = logits[..., :-1, :], labels[..., 1:]
-        return (
-            torch.nn.functional.cross_entropy(
-                logits.flatten(0, -2).float(),
-                labels.flatten(),
-                ignore_index=IGNORED,
-                reduction="sum",
-                label_smoothing=epsilon,
-            )
-            / items
-        )
-
-    return loss
+    if isinstance(outputs, Mapping):
+        found = outputs["logits"]
+    else:
+        found = getattr(outputs, "logits", None)
+    logits: Tensor = outputs[0] if found is None else found
+    return logits

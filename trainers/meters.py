@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from .trainer_parts import TrainerParts
+from .arguments import InvalidArgument
+from .callbacks.protocol import TrainerState
 
-__all__ = ["Meters"]
+__all__ = ["Meters", "plain_numbers"]
+
+# Sums over the data-parallel ranks.
+Reduce = Callable[[Sequence[Any]], list[float]]
 
 
 class Meters:
@@ -23,21 +27,25 @@ class Meters:
 
     def __init__(self, args: Any) -> None:
         self.args = args
+        self.counted = args.include_num_input_tokens_seen  # False, "no", True, "all", "non_padding"
         self.grad_norm: Tensor | None = None
         self.window: list[float] = []  # mean loss of each step since the last log, of all ranks
         self.tokens = self.total_tokens = 0  # of all ranks
         self.total_loss, self.steps = 0.0, 0  # of the run
+        self._parameters: int | None = None
+        self._begin_window()
+        self.start(0)
+
+    def _begin_window(self) -> None:
         self._losses: list[Tensor] = []  # this rank's shares that are not in `window` yet
         self._tokens = self._seen = 0
         self._operations = 0.0
-        self._parameters: int | None = None
-        self.began = self.measured_since = time.perf_counter()
-        self.samples = self.measured_from = self.measured_samples = 0  # of this call, on all ranks
 
     def start(self, step: int) -> None:
+        """A call of train() begins, after so many steps."""
         self.began = self.measured_since = time.perf_counter()
         self.measured_from = step
-        self.samples = self.measured_samples = 0
+        self.samples = self.measured_samples = 0  # of this call, on all ranks
 
     def count(self, group: Sequence[tuple[Any, int, int]], model: nn.Module) -> int:
         """Tokens of a step on this rank."""
@@ -48,54 +56,52 @@ class Meters:
             if ids is None or not samples:
                 continue
             tokens += ids.numel()
-            mask = batch.get("attention_mask")
-            kind = self.args.include_num_input_tokens_seen
-            if kind and kind != "no":
-                self._seen += (
-                    int(mask.sum()) if kind == "non_padding" and mask is not None else ids.numel()
-                )
-            self._operations += self.operations(model, batch, ids.numel())
+            if self.counted not in (False, "no"):
+                mask = batch.get("attention_mask") if self.counted == "non_padding" else None
+                self._seen += ids.numel() if mask is None else int(mask.sum())
+            self._operations += self._operations_of(model, batch, ids.numel())
         self._tokens += tokens
         return tokens
 
-    def operations(self, model: nn.Module, batch: Any, tokens: int) -> float:
+    def _operations_of(self, model: nn.Module, batch: Any, tokens: int) -> float:
         """Floating-point operations of a forward and backward pass: 6 per parameter and token,
         unless the model knows."""
-        own = getattr(model, "floating_point_ops", None)
-        if own is not None:
-            return float(own(batch))
+        counts = getattr(model, "floating_point_ops", None)
+        if counts is not None:
+            return float(counts(batch))
         if self._parameters is None:
             self._parameters = sum(p.numel() for p in model.parameters())
         return 6.0 * self._parameters * tokens
 
-    def add(self, loss: Tensor, steps_run: int, global_step: int) -> None:
+    def add(self, loss: Tensor, state: TrainerState) -> None:
+        """The loss of a step that is done: this rank's share."""
         self._losses.append(loss)
-        if steps_run == self.args.speed_metrics_start_step:
+        if state.steps_run == self.args.speed_metrics_start_step:
             self.measured_since = time.perf_counter()
-            self.measured_from, self.measured_samples = global_step, self.samples
+            self.measured_from, self.measured_samples = state.global_step, self.samples
 
-    def settle(self, trainer: TrainerParts) -> None:
+    def settle(self, reduce: Reduce, state: TrainerState) -> None:
         """Let all ranks have the same numbers. On all ranks, at the same steps of any run: rounding
-        depends on it not."""
+        does not depend on when."""
         if not self._losses:
             return
         mine = torch.stack(self._losses).double().tolist()
-        *losses, tokens, seen, operations = trainer.reduce(
+        *losses, tokens, seen, operations = reduce(
             [*mine, self._tokens, self._seen, self._operations]
         )
-        self._losses, self._tokens, self._seen, self._operations = [], 0, 0, 0.0
+        self._begin_window()
         for loss in losses:
             self.total_loss += loss
         self.steps += len(losses)
         self.window += losses
         self.tokens += int(tokens)
         self.total_tokens += int(tokens)
-        trainer.state.num_input_tokens_seen += int(seen)
-        trainer.state.total_flos += operations
+        state.num_input_tokens_seen += int(seen)
+        state.total_flos += operations
 
-    def take(self, trainer: TrainerParts) -> dict[str, Any]:
+    def take(self, reduce: Reduce, state: TrainerState, learning_rate: float) -> dict[str, Any]:
         """The numbers for a log; the next one begins anew."""
-        self.settle(trainer)
+        self.settle(reduce, state)
         window = self.window
         if self.args.logging_nan_inf_filter and not all(map(math.isfinite, window)):
             finite = [loss for loss in window if math.isfinite(loss)]
@@ -104,32 +110,27 @@ class Meters:
         found: dict[str, Any] = {"loss": sum(window) / len(window)} if window else {}
         if self.grad_norm is not None:
             found["grad_norm"] = float(self.grad_norm)
-        found["learning_rate"] = trainer.learning_rate()
         found |= {
+            "learning_rate": learning_rate,
             "tokens": self.tokens,
             "total_tokens": self.total_tokens,
-            "total_flos": trainer.state.total_flos,
+            "total_flos": state.total_flos,
         }
-        if self.args.include_num_input_tokens_seen not in (False, "no"):
-            found["num_input_tokens_seen"] = trainer.state.num_input_tokens_seen
-        if trainer.device.type == "cuda":
-            found["peak_mem_allocated"] = trainer.env.gather_objects(
-                torch.cuda.max_memory_allocated(trainer.device)
-            )
+        if self.counted not in (False, "no"):
+            found["num_input_tokens_seen"] = state.num_input_tokens_seen
         self.window, self.tokens, self.grad_norm = [], 0, None
         return found
 
-    def summary(self, trainer: TrainerParts) -> dict[str, Any]:
+    def summary(self, reduce: Reduce, state: TrainerState) -> dict[str, Any]:
         """The final record."""
-        self.settle(trainer)
-        state, now = trainer.state, time.perf_counter()
+        self.settle(reduce, state)
+        now = time.perf_counter()
         seconds = max(now - self.measured_since, 1e-9)
-        steps = state.global_step - self.measured_from
         return {
             "train_runtime": now - self.began,
             "train_samples": self.samples,
             "train_samples_per_second": (self.samples - self.measured_samples) / seconds,
-            "train_steps_per_second": steps / seconds,
+            "train_steps_per_second": (state.global_step - self.measured_from) / seconds,
             "train_loss": self.total_loss / max(self.steps, 1),
         }
 
@@ -143,10 +144,32 @@ class Meters:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._losses, self._tokens, self._seen, self._operations = [], 0, 0, 0.0
-        self.window, self.tokens, self.total_tokens = (
-            list(state["window"]),
-            state["tokens"],
-            state["total_tokens"],
-        )
-        self.total_loss, self.steps = state["total_loss"], state["steps"]
+        self._begin_window()
+        self.window, self.tokens = list(state["window"]), state["tokens"]
+        self.total_tokens, self.total_loss = state["total_tokens"], state["total_loss"]
+        self.steps = state["steps"]
+
+
+def plain_numbers(values: Mapping[str, Any], event: str) -> dict[str, Any]:
+    """What callbacks were given and have added to, as numbers that any reader of a log or manifest
+    takes: tensors and numpy's of one item become Python's, lists of numbers stay lists.
+
+    event: the one in which callbacks may add, for messages. Raises InvalidArgument for anything
+    else, by its name.
+    """
+    return {name: _plain(name, value, event) for name, value in values.items()}
+
+
+def _plain(name: str, value: Any, event: str) -> Any:
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        value = value.item() if np.prod(value.shape) == 1 else value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(name, item, event) for item in value]
+    if isinstance(value, int | float):  # bool is an int
+        return value
+    raise InvalidArgument(
+        f"metrics[{name!r}]",
+        value,
+        f"{type(value).__name__} is no number, and what is added in {event} is logged",
+        "add a number, or keep it in the callback",
+    )

@@ -80,14 +80,6 @@ LATE: dict[tuple[str, str], str] = {
 }
 # Imports that close a circle, by importer and imported. This list may only shrink.
 CIRCLES: set[tuple[str, str]] = {
-    ("trainers.best", "trainers.trainer_parts"),
-    ("trainers.data.evaluation", "trainers.trainer"),
-    ("trainers.export", "trainers.trainer"),
-    ("trainers.meters", "trainers.trainer_parts"),
-    ("trainers.records", "trainers.trainer_parts"),
-    ("trainers.run_state", "trainers.trainer_parts"),
-    ("trainers.boundary", "trainers.trainer"),
-    ("trainers.checkpoints", "trainers.trainer_parts"),
 }
 
 

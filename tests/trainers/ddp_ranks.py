@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from ckpt_trainers.arguments import GPTArguments
 from ckpt_trainers.callbacks.loss_record import LossRecord
+from ckpt_trainers.checkpoints import Part
 from ckpt_trainers.main import main
 from ckpt_trainers.model import ByteGPT, next_byte_loss
 from ckpt_trainers.parallel.ddp import DDPTrainer
-from ckpt_trainers.run_state import Part
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ckpt_trainers.arguments import TrainingArguments
-from ckpt_trainers.optim import make_optimizer
+from ckpt_trainers.optim import make_optimizer, make_scheduler
 from ckpt_trainers.optimizer_states import optimizer_state
-from ckpt_trainers.schedules import make_scheduler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor

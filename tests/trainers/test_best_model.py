@@ -99,10 +99,10 @@ def test_of_several_ranks_the_first_ones_metrics_count(
     trainer.state.global_step = 3
     told = {"a": (0.5, ["eval_loss"]), "b": (None, ["eval_other"])}
     monkeypatch.setattr(DistributedEnvironment, "broadcast_object", lambda self, value: told["a"])
-    assert trainer.best.note({}) is True and best(trainer) == (3, 0.5, None)
+    assert trainer.note_best({}) is True and best(trainer) == (3, 0.5, None)
     monkeypatch.setattr(DistributedEnvironment, "broadcast_object", lambda self, value: told["b"])
     with pytest.raises(InvalidArgument, match="evaluations give eval_other"):
-        trainer.best.note({"eval_loss": 0.25})
+        trainer.note_best({"eval_loss": 0.25})
 
 
 # After a resume.

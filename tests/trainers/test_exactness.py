@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ckpt_trainers.run_state import Part
+from ckpt_trainers.checkpoints import Part
 
 from ckptcore import OptimizerState, RNGState
 
@@ -25,7 +25,7 @@ def reference(tiny: Any, workers: int, accumulation: int) -> Any:
             dataloader_num_workers=workers,
         )
         trainer.train()
-        state = trainer.saves.trainer.loader.state_dict()
+        state = trainer.loader.state_dict()
         REFERENCES[workers, accumulation] = notes.steps, trainer.state.log_history, state
     return REFERENCES[workers, accumulation]
 

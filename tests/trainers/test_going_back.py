@@ -123,7 +123,7 @@ def test_the_best_one_may_be_gone_on_from(tiny: Any) -> None:
     ).train()
     assert (result.resumed_from, result.steps_run) == (2, 1)
     with pytest.raises(
-        CheckpointNotFound, match=r"'best': .* no checkpoint of a whole run with eval_accuracy"
+        CheckpointNotFound, match=r"'best': .* holds no checkpoint with eval_accuracy"
     ):
         tiny.trainer(
             resume_from_checkpoint="best", metric_for_best_model="accuracy", **options

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_trainers import checkpoints, records
+from ckpt_trainers import trainer as trainer_module
 from ckpt_trainers.callbacks import ResumableSummaryWriter, read_json_array
 from ckpt_trainers.callbacks.json_log import JsonRecords
-from ckpt_trainers.callbacks.log_paths import path_in_root
+from ckpt_trainers.callbacks.log_paths import path_in_root, relative_to_root
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -127,7 +127,7 @@ def test_what_a_crafted_checkpoint_names_is_ignored(
 
         patch.setattr(JsonRecords, "state_dict", json_state)
         patch.setattr(ResumableSummaryWriter, "state_dict", writer_state)
-        patch.setattr(checkpoints, "stored_logging_dir", lambda args, folder: named)
+        patch.setattr(trainer_module, "relative_to_root", lambda folder, root: named)
         tiny.trainer(**{**LOGGED, "max_steps": 2}).train()
     theirs, checkpoint = contents(outside), contents(tiny.root() / "checkpoint-2")
     tiny.trainer(**{**LOGGED, "max_steps": 3}).train()
@@ -171,9 +171,9 @@ def test_whatever_is_named_no_path_leads_out(linked: Path, named: Any) -> None:
 def test_what_is_stored_is_relative(tiny: Any) -> None:
     trainer = tiny.trainer(**LOGGED)
     trainer.train()
-    stored = records.stored_logging_dir(trainer.args, trainer.logging_dir)
+    stored = relative_to_root(trainer.logging_dir, trainer.args.output_dir)
     assert stored == f"runs/{log_folders(tiny.root())[0].name}"
-    assert records.stored_logging_dir(trainer.args, "/somewhere/else") is None
+    assert relative_to_root("/somewhere/else", trainer.args.output_dir) is None
     states = trainer.callbacks.state_dict()
     assert states["JsonLogger"]["place"] == f"{stored}/trainer_logs.json"
     assert states["ResumableSummaryWriter"] == {"place": stored, "step": 6}

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from ckpt_trainers.arguments import TrainingArguments
-from ckpt_trainers.optim import make_optimizer
+from ckpt_trainers.optim import make_optimizer, make_scheduler
 from ckpt_trainers.optimizer_states import QuantizedOptimizerState, optimizer_state
-from ckpt_trainers.schedules import make_scheduler
 from torch import nn
 
 from ckptcore import CheckpointManager, OptimizerState, StateMismatch

@@ -140,7 +140,7 @@ def test_optimizers_of_few_bits_without_their_package(
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
 def test_optimizers_of_few_bits_have_rates_in_tensors(name: str) -> None:
-    from ckpt_trainers.schedules import make_scheduler
+    from ckpt_trainers.optim import make_scheduler
 
     args = TrainingArguments(optim=name, learning_rate=0.5)
     optimizer = make_optimizer(args, Tiny(), groups=NO_DECAY)

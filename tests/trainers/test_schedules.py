@@ -12,7 +12,7 @@ import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument, TrainingArguments
 from ckpt_trainers.arguments.native import SCHEDULES
-from ckpt_trainers.schedules import StepSchedule, make_scheduler, schedule
+from ckpt_trainers.optim import StepSchedule, make_scheduler, schedule
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["path_in_root", "relative_to_root"]
+__all__ = ["choose_logging_dir", "path_in_root", "relative_to_root"]
 
 log = logging.getLogger(__name__)
 
@@ -45,3 +47,15 @@ def path_in_root(
         root,
     )
     return None
+
+
+def choose_logging_dir(args: Any, env: Any, metadata: Mapping[str, Any]) -> str:
+    """As given; else that of the run which is resumed, where it lies in this root; else a new one.
+    The same on all ranks."""
+    if args.logging_dir is not None:
+        return str(args.logging_dir)
+    chosen = os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{env.host}")
+    stored = metadata.get("logging_dir")
+    if env.rank == 0 and stored is not None and path_in_root(stored, args.output_dir) is not None:
+        chosen = stored
+    return os.path.join(args.output_dir, str(env.broadcast_object(chosen)))

@@ -1,118 +1,83 @@
-"""Losses on data that the model is not trained on."""
+"""Batches of data that the model is not trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from ..losses import samples_in
 
-if TYPE_CHECKING:
-    from ..trainer import Trainer
-
-__all__ = ["mean_loss"]
+__all__ = ["EvaluationBatches"]
 
 
-@torch.no_grad()
-def mean_loss(trainer: Trainer, dataset: Any, prefix: str) -> dict[str, float]:
-    """Mean loss over a dataset, always the same samples in the same order, each rank its share."""
-    model = trainer.wrapped
-    was_training = model.training
-    model.eval()
-    total, items = 0.0, 0.0
-    sums: list[
-        tuple[torch.Tensor, torch.Tensor]
-    ] = []  # read at the end, so that the device is not waited for
-    trainer.eval_loader = batches = Batches(trainer, dataset)
-    try:
-        for batch, counts in batches:
-            sums += [trainer.evaluate_batch(trainer.move_batch(batch))][: int(counts)]
-            trainer.fire("on_prediction_step")
-    finally:
-        model.train(was_training)
-    for loss, number in sums:
-        total, items = total + float(loss), items + float(number)
-    all_loss, all_items = trainer.reduce([total, items])
-    trainer.eval_loader = None
-    return {f"{prefix}_loss": all_loss / all_items if all_items else float("nan")}
-
-
-class Batches:
-    """(batch, whether it counts) of this rank; its length is known where that of the data is.
+@dataclass(frozen=True)
+class EvaluationBatches:
+    """(batch, whether it counts) of one rank, always the same samples in the same order; its length
+    is known where that of the data is.
 
     Batches are dealt to the ranks in turn. Where all ranks must take part in each, the last round
     is made full with batches that do not count.
+
+    dataset: map-style, iterable, or a DataLoader, which is used as it is. limit: batches of all
+    ranks at most. in_step: all ranks run the same number of batches. fixed_shapes: a batch that is
+    shorter than the others is left out. loader: what torch's DataLoader is given besides.
     """
 
-    def __init__(self, trainer: Trainer, dataset: Any) -> None:
-        self.trainer, self.dataset = trainer, dataset
-        self.rank, self.ranks = trainer.data_parallel
-        self.size = trainer.args.per_device_eval_batch_size
-        self.limit = trainer.args.max_eval_steps if trainer.args.max_eval_steps > 0 else None
-        self.together = trainer.evaluates_together and self.ranks > 1
-        self.mapped = hasattr(dataset, "__getitem__") and not isinstance(dataset, DataLoader)
+    dataset: Any
+    size: int
+    rank: int = 0
+    ranks: int = 1
+    limit: int | None = None
+    in_step: bool = False
+    fixed_shapes: bool = False
+    loader: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.mine())
+        return len(self._numbers())
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        if not self.mapped:
-            yield from self.dealt()
+        if isinstance(self.dataset, DataLoader) or not hasattr(self.dataset, "__getitem__"):
+            yield from self._dealt()
             return
-        size, samples, batches = self.size, len(self.dataset), self.count()
-        spans = [
-            range(start := min(n, batches - 1) * size, min(start + size, samples))
-            for n in self.mine()
-        ]
-        for number, batch in zip(self.mine(), self.loader(batch_sampler=spans), strict=True):
+        samples, batches = len(self.dataset), self._batches()
+        numbers = self._numbers()
+        starts = [min(number, batches - 1) * self.size for number in numbers]
+        spans = [range(start, min(start + self.size, samples)) for start in starts]
+        for number, batch in zip(numbers, self._loader(batch_sampler=spans), strict=True):
             yield batch, number < batches
 
-    def count(self) -> int:
-        """Batches of all ranks."""
-        if isinstance(self.dataset, DataLoader):
-            batches = len(self.dataset)
-        else:
-            samples = len(self.dataset)
-            batches = (
-                samples // self.size if self.trainer.fixed_shapes else -(-samples // self.size)
-            )
+    def _batches(self) -> int:
+        """Of all ranks."""
+        batches = len(self.dataset)
+        if not isinstance(self.dataset, DataLoader):
+            batches = batches // self.size if self.fixed_shapes else -(-batches // self.size)
         return batches if self.limit is None else min(batches, self.limit)
 
-    def mine(self) -> list[int]:
-        batches = self.count()
+    def _numbers(self) -> list[int]:
+        """Of this rank's batches; those from `_batches` on do not count."""
+        batches = self._batches()
         numbers = (first + self.rank for first in range(0, batches, self.ranks))
-        return [number for number in numbers if number < batches or self.together]
+        return [n for n in numbers if n < batches or (self.in_step and self.ranks > 1)]
 
-    def dealt(self) -> Iterator[tuple[Any, bool]]:
+    def _dealt(self) -> Iterator[tuple[Any, bool]]:
         """From data that can only be read through."""
-        loader = (
-            self.dataset
-            if isinstance(self.dataset, DataLoader)
-            else self.loader(batch_size=self.size)
-        )
-        drops = self.trainer.fixed_shapes
+        foreign = isinstance(self.dataset, DataLoader)
+        loader = self.dataset if foreign else self._loader(batch_size=self.size)
         stream = (
             batch
             for batch in islice(loader, self.limit)
-            if not (drops and samples_in(batch) < self.size)
+            if not (self.fixed_shapes and samples_in(batch) < self.size)
         )
         while held := list(islice(stream, self.ranks)):
-            if self.rank < len(held) or self.together:
+            if self.rank < len(held) or self.in_step:
                 yield held[min(self.rank, len(held) - 1)], self.rank < len(held)
 
-    def loader(self, **how: Any) -> DataLoader[Any]:
-        args = self.trainer.args
-        return DataLoader(
-            self.dataset,
-            collate_fn=self.trainer.data_collator,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and self.trainer.device.type == "cuda",
-            # Of its own: making an iterator draws a number, and training must not depend on
-            # evaluations.
-            generator=torch.Generator(),
-            **how,
-        )
+    def _loader(self, **how: Any) -> DataLoader[Any]:
+        # A generator of its own: making an iterator draws a number, and training must not depend on
+        # evaluations.
+        return DataLoader(self.dataset, generator=torch.Generator(), **self.loader, **how)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,30 @@ from ..arguments import InvalidArgument
 from .mapped import Counted, MapReader, Options, Reader, is_stream
 from .streams import StreamReader
 
-__all__ = ["Counted", "ResumableLoader"]
+__all__ = ["Counted", "ResumableLoader", "collate"]
+
+
+def collate(samples: list[Any]) -> Any:
+    """torch's way to make a batch of samples, and columns that are lists of numbers become tensors,
+    as Hugging Face's does."""
+    return default_collate([_with_tensors(sample) for sample in samples])
+
+
+def _with_tensors(sample: Any) -> Any:
+    if not isinstance(sample, Mapping) or not any(map(is_numbers, sample.values())):
+        return sample
+    return {
+        name: torch.tensor(value) if is_numbers(value) else value for name, value in sample.items()
+    }
+
+
+def is_numbers(value: Any) -> bool:
+    """Whether this is a list of numbers, or of such lists."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, int | float) or is_numbers(item) for item in value)
+    )
 
 
 class ResumableLoader:
@@ -80,7 +103,7 @@ class ResumableLoader:
             drop_last,
             rank,
             world_size,
-            collate_fn or default_collate,
+            collate_fn or collate,
             epoch_steps,
             call_set_epoch,
             loader={

@@ -130,8 +130,9 @@ class AccelTrainer(DDPTrainer):
         return super().make_train_loader()
 
     def build_model(self) -> None:
-        self.model = self.construct()
-        self.wrapped = self.parallel = self.accelerator.prepare_model(self.compile(self.model))
+        self.model = self.build_bare(self.device)
+        compiled = self.builder.compile(self.model)
+        self.wrapped = self.parallel = self.accelerator.prepare_model(compiled)
 
     def build_optimizer(self) -> None:
         self.scaler = self.accelerator.scaler

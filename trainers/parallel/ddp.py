@@ -4,6 +4,7 @@ data."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -122,7 +123,7 @@ class DDPTrainer(RanksTrainer):
         self.wrapped.train()
         batch, samples, _ = self.loader.next_group(1)[0]
         with self.computing():
-            torch.autograd.backward(self.loss_share(self.move_batch(batch), samples, 1.0))
+            torch.autograd.backward(self.loss_share(batch, samples, 1.0))
         self.optimizer.zero_grad(set_to_none=True)
         for buffer, value in zip(self.model.buffers(), buffers, strict=True):
             buffer.data.copy_(value)
@@ -135,7 +136,7 @@ class DDPTrainer(RanksTrainer):
     def forward(self, batch: Any) -> Any:
         if self.world_size > 1 and not self.wrapped.training:
             # Ranks evaluate different numbers of batches, so none may wait for another.
-            return self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
+            return self.model(**batch) if isinstance(batch, Mapping) else self.model(*batch)
         return super().forward(batch)
 
     def optimizer_step(self) -> bool:
@@ -152,13 +153,18 @@ class DDPTrainer(RanksTrainer):
                 dist.broadcast(buffer, 0)
 
     def model_components(self) -> list[StateComponent]:
-        """Between two averages of Post-Local SGD the replicas differ, so then each rank keeps its
-        own."""
-        found = super().model_components()
-        if self.averager is not None:
-            for part in found:
+        if self.averager is None:
+            return super().model_components()
+        averaging = StateComponent("averager", Averaging(self.averager, self.local_sgd))
+        return [*super().model_components(), averaging]
+
+    def get_state_components(self) -> list[StateComponent]:
+        """Between two averages of Post-Local SGD the replicas differ, and so do the steps that
+        their scalers leave out: then each rank keeps its own."""
+        found = super().get_state_components()
+        for part in found if self.averager is not None else ():
+            if part.key in ("model", "optimizer", "scaler", "scheduler"):
                 part.sharing_pattern = SharingPattern.PER_RANK
-            found.append(StateComponent("averager", Averaging(self.averager, self.local_sgd)))
         return found
 
 

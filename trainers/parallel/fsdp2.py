@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ckptcore import SharingPattern, StateComponent
 
 from ..arguments import FSDP2TrainingArguments, InvalidArgument
-from ..optimizer_states import optimizer_state
+from ..build import derived_buffers
 from .ddp import RanksTrainer
 
 __all__ = ["FSDP2Trainer"]
@@ -42,11 +42,11 @@ class FSDP2Trainer(RanksTrainer):
 
     kind = "fsdp2"
     arguments_class = FSDP2TrainingArguments
-    evaluates_together = True  # a forward pass gathers parameters from all ranks
+    evaluates_in_step = True  # a forward pass gathers parameters from all ranks
 
     def check(self) -> None:
         super().check()
-        given = self.optimizer_factory or self.optimizer_cls_and_kwargs
+        given = self.optimizer_choice["factory"] or self.optimizer_choice["cls_and_kwargs"]
         if self.args.optim == "adafactor" and given is None and self.world_size > 1:
             raise InvalidArgument(
                 "optim",
@@ -59,20 +59,9 @@ class FSDP2Trainer(RanksTrainer):
         if self.world_size == 1:
             super().build_model()
             return
-        options, wanted = self.args.fsdp2, self.args.construct_model_on
-        # Sharding moves a layer at a time, so that the device never holds more than one whole.
-        on: Any = {
-            "default": "cpu",
-            "device": self.device,
-            "meta": "meta" if self.restorable else "cpu",
-        }[wanted]
-        self.model = self.construct(on)
-        if (
-            on == "meta"
-            and {name for name, _ in self.model.named_buffers()} - self.model.state_dict().keys()
-        ):
-            self.model = self.construct("cpu")  # no checkpoint holds these buffers
-        model, empty = self.model, any(parameter.is_meta for parameter in self.model.parameters())
+        options = self.args.fsdp2
+        self.model = model = self.build_on_no_more_than_one_device()
+        empty = any(parameter.is_meta for parameter in model.parameters())
         if not empty and self.args.seed < 0 and not self.restorable:
             for tensor in self.tensors():  # every rank drew its own
                 dist.broadcast(tensor, 0, group=self.env.cpu_group if tensor.is_cpu else None)
@@ -93,7 +82,7 @@ class FSDP2Trainer(RanksTrainer):
         fully_shard(model, **policies)
         if empty:
             model.to_empty(device="cpu" if options.cpu_offload else self.device)
-            self.filled = False
+            self.builder.filled = False
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -101,7 +90,16 @@ class FSDP2Trainer(RanksTrainer):
                     module._buffers[name] = buffer.to(
                         self.device, self.args.dtype_of(options.buffer_dtype) if cast else None
                     )
-        self.wrapped = self.compile(model)
+        self.wrapped = self.builder.compile(model)
+
+    def build_on_no_more_than_one_device(self) -> nn.Module:
+        """Sharding moves a layer at a time, so that the device never holds more than one whole."""
+        if self.args.construct_model_on == "meta" and self.restorable:
+            model = self.builder.build("meta")
+            if not derived_buffers(model):
+                return model
+        on_device = self.args.construct_model_on == "device"
+        return self.builder.build(self.device if on_device else "cpu")
 
     def layers(self) -> list[nn.Module]:
         """Those that are sharded one by one."""
@@ -160,11 +158,7 @@ class FSDP2Trainer(RanksTrainer):
     def model_components(self) -> list[StateComponent]:
         if self.world_size == 1:
             return super().model_components()
-        found = [StateComponent("model", self.model, SharingPattern.SHARDED)]
-        if self.optimizer is not None:
-            state = optimizer_state(self.optimizer, self.model)
-            found.append(StateComponent("optimizer", state, SharingPattern.SHARDED))
-        return found
+        return self.components_of(self.model, self.model, SharingPattern.SHARDED)
 
     def export_state(self) -> dict[str, Tensor]:
         """Gathered one at a time; kept by rank 0."""

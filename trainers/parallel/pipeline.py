@@ -20,10 +20,9 @@ from ckptcore import ModelState, RNGState, SharingPattern, StateComponent
 
 from ..arguments import InvalidArgument, PipelineTrainingArguments, resolve_arguments
 from ..build import stepper
+from ..data.mapped import Counted
+from ..losses import count_labels
 from ..optim import make_optimizer, parameter_groups
-from ..optimizer_states import optimizer_state
-from ..schedules import make_scheduler
-from ..trainer_parts import Micro
 from .ddp import RanksTrainer
 from .splitting import ModelSplitter, place_stages
 from .stages import Stages
@@ -119,8 +118,8 @@ class PipelineTrainer(RanksTrainer):
             )
         args.check_parts(
             self.kind,
-            model=self.given_model,
-            model_init=self.model_init,
+            model=self.builder.model,
+            model_init=self.builder.model_init,
             eval_dataset=self.eval_dataset,
             compute_loss_func=self.compute_loss_func,
             fused_loss_factory=self.fused_loss_factory,
@@ -143,7 +142,7 @@ class PipelineTrainer(RanksTrainer):
         assert self.model_splitter is not None
         place = place_stages(self.world_size, args.stages_per_rank, args.pp_stage_type)
         mine = [number for number, rank in enumerate(place) if rank == self.rank]
-        self.model = self.construct("meta")
+        self.model = self.builder.build("meta")
         modules, self.pipeline_stages = self.model_splitter(
             copy.deepcopy(self.model),
             n_stages=len(place),
@@ -160,7 +159,8 @@ class PipelineTrainer(RanksTrainer):
                 "debug_model_params", "%s: %s %s on %s", name, list(p.shape), p.dtype, p.device
             )
         self.callable = {
-            n: _Stage(self.compile(module), self) for n, module in self.stages.modules.items()
+            n: _Stage(self.builder.compile(module), self)
+            for n, module in self.stages.modules.items()
         }
         self.wrapped = nn.ModuleList(self.callable.values())
         for stage, module in zip(self.pipeline_stages, self.callable.values(), strict=True):
@@ -170,17 +170,19 @@ class PipelineTrainer(RanksTrainer):
     def fill_stages(self) -> None:
         """From the checkpoint, where there is one to go on from; else rank 0 builds the model once
         and deals it out."""
-        assert self.model_init is not None
+        builder = self.builder
+        assert builder.model_init is not None
         # Buffers that are in no checkpoint come from the constructor in either case.
-        self.filled = not self.restorable or self.stages.has_derived
+        builder.filled = not self.restorable or self.stages.has_derived
         self.tell(
             "debug_model_init",
             "stages get their values from %s",
-            "rank 0" if self.filled else "the checkpoint",
+            "rank 0" if builder.filled else "the checkpoint",
         )
-        if self.filled:
-            with self.default_dtype():
-                self.stages.fill(self.prepare(self.model_init()) if self.rank == 0 else None)
+        if builder.filled:
+            with builder.default_dtype():
+                whole = builder.prepare(builder.model_init()) if self.rank == 0 else None
+                self.stages.fill(whole)
 
     def make_schedule(self) -> Any:
         made_by, number = self.pipe_schedule_factory, self.args.n_microbatches
@@ -254,7 +256,7 @@ class PipelineTrainer(RanksTrainer):
         streams.load_state_dict(before)
         self._rehearsed = True
 
-    def forward_backward(self, group: list[Micro], items: float) -> Tensor:
+    def forward_backward(self, group: list[Counted], items: float) -> Tensor:
         total = torch.zeros((), device=self.device)
         if not self._rehearsed:
             self.rehearse(group[0][0])
@@ -282,22 +284,17 @@ class PipelineTrainer(RanksTrainer):
         return norm
 
     def build_optimizer(self) -> None:
-        self.optimizer = make_optimizer(
-            self.args,
-            list(self.stages.modules.values()),
-            factory=self.optimizer_factory,
-            cls_and_kwargs=self.optimizer_cls_and_kwargs,
-            groups=self.optimizer_groups,
-        )
+        modules = list(self.stages.modules.values())
+        self.optimizer = make_optimizer(self.args, modules, **self.optimizer_choice)
         # The groups of the whole model, so that they are the same on all ranks, and on a single
         # one.
-        names = {group["name"] for group in parameter_groups(self.model, self.optimizer_groups)}
+        names = {
+            group["name"] for group in parameter_groups(self.model, self.optimizer_choice["groups"])
+        }
         self.optimizer.param_groups = [
             group for group in self.optimizer.param_groups if group["name"] in names
         ]
-        self.scheduler = make_scheduler(
-            self.args, self.optimizer, self.state.max_steps, self.lr_scheduler_factory
-        )
+        self.build_scheduler()
         self.fuse_optimizer()
 
     def fuse_optimizer(self) -> None:
@@ -318,11 +315,9 @@ class PipelineTrainer(RanksTrainer):
         }
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                single = copy.copy(self.optimizer)
-                single.param_groups = [{**group, "params": [parameter]}]
                 if parameter in alone and parameter not in self._fused:
                     parameter.register_post_accumulate_grad_hook(self._count)
-                self._fused[parameter] = stepper(self.optimizer, single, group), [0]
+                self._fused[parameter] = stepper(self.optimizer, parameter, group), [0]
 
     def _count(self, parameter: Any) -> None:
         step, count = self._fused[parameter]
@@ -333,10 +328,10 @@ class PipelineTrainer(RanksTrainer):
     # Looking.
 
     def evaluate_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        first, labels, others = self.split_batch(batch)
+        first, labels, others = self.split_batch(self.move_batch(batch))
         count = min(self.args.n_microbatches, len(first))
         parts = {
-            n: v.tensor_split(count) if isinstance(v, Tensor) else [v] * count
+            n: v.tensor_split(count) if is_by_sample(v, first) else [v] * count
             for n, v in others.items()
         }
         chunks = [
@@ -348,7 +343,7 @@ class PipelineTrainer(RanksTrainer):
         self._items = 1.0
         for output, target in zip(outputs, labels.tensor_split(count), strict=False):
             found[0] += self.micro_loss(output, target)
-            found[1] += (target != -100).sum()
+            found[1] += count_labels(target, self.shifts_labels)
         dist.broadcast(found, self.stages.place[-1])
         return found[0], found[1]
 
@@ -389,14 +384,7 @@ class PipelineTrainer(RanksTrainer):
     def model_components(self) -> list[StateComponent]:
         """By the names of the whole model, so that the number of stages may change, to one too."""
         modules = list(self.stages.modules.values())
-        found = [StateComponent("model", ModelState(modules), SharingPattern.SHARDED)]
-        if self.optimizer is not None:
-            found.append(
-                StateComponent(
-                    "optimizer", optimizer_state(self.optimizer, modules), SharingPattern.SHARDED
-                )
-            )
-        return found
+        return self.components_of(ModelState(modules), modules, SharingPattern.SHARDED)
 
     def export_state(self) -> dict[str, Tensor]:
         return self.stages.gather()
@@ -423,6 +411,11 @@ def next_tokens(
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1)[:, 0]
+
+
+def is_by_sample(value: Any, first: Tensor) -> bool:
+    """Whether something of a batch has one row for each sample, as its input has."""
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(first)
 
 
 def _no_loss(*_: Any) -> Tensor:
