@@ -471,14 +471,14 @@ class Trainer:
             self.control.should_save = False
             self.save()
         if self.control.should_training_stop and may_save:
-            self.stop()
+            self.stop_here()
 
     def ends_with_a_save(self) -> bool:
         """At the last boundary, where saves are scheduled at all."""
         last = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         return bool(last and self.args.save_strategy in ("steps", "epoch"))
 
-    def stop(self) -> None:
+    def stop_here(self) -> None:
         state = self.state
         self.stopped = True
         if state.stop_reason is None:
