@@ -582,12 +582,12 @@ class Trainer:
         if dataset is None:
             raise InvalidArgument("eval_dataset", None, "nothing to evaluate", "give one")
         self.fill_weights()
-        return self.noted(self.measure(dataset, "eval"))
+        return self.complete_metrics(self.measure(dataset, "eval"))
 
     def evaluate_now(self, counts: bool = True) -> bool:
         """Evaluate as a part of training. Whether it was the best so far; counts: whether it may
         be."""
-        metrics = self.noted(self.measure(self.eval_dataset, "eval"))
+        metrics = self.complete_metrics(self.measure(self.eval_dataset, "eval"))
         self.measured_step = self.state.global_step
         return counts and self.note_best(metrics)
 
@@ -647,7 +647,7 @@ class Trainer:
             },
         )
 
-    def noted(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def complete_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The metrics of an evaluation with what callbacks add, as plain numbers, in the history
         too."""
         self.fire("on_evaluate", metrics=metrics)
