@@ -38,8 +38,9 @@ from .checkpoints import (
 from .data.evaluation import EvaluationBatches
 from .data.foreign import ForeignLoader
 from .data.loader import ResumableLoader, collate
-from .data.mapped import Counted
+from .data.position import Counted
 from .data.randomness import seeded_random
+from .data.ranks import CollateShares
 from .export import write_model
 from .losses import count_labels, labels_of, loss_of, make_loss_function, samples_in, shifts_labels
 from .meters import Meters, plain_numbers
@@ -760,8 +761,9 @@ class Trainer:
         rank, size = self.data_parallel
         return self.make_loader(rank, size, self.args.per_device_train_batch_size)
 
-    def make_loader(self, rank: int, size: int, batch_size: int) -> Any:
-        """What hands out the training batches of one of `size` data-parallel ranks."""
+    def make_loader(self, rank: int, size: int, batch_size: int, shares: int = 1) -> Any:
+        """What hands out the training batches of one of `size` data-parallel ranks. shares: a batch
+        is that of so many ranks, to be handed out."""
         args, dataset = self.args, self.train_dataset
         if isinstance(dataset, torch.utils.data.DataLoader):
             return ForeignLoader(
@@ -778,7 +780,9 @@ class Trainer:
             pin_memory=args.dataloader_pin_memory and self.device.type == "cuda",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            collate_fn=self.data_collator,
+            collate_fn=CollateShares(self.data_collator, shares)
+            if shares > 1
+            else self.data_collator,
             epoch_steps=args.epoch_train_steps * args.gradient_accumulation_steps,
             call_set_epoch=args.set_dataset_epoch,
         )

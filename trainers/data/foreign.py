@@ -11,7 +11,8 @@ import torch
 from ckptcore import StateMismatch
 
 from ..arguments import InvalidArgument
-from .mapped import Counted, is_stream, shut_down
+from .mapped import is_stream, shut_down
+from .position import BatchLoader, Counted, refuse_mismatch
 from .randomness import random_state, restored_random, seed_random, set_random_state
 
 __all__ = ["ForeignLoader", "rows_of"]
@@ -36,7 +37,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
         yield batch
 
 
-class ForeignLoader:
+class ForeignLoader(BatchLoader):
     """An iterable that gives one epoch of batches each time it is iterated: torch's DataLoader,
     torchdata's StatefulDataLoader, or anything like them.
 
@@ -49,6 +50,8 @@ class ForeignLoader:
     into `Agreed`.
     """
 
+    state_per_rank = True
+
     def __init__(
         self,
         loader: Any,
@@ -58,25 +61,20 @@ class ForeignLoader:
         samples_of: Callable[[Any], int] = rows_of,
         call_set_epoch: bool = True,
     ) -> None:
-        self.loader = loader
-        self.seed = seed
-        self.rank = rank
-        self.samples_of = samples_of
-        self.call_set_epoch = call_set_epoch
-        self.epoch = 0
-        self.position = 0  # batches of the epoch that were handed out
-        self.stateful = all(
-            callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")
-        )
-        self.state_per_rank = True
         dataset = getattr(loader, "dataset", None)
         try:
             # The length of a stream is a guess.
-            self._length: int | None = (
-                len(loader) if dataset is None or not is_stream(dataset) else None
-            )
+            length = None if dataset is not None and is_stream(dataset) else len(loader)
         except (TypeError, NotImplementedError):
-            self._length = None
+            length = None
+        super().__init__(length)
+        self.loader = loader
+        self.seed, self.rank = seed, rank
+        self.samples_of = samples_of
+        self.call_set_epoch = call_set_epoch
+        self.stateful = all(
+            callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")
+        )
         self._primed = False
         self._iterator: Any = None
         self._ahead: list[Any] = []
@@ -103,28 +101,7 @@ class ForeignLoader:
         found = [getattr(part, "generator", None) for part in [self.loader, *self._parts()]]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
-    @property
-    def epoch_ended(self) -> bool:
-        """Whether the batches handed out so far complete an epoch."""
-        return self.position == 0 and self.epoch > 0
-
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """None if it is not known."""
-        return self._length
-
-    @property
-    def batches_left(self) -> int | None:
-        """In the current epoch."""
-        return None if self._length is None else max(self._length - self.position, 0)
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("the data have no length")
-        return self._length
-
     def next_group(self, count: int) -> list[Counted]:
-        """The next batches, up to `count` and up to the end of the epoch, with their samples."""
         taken: list[Counted] = []
         with restored_random():
             if self._iterator is None:
@@ -194,14 +171,7 @@ class ForeignLoader:
                     mismatched={"batches": (f"at least {self.position}", str(done))},
                 )
 
-    def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of the current epoch."""
-        epoch = self.epoch
-        while self.epoch == epoch:
-            yield self.next_group(1)[0][0]
-
     def go_to_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch."""
         self.epoch, self.position = epoch, 0
         self._iterator = self._resume = self._here = None
         self._ahead = []
@@ -225,24 +195,11 @@ class ForeignLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a stored position. A loader of another length, or with other generators, is
         refused."""
-        then = {
-            "batches_per_epoch": state["batches_per_epoch"],
-            "generators": len(state["generators"]),
-        }
-        now = {"batches_per_epoch": self._length, "generators": len(self._began)}
-        mismatched = {
-            name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]
-        }
-        if mismatched:
-            facts = "; ".join(
-                f"{name} was {old}, is {new}" for name, (old, new) in mismatched.items()
-            )
-            raise StateMismatch(
-                f"the checkpoint's data position does not fit this loader: {facts}. Give the run "
-                "the data and batch "
-                "size that it was started with, or start another one in a new output_dir",
-                mismatched=mismatched,
-            )
+        stored, here = state["batches_per_epoch"], self._length
+        refuse_mismatch(
+            {"batches_per_epoch": stored, "generators": len(state["generators"])},
+            {"batches_per_epoch": here, "generators": len(self._began)},
+        )
         self.seed = state["seed"]
         for generator, stored in zip(self._generators(), state["generators"], strict=True):
             generator.set_state(stored)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
-from ckptcore import StateMismatch
-
 from ..arguments import InvalidArgument
-from .mapped import Counted, MapReader, Options, Reader, is_stream
+from .mapped import MapReader, Options, is_stream
+from .position import BatchLoader, Counted, refuse_mismatch
 from .streams import StreamReader
 
-__all__ = ["Counted", "ResumableLoader", "collate"]
+__all__ = ["ResumableLoader", "collate"]
 
 
 def collate(samples: list[Any]) -> Any:
@@ -40,7 +39,7 @@ def is_numbers(value: Any) -> bool:
     )
 
 
-class ResumableLoader:
+class ResumableLoader(BatchLoader):
     """Batches without end, epoch after epoch; on several ranks, this rank's share of them.
 
     Map-style data: the order of an epoch is a pure function of (seed, epoch), so a position is two
@@ -56,18 +55,14 @@ class ResumableLoader:
     wants it. Data that are cut into shards of different lengths by rank are read with world_size 1
     and a loader of dispatch.py around it.
 
-    The position after the last batch of an epoch is the start of the next one, so equal positions
-    have equal states. What was read ahead does not count. Random numbers drawn while a batch is
-    made (augmentation, masking in `collate_fn`) are a function of (seed, epoch, batch), in workers
-    as in this process, whose own generators are left alone. A data set with `set_epoch` is told the
-    epoch, in workers too.
+    Random numbers drawn while a batch is made (augmentation, masking in `collate_fn`) are a
+    function of (seed, epoch, batch), in workers as in this process, whose own generators are left
+    alone. A data set with `set_epoch` is told the epoch, in workers too.
 
     epoch_steps: batches of an epoch where the data have no length; the stream goes on over the end
     of such an epoch, and starts again when it ends. Without it, an epoch of such data lasts until
     they end.
     """
-
-    state_per_rank = False
 
     def __init__(
         self,
@@ -114,9 +109,8 @@ class ResumableLoader:
             },
         )
         self.options = options
-        self._reader: Reader = (
-            StreamReader(dataset, options) if is_stream(dataset) else MapReader(dataset, options)
-        )
+        reads_on = is_stream(dataset)
+        self._reader = (StreamReader if reads_on else MapReader)(dataset, options)
         fingerprint = getattr(dataset, "fingerprint", None)
         self._data: dict[str, Any] = dict(fingerprint()) if callable(fingerprint) else self._size()
 
@@ -124,52 +118,32 @@ class ResumableLoader:
         return {"samples": len(self.dataset)} if isinstance(self._reader, MapReader) else {}
 
     @property
-    def epoch(self) -> int:
-        """Epochs that are finished."""
+    def epoch(self) -> int:  # type: ignore[override]
         return self._reader.epoch
 
     @property
-    def epoch_ended(self) -> bool:
-        """Whether the batches handed out so far complete an epoch."""
-        return self._reader.at_start and self._reader.epoch > 0
+    def position(self) -> int:  # type: ignore[override]
+        return self._reader.position
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """Of this rank; None if the data have no length. With workers that share a stream the ends
-        of their parts may make it some more."""
-        return self._reader.length
+        """With workers that share a stream the ends of their parts may make it some more."""
+        return self._reader.batches_per_epoch
 
     @property
     def batches_left(self) -> int | None:
-        """In the current epoch."""
-        return self._reader.left
-
-    def __len__(self) -> int:
-        length = self._reader.length
-        if length is None:
-            raise TypeError("the data have no length")
-        return length
+        return self._reader.batches_left
 
     def next_group(self, count: int) -> list[Counted]:
-        """The next batches, up to `count` and up to the end of the epoch, each with its samples on
-        this rank and on all ranks together. Never none: after the end of an epoch the next one
-        begins."""
-        return self._reader.take(count)
-
-    def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of the current epoch."""
-        epoch = self.epoch
-        while self.epoch == epoch:
-            yield self.next_group(1)[0][0]
+        return self._reader.next_group(count)
 
     def go_to_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch."""
         self._reader.go_to_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         options = self.options
         return {
-            **self._reader.state(),
+            **self._reader.state_dict(),
             "seed": options.seed,
             "shuffle": options.shuffle,
             "batch_size": options.batch_size,
@@ -186,29 +160,14 @@ class ResumableLoader:
             # Who reads which part of a stream is a matter of their number; of other data a position
             # is so many samples.
             names += ["batch_size", "world_size", "num_workers"]
-        mismatched = {
-            name: (str(state.get(name)), str(here[name]))
-            for name in names
-            if state.get(name) != here[name]
-        }
-        then, now = state["data"], here["data"]
-        mismatched |= {
-            f"data {name}": (str(then.get(name)), str(now.get(name)))
-            for name in sorted(then.keys() | now.keys())
-            if then.get(name) != now.get(name)
-        }
-        if mismatched:
-            facts = "; ".join(
-                f"{name} was {old}, is {new}" for name, (old, new) in mismatched.items()
-            )
-            raise StateMismatch(
-                "the checkpoint's data position does not fit this data and batch size: "
-                f"{facts}. Give the run the data and batch size that it was started with, "
-                "or start another one in a new output_dir",
-                mismatched=mismatched,
-            )
+        then, now = (
+            {name: found.get(name) for name in names}
+            | {f"data {name}": value for name, value in found["data"].items()}
+            for found in (state, here)
+        )
+        refuse_mismatch(then, now)
         self.options.seed = state["seed"]
-        self._reader.load(state)
+        self._reader.load_state_dict(state)
 
     def close(self) -> None:
         """End the workers."""

@@ -8,49 +8,37 @@ is made and whatever was made before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ..arguments import InvalidArgument
+from .position import BatchLoader, Counted
 from .randomness import seed_random, seeded_random
 
-__all__ = ["Counted", "MapReader", "Options", "Reader", "is_stream", "shut_down", "torch_loader"]
-
-Counted = tuple[Any, int, int]  # a batch, its samples here, and those of all ranks together
+__all__ = ["MapReader", "Options", "is_stream", "shut_down", "torch_loader"]
 
 
+@dataclass
 class Options:
     """How batches are made; the same for both kinds of readers."""
 
-    def __init__(
-        self,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        rank: int,
-        world_size: int,
-        collate: Callable[[list[Any]], Any],
-        epoch_steps: int | None,
-        call_set_epoch: bool,
-        loader: dict[str, Any],
-    ) -> None:
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.rank = rank
-        self.world_size = world_size
-        self.collate = collate
-        self.epoch_steps = epoch_steps
-        self.call_set_epoch = call_set_epoch
-        self.loader = loader  # what torch's DataLoader is given besides
+    batch_size: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    rank: int
+    world_size: int
+    collate: Callable[[list[Any]], Any]
+    epoch_steps: int | None
+    call_set_epoch: bool
+    loader: dict[str, Any]  # what torch's DataLoader is given besides
 
     @property
-    def together(self) -> int:
+    def of_all_ranks(self) -> int:
         """Samples of a batch on all ranks."""
         return self.batch_size * self.world_size
 
@@ -60,33 +48,9 @@ class Options:
 
     def batches(self, samples: int) -> int:
         """Batches in that many samples."""
-        return samples // self.together if self.drop_last else -(-samples // self.together)
-
-
-class Reader(Protocol):
-    """A position in the data, and what comes after it."""
-
-    epoch: int
-    options: Options
-
-    @property
-    def at_start(self) -> bool: ...
-
-    @property
-    def length(self) -> int | None: ...
-
-    @property
-    def left(self) -> int | None: ...
-
-    def take(self, count: int) -> list[Counted]: ...
-
-    def go_to_epoch(self, epoch: int) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load(self, state: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+        if self.drop_last:
+            return samples // self.of_all_ranks
+        return -(-samples // self.of_all_ranks)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -147,15 +111,14 @@ class _Batches(Dataset[Any]):
         return self.collate(many(indices) if many else [self.dataset[index] for index in indices])
 
 
-class MapReader:
+class MapReader(BatchLoader):
     """Positions in the order of a map-style data set: the epoch, and how many of its samples all
     ranks had."""
 
     def __init__(self, dataset: Any, options: Options) -> None:
-        self.options = options
         self.samples = len(dataset)
-        self.epoch = 0
-        self.position = 0
+        super().__init__(options.batches(self.samples))
+        self.options = options
         self._order: tuple[tuple[int, int, bool], np.ndarray] | None = None
         self._loader = torch_loader(_Batches(dataset, options), options, sampler=self)
         self._iterator: Any = None
@@ -189,31 +152,25 @@ class MapReader:
         ahead)."""
         order, epoch, options = self.order(self.epoch), self.epoch, self.options
         for position in range(
-            self.position, self.position + (self.left * options.together), options.together
+            self.position,
+            self.position + (self.batches_left * options.of_all_ranks),
+            options.of_all_ranks,
         ):
-            every = order[position : position + options.together]
+            every = order[position : position + options.of_all_ranks]
             mine = every[options.rank :: options.world_size]
             yield epoch, position, options.seed, (mine if len(mine) else every[:1]).tolist()
 
     @property
-    def at_start(self) -> bool:
-        return self.position == 0
-
-    @property
-    def length(self) -> int:
-        return self.options.batches(self.samples)
-
-    @property
-    def left(self) -> int:
+    def batches_left(self) -> int:
         return self.options.batches(self.samples - self.position)
 
-    def take(self, count: int) -> list[Counted]:
+    def next_group(self, count: int) -> list[Counted]:
         taken: list[Counted] = []
-        for _ in range(min(count, self.left)):
+        for _ in range(min(count, self.batches_left)):
             if self._iterator is None:
                 self._iterator = iter(self._loader)
             batch = next(self._iterator)
-            every = min(self.options.together, self.samples - self.position)
+            every = min(self.options.of_all_ranks, self.samples - self.position)
             taken.append(
                 (batch, len(range(self.options.rank, every, self.options.world_size)), every)
             )
@@ -222,7 +179,7 @@ class MapReader:
 
     def _go_to(self, epoch: int, position: int) -> None:
         self.epoch, self.position = epoch, position
-        if self.left == 0:
+        if self.batches_left == 0:
             self.epoch, self.position = epoch + 1, 0
             self._drop()
 
@@ -236,10 +193,10 @@ class MapReader:
         self._drop()
         self._go_to(epoch, 0)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._drop()
         self._go_to(state["epoch"], state["position"])
 

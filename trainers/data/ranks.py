@@ -3,7 +3,8 @@ epoch ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +12,9 @@ import torch.distributed as dist
 
 from ckptcore import StateMismatch
 
-from .mapped import Counted
+from .position import BatchLoader, Counted
 
-__all__ = ["Agreed", "DispatchedLoader", "Exchange", "GroupExchange", "share_of"]
+__all__ = ["Agreed", "CollateShares", "DispatchedLoader", "Exchange", "GroupExchange", "share_of"]
 
 
 class Exchange(Protocol):
@@ -54,6 +55,11 @@ def _exchange(group: Any) -> Exchange:
     return group if hasattr(group, "gather_numbers") else GroupExchange(group)
 
 
+def part_of(batch: Any, rows: int, rank: int, size: int) -> Any:
+    """What a rank gets of the batch of all."""
+    return batch[rank] if isinstance(batch, Shares) else share_of(batch, rows, rank, size)
+
+
 def share_of(batch: Any, rows: int, rank: int, size: int) -> Any:
     """A rank's samples of a collated batch, dealt like cards; the first one for a rank without any.
 
@@ -84,7 +90,24 @@ def share_of(batch: Any, rows: int, rank: int, size: int) -> Any:
     return of(batch)
 
 
-class DispatchedLoader:
+class Shares(list[Any]):
+    """The batches of all ranks, each collated by itself."""
+
+
+@dataclass(frozen=True)
+class CollateShares:
+    """Deals the samples of all ranks out like cards and makes a batch of each rank's, so that
+    nothing has to be cut afterwards; a rank without any gets the first sample."""
+
+    collate: Callable[[list[Any]], Any]
+    ranks: int
+
+    def __call__(self, samples: list[Any]) -> Shares:
+        dealt = (samples[rank :: self.ranks] or samples[:1] for rank in range(self.ranks))
+        return Shares(map(self.collate, dealt))
+
+
+class DispatchedLoader(BatchLoader):
     """Rank 0 reads the batches of all ranks at once and hands each rank its share.
 
     loader: on rank 0, one of world_size 1 whose batches are as large as those of all ranks
@@ -93,8 +116,6 @@ class DispatchedLoader:
     ranks, as must the constructor. What rank 0 raises, all ranks raise. The state is rank 0's, on
     every rank.
     """
-
-    state_per_rank = False
 
     def __init__(self, loader: Any, group: Any = None) -> None:
         self.exchange = _exchange(group)
@@ -143,7 +164,7 @@ class DispatchedLoader:
             (
                 None,
                 [
-                    (share_of(batch, rows, rank, size), len(range(rank, rows, size)), rows)
+                    (part_of(batch, rows, rank, size), len(range(rank, rows, size)), rows)
                     for batch, _, rows in group
                 ],
                 facts,
@@ -153,42 +174,25 @@ class DispatchedLoader:
         ]
 
     @property
-    def epoch(self) -> int:
-        """Epochs that are finished."""
+    def epoch(self) -> int:  # type: ignore[override]
         return self._facts[0]
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether the batches handed out so far complete an epoch."""
         return self._facts[1]
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """None if it is not known."""
         return self._facts[2]
 
     @property
     def batches_left(self) -> int | None:
-        """In the current epoch."""
         return self._facts[3]
 
-    def __len__(self) -> int:
-        if self._facts[2] is None:
-            raise TypeError("the data have no length")
-        return self._facts[2]
-
     def next_group(self, count: int) -> list[Counted]:
-        """As of ResumableLoader."""
         return self._tell(lambda: self.loader.next_group(count))
 
-    def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of the current epoch."""
-        epoch = self.epoch
-        while self.epoch == epoch:
-            yield self.next_group(1)[0][0]
-
     def go_to_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch."""
         self._tell(lambda: self.loader.go_to_epoch(epoch))
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,12 +202,11 @@ class DispatchedLoader:
         self._tell(lambda: self.loader.load_state_dict(state))
 
     def close(self) -> None:
-        """End the workers."""
         if self.loader is not None:
             self.loader.close()
 
 
-class Agreed:
+class Agreed(BatchLoader):
     """Every rank reads its own shard; an epoch ends on all ranks at the step at which the first
     one's ends.
 
@@ -215,38 +218,13 @@ class Agreed:
     def __init__(self, loader: Any, group: Any = None) -> None:
         self.loader = loader
         self.exchange = _exchange(group)
-        self.epoch = 0
-        self.position = 0
         length = loader.batches_per_epoch
-        lengths = [
-            numbers[0]
-            for numbers in self.exchange.gather_numbers([-1 if length is None else length])
-        ]
-        self._length = None if -1 in lengths else min(lengths)
-
-    @property
-    def epoch_ended(self) -> bool:
-        """Whether the batches handed out so far complete an epoch."""
-        return self.position == 0 and self.epoch > 0
-
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """None if a rank does not know its own."""
-        return self._length
-
-    @property
-    def batches_left(self) -> int | None:
-        """In the current epoch."""
-        return None if self._length is None else max(self._length - self.position, 0)
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("the data have no length")
-        return self._length
+        every = self.exchange.gather_numbers([-1 if length is None else length])
+        lengths = [numbers[0] for numbers in every]
+        super().__init__(None if -1 in lengths else min(lengths))
 
     def next_group(self, count: int) -> list[Counted]:
-        """The next batches, equally many on all ranks, with their samples here and on all ranks
-        together."""
+        """Equally many on all ranks."""
         own = self.loader.next_group(count)
         ended = self.loader.epoch > self.epoch
         samples = [here for _, here, _ in own]
@@ -262,14 +240,7 @@ class Agreed:
             for place, (batch, here, _) in enumerate(own[:number])
         ]
 
-    def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of the current epoch."""
-        epoch = self.epoch
-        while self.epoch == epoch:
-            yield self.next_group(1)[0][0]
-
     def go_to_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch."""
         self.epoch, self.position = epoch, 0
         self.loader.go_to_epoch(epoch)
 
@@ -281,5 +252,4 @@ class Agreed:
         self.epoch, self.position = state["epoch"], state["position"]
 
     def close(self) -> None:
-        """End the workers."""
         self.loader.close()

@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ckptcore import StateMismatch
 
 from ..arguments import InvalidArgument
-from .mapped import Counted, Options, shut_down, torch_loader
+from .mapped import Options, shut_down, torch_loader
+from .position import BatchLoader, Counted
 from .randomness import seeded_random
 
 __all__ = ["StreamReader"]
@@ -51,8 +52,8 @@ class _Stream(IterableDataset[Any]):
         while True:
             # The stream is the same on all ranks, so the rank counts only from here on.
             with seeded_random(seed, number, place, 0):
-                every = list(islice(stream, options.together))
-            if not every or (options.drop_last and len(every) < options.together):
+                every = list(islice(stream, options.of_all_ranks))
+            if not every or (options.drop_last and len(every) < options.of_all_ranks):
                 return
             if place < first + skip:
                 made = None
@@ -64,7 +65,7 @@ class _Stream(IterableDataset[Any]):
             place += workers
 
 
-class StreamReader:
+class StreamReader(BatchLoader):
     """Positions in a stream: the epoch and its batches so far, the pass over the data and its
     batches so far.
 
@@ -72,45 +73,28 @@ class StreamReader:
     """
 
     def __init__(self, dataset: Any, options: Options) -> None:
-        self.dataset = dataset
-        self.options = options
-        self.epoch = 0
-        self.position = 0
+        try:
+            length = options.batches(len(dataset))
+        except TypeError:
+            length = None
+        self.epoch_steps = options.epoch_steps if length is None else None
+        super().__init__(length or self.epoch_steps)
+        self.dataset, self.options = dataset, options
         self.passes = 0
         self.batches = 0
         self.own_state = options.num_workers == 0 and all(
             callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
         )
         self._beginning = copy.deepcopy(dataset.state_dict()) if self.own_state else None
-        self._here: Any = (
-            None  # the data set's state after the batches handed out, if it had to read on since
-        )
+        # The data set's state after the batches handed out, if it had to read on since.
+        self._here: Any = None
         self._stream = _Stream(dataset, options)
         self._loader = torch_loader(self._stream, options)
         self._iterator: Any = None
         self._ahead: Counted | None = None
         self._resume: Any = None
-        try:
-            self._samples: int | None = len(dataset)
-        except TypeError:
-            self._samples = None
-        self.epoch_steps = options.epoch_steps if self._samples is None else None
 
-    @property
-    def at_start(self) -> bool:
-        return self.position == 0
-
-    @property
-    def length(self) -> int | None:
-        if self.epoch_steps is not None:
-            return self.epoch_steps
-        return None if self._samples is None else self.options.batches(self._samples)
-
-    @property
-    def left(self) -> int | None:
-        return None if self.length is None else max(self.length - self.position, 0)
-
-    def take(self, count: int) -> list[Counted]:
+    def next_group(self, count: int) -> list[Counted]:
         taken: list[Counted] = []
         epoch = self.epoch
         while len(taken) < count and self.epoch == epoch:
@@ -183,7 +167,7 @@ class StreamReader:
         self.position = self.batches = 0
         self._resume = None
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "epoch": self.epoch,
             "position": self.position,
@@ -199,7 +183,7 @@ class StreamReader:
             state["dataset_state"] = copy.deepcopy(here)
         return state
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._drop()
         self.epoch, self.position = state["epoch"], state["position"]
         self.passes, self.batches = state["passes"], state["batches"]

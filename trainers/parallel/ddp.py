@@ -57,9 +57,8 @@ class RanksTrainer(Trainer):
         if ranks == 1:
             return super().make_train_loader()
         if self.args.dispatch_batches:
-            return DispatchedLoader(
-                self.make_loader(0, 1, size * ranks) if rank == 0 else None, self.env.cpu_group
-            )
+            of_all = self.make_loader(0, 1, size * ranks, shares=ranks) if rank == 0 else None
+            return DispatchedLoader(of_all, self.env.cpu_group)
         if is_stream(self.train_dataset):  # each rank's own already
             return Agreed(self.make_loader(0, 1, size), self.env.cpu_group)
         own = self.make_loader(rank, ranks, size)

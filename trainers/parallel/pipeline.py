@@ -20,7 +20,7 @@ from ckptcore import ModelState, RNGState, SharingPattern, StateComponent
 
 from ..arguments import InvalidArgument, PipelineTrainingArguments, resolve_arguments
 from ..build import stepper
-from ..data.mapped import Counted
+from ..data.position import Counted
 from ..losses import count_labels
 from ..optim import make_optimizer, parameter_groups
 from .ddp import RanksTrainer
