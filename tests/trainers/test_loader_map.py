@@ -163,7 +163,9 @@ def test_ranks_share_an_epoch_and_end_it_together(loader: ResumableLoader, world
         assert max(sizes) - min(sizes) <= 1 and max(sizes) <= loader.options.batch_size
         assert len({str(rank.state_dict()) for rank in ranks}) == 1
         assert all(rank.epoch_ended is (number == count - 1) for rank in ranks)
-    whole = count * ranks[0].options.of_all_ranks if loader.options.drop_last else len(loader.dataset)
+    whole = (
+        count * ranks[0].options.of_all_ranks if loader.options.drop_last else len(loader.dataset)
+    )
     assert sorted(seen) == sorted(order(loader, 0)[:whole])  # disjoint, and all of them
 
 
