@@ -112,6 +112,13 @@ class Trainer:
     evaluates_in_step: ClassVar[bool] = False  # ranks must run equally many evaluation batches
     fixed_shapes: ClassVar[bool] = False  # batches shorter than the others cannot be used
 
+    # What is not there until something makes it.
+    optimizer: Any = None
+    scheduler: Any = None
+    fused: Sequence[Any] = ()  # hooks that step the optimizer in the backward pass
+    eval_loader: Any = None
+    logging_dir: str | None = None
+
     def __init__(
         self,
         args: Any,
@@ -157,11 +164,6 @@ class Trainer:
         self.data_seed = self.choose_data_seed()
         self.loader: Any = None if train_dataset is None else self.make_train_loader()
         self.beginning = None if self.loader is None else self.loader.state_dict()
-        self.eval_loader: Any = None
-        self.logging_dir: str | None = None
-        self.optimizer: Any = None
-        self.scheduler: Any = None
-        self.fused: Sequence[Any] = ()  # hooks that step the optimizer in the backward pass
         self.callbacks = CallbackHandler(
             self.default_callbacks() if callbacks is None else callbacks,
             context=self.callback_extras,

@@ -225,7 +225,8 @@ class Tiny:
         names = [
             name
             for name in changes
-            if name in parts or name.endswith(("_factory", "_fn", "_groups", "_and_kwargs", "_options"))
+            if name in parts
+            or name.endswith(("_factory", "_fn", "_groups", "_and_kwargs", "_options"))
         ]
         parts |= {name: changes.pop(name) for name in names}
         return Watched(self.arguments(run, **changes), **parts)

@@ -133,9 +133,9 @@ def test_a_models_own_loss_counts_by_the_labels_of_all_ranks(tiny: Any) -> None:
     items = trainer.items_of([(part, 2, 6) for part in parts])
     assert items == sum(counts)
     shares = [trainer.loss_share(part, 2, items) for part in parts]
-    expected = trainer.model(**batch).loss
-    assert float(sum(shares)) == pytest.approx(float(expected), rel=1e-6)
-    assert float(trainer.loss_share(parts[0], 0, items)) == 0.0  # a batch lent by another rank
+    expected = trainer.model(**batch).loss.detach()
+    assert float(sum(shares).detach()) == pytest.approx(float(expected), rel=1e-6)
+    assert trainer.loss_share(parts[0], 0, items).item() == 0.0  # a batch lent by another rank
     # An evaluation in batches of two, as if it were one.
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(float(expected), rel=1e-6)
 
