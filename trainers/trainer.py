@@ -197,7 +197,10 @@ class Trainer:
             optimizer_cls_and_kwargs=self.optimizer_choice["cls_and_kwargs"],
             enable_activation_checkpoint_fn=self.builder.enable_checkpointing,
         )
-        if self.optimizer_choice["factory"] is None and self.optimizer_choice["cls_and_kwargs"] is None:
+        if (
+            self.optimizer_choice["factory"] is None
+            and self.optimizer_choice["cls_and_kwargs"] is None
+        ):
             optimizer_class(self.args)  # its package is there, and its class has the options
 
     @classmethod

@@ -79,8 +79,7 @@ LATE: dict[tuple[str, str], str] = {
     ("state.optimizers", "torch"): "torch.distributed.tensor takes a second to import",
 }
 # Imports that close a circle, by importer and imported. This list may only shrink.
-CIRCLES: set[tuple[str, str]] = {
-}
+CIRCLES: set[tuple[str, str]] = set()
 
 
 def name_of(path: Path) -> str:
