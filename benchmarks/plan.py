@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from ckptcore.format.digest import chunk_count, content_digest
+from ckptcore.format.digest import content_digest
 from ckptcore.format.layout import decode_layouts, encode_layouts
 from ckptcore.format.manifest import (
     CheckpointManifest,
@@ -21,6 +21,7 @@ from ckptcore.format.manifest import (
     FileRecord,
     Index,
     StoredShard,
+    chunk_count,
     index_file_name,
 )
 from ckptcore.format.values import TensorRef, encode

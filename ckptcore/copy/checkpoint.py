@@ -51,7 +51,7 @@ from ..errors import (
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, content_digest
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest, FileEntry, Index
 from ..format.tensorfile import StoredTensor
-from ..loading.reader import StoredFile, TensorRead, check_header, read_tensors
+from ..loading.reader import OpenFile, StoredFiles, TensorRead
 from ..loading.view import CheckpointView, Problem
 from ..saving.writer import FilePlan, write_files
 from ..storage.base import Storage
@@ -322,7 +322,7 @@ class _Stored:
 
     def __init__(self, view: CheckpointView, name: str, reads: Sequence[TensorRead]) -> None:
         chunks = sum(len(read.entry.digests) // DIGEST_BYTES for read in reads)
-        self.reads, self.file = reads, StoredFile(view.storage, view.folder, name, chunks)
+        self.reads, self.file = reads, OpenFile(view.files, name, chunks)
 
     def fetch(self, chunks: Sequence[Chunk[int]], scratch: Scratch) -> list[memoryview]:
         buffers = [scratch.take(0, sum(chunk.length for chunk in chunks))]
@@ -455,7 +455,7 @@ class CopiedFiles:
             raise CheckpointCorrupt(
                 what, path=view.url, file=name, kind="format", expected=stored.size, actual=covered
             )
-        header = check_header(view.storage, view.folder, name, stored)
+        header = view.files.check_header(name, stored)
         tensors = []
         for number, read in enumerate(reads):
             e = read.entry
@@ -465,9 +465,10 @@ class CopiedFiles:
 
     def _verifies(self, name: str, known: FileEntry, reads: Sequence[TensorRead]) -> bool:
         """Whether a file that an interrupted copy left is what it should be."""
+        files = StoredFiles(self.target, self.work)
         try:
-            check_header(self.target, self.work, name, known)
-            read_tensors(self.target, self.work, reads, self.workers.count)
+            files.check_header(name, known)
+            files.read(reads, self.workers.count)
         except (CheckpointCorrupt, StorageError):
             return False
         return True

@@ -16,7 +16,6 @@ import xxhash
 __all__ = [
     "CHUNK_BYTES",
     "DIGEST_BYTES",
-    "chunk_count",
     "chunk_digest",
     "combined_digest",
     "content_digest",
@@ -27,12 +26,6 @@ Buffer = bytes | bytearray | memoryview
 
 CHUNK_BYTES = 4 * 1024 * 1024
 DIGEST_BYTES = 8
-
-
-def chunk_count(nbytes: int) -> int:
-    """Number of chunks of a tensor of `nbytes` bytes; an empty tensor has none."""
-    return -(-nbytes // CHUNK_BYTES)
-
 
 # 8 bytes, big-endian: xxh3-64 of one chunk. Releases the GIL.
 chunk_digest: Callable[[Buffer], bytes] = xxhash.xxh3_64_digest

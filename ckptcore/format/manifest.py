@@ -43,6 +43,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -55,7 +56,7 @@ from ..errors import (
     UnsafePath,
     UnsupportedVersion,
 )
-from .digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest, content_digest
+from .digest import CHUNK_BYTES, DIGEST_BYTES, content_digest
 from .tensorfile import DTYPES, HEADER_LIMIT
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "TensorEntry",
     "check_file_name",
     "check_readable",
+    "chunk_count",
     "exact",
     "exact_items",
     "index_file_name",
@@ -651,6 +653,11 @@ def index_file_name(writer: int) -> str:
     return f"index.rank{writer:05d}.msgpack"
 
 
+def chunk_count(nbytes: int) -> int:
+    """Number of chunks of a tensor of `nbytes` bytes; an empty tensor has none."""
+    return -(-nbytes // CHUNK_BYTES)
+
+
 @dataclass(slots=True)
 class TensorEntry:
     """One tensor, or the piece of a sharded one at `offset` (else None). Shapes in items, `start`,
@@ -732,11 +739,9 @@ class Index:
                 if entry.file is not None:
                     held[entry.file].append(entry)
         return {
-            name: combined_digest(
-                [
-                    self.files[name].header_digest,
-                    *(e.digests for e in sorted(entries, key=lambda e: e.start)),
-                ]
+            name: content_digest(
+                self.files[name].header_digest
+                + b"".join([e.digests for e in sorted(entries, key=attrgetter("start"))])
             )
             for name, entries in held.items()
         }

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import CheckpointError
-from ..format.digest import CHUNK_BYTES, combined_digest, content_hash
+from ..format.digest import CHUNK_BYTES, content_hash
 from ..ranks.communicator import Communicator
-from ..storage.base import Storage
 from ..storage.chunks import MakeMemory
-from .reader import TensorRead, read_tensors
+from .reader import StoredFiles, TensorRead
 
 __all__ = ["read_shared"]
 
@@ -37,7 +36,7 @@ class _Host:
 
 
 def read_shared(
-    comm: Communicator, storage: Storage, folder: str, reads: Sequence[TensorRead], io_threads: int
+    comm: Communicator, files: StoredFiles, reads: Sequence[TensorRead], io_threads: int
 ) -> list[TensorRead]:
     """Do those of `reads` that are the same on every rank; the others are returned, to be read by
     each rank itself.
@@ -61,7 +60,7 @@ def read_shared(
         mine = windows[turn + comm.rank] if turn + comm.rank < len(windows) else []
         staged = [replace(read, target=_host(read)) for read in mine]
         with comm.round("read"):
-            read_tensors(storage, folder, staged, io_threads)
+            files.read(staged, io_threads)
         failed: Exception | None = None
         try:
             _pass_on(comm, windows[turn : turn + comm.world_size], staged)
@@ -91,12 +90,8 @@ def _pass_on(
 
 def _identity(read: TensorRead) -> bytes:
     entry = read.entry
-    place = f"{read.component} {entry.file} {entry.start} {read.chunks}".encode()
-    return content_hash(combined_digest([place, entry.digests]).encode())
-
-
-def _chunks(read: TensorRead) -> Sequence[int]:
-    return range(len(read.entry.digests) // 8) if read.chunks is None else read.chunks
+    what = f"{read.component} {entry.file} {entry.start} {read.chunks} ".encode()
+    return content_hash(what + entry.digests)
 
 
 def _windows(reads: Sequence[TensorRead]) -> Iterator[list[TensorRead]]:
@@ -105,7 +100,7 @@ def _windows(reads: Sequence[TensorRead]) -> Iterator[list[TensorRead]]:
     size = 0
     per_read = WINDOW_BYTES // CHUNK_BYTES
     for read in reads:
-        chunks = _chunks(read)
+        chunks = read.numbers
         for first in range(0, len(chunks), per_read):
             part = replace(read, chunks=chunks[first : first + per_read])
             nbytes = sum(read.entry.chunk(n)[1] for n in part.chunks or ())
@@ -119,7 +114,7 @@ def _windows(reads: Sequence[TensorRead]) -> Iterator[list[TensorRead]]:
 
 
 def _host(read: TensorRead) -> _Host:
-    return _Host({n: memoryview(bytearray(read.entry.chunk(n)[1])) for n in _chunks(read)})
+    return _Host({n: memoryview(bytearray(read.entry.chunk(n)[1])) for n in read.numbers})
 
 
 def _deliver(read: TensorRead, chunk: int, buffer: memoryview) -> None:

@@ -26,7 +26,7 @@ from ..state.tree import Differences
 from .placement import LoadedComponent, RankPosition, stored_copy_for
 from .view import CheckpointView, StoredComponent
 
-__all__ = ["Keys", "Selection", "check_keys", "chosen_components"]
+__all__ = ["Keys", "Selection", "chosen_components"]
 
 Keys = str | Collection[str] | Callable[[str], "bool | str | None"]
 Path = tuple[Any, ...]
@@ -111,12 +111,6 @@ class Selection:
         and what."""
         unused = [pattern for pattern in self.patterns if pattern not in self.used]
         return {"unused": unused, "chosen": self.chosen, "digests": self.digests}
-
-
-def check_keys(keys: Any) -> None:
-    """Raises InvalidState for what is neither None nor a selection."""
-    if keys is not None:
-        Selection(keys)
 
 
 def _matches(pattern: str, name: str) -> bool:

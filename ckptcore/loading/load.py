@@ -48,22 +48,19 @@ from ..state.modules import ModelState, one_walk
 from ..state.plain import PlainState, only_own
 from ..state.tree import capture, differences, with_versions
 from .broadcast import read_shared
-from .keys import Keys, Selection, check_keys, chosen_components
+from .keys import Keys, Selection, chosen_components
 from .placement import (
-    SKIPPED,
     Destinations,
     LiveComponent,
     LoadedComponent,
     RankPosition,
     ReadPlan,
     SharedMemory,
-    pruned,
     same_bytes,
     shared_memory,
+    state_with,
     stored_copy_for,
-    substituted,
 )
-from .reader import read_tensors
 from .view import CheckpointView, StoredComponent
 
 __all__ = [
@@ -166,7 +163,8 @@ class LoadRequest:
 
     def __post_init__(self) -> None:
         check_flags(strict=self.strict, cast=self.cast, transactional=self.transactional)
-        check_keys(self.keys)
+        if self.keys is not None:
+            Selection(self.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +216,7 @@ def same_call(calls: Sequence[Any]) -> dict[str, list[list[int]]]:
     return partitions_of([call.groups for call in calls])
 
 
+@one_walk()
 def load(
     job: LoadJob,
     partitions: Mapping[str, list[list[int]]],
@@ -248,10 +247,10 @@ def load(
     reads = loading.plan.reads
     if request.broadcast:
         with loading.touching():
-            reads = read_shared(comm, view.storage, view.folder, reads, job.io_threads)
+            reads = read_shared(comm, view.files, reads, job.io_threads)
     with comm.round("read"), loading.touching():
         synchronize(loading.plan.devices)
-        read_tensors(view.storage, view.folder, reads, job.io_threads)
+        view.files.read(reads, job.io_threads)
     try:
         with comm.round("apply"):
             loading.apply()
@@ -526,7 +525,6 @@ class _Loading:
         self.begun: list[str] = []
         self.before: dict[str, StateBefore] = {}
 
-    @one_walk()
     @collector_paused()
     def match(self) -> MatchReport:
         """Match saved and live state, and check the files that are needed. Live state is untouched.
@@ -628,8 +626,8 @@ class _Loading:
             cast=self.request.cast,
             host_first=self.request.host_first or self.request.transactional,
         )
-        left = pruned(substituted(values, destinations, file))
-        self.prepared[key] = _Prepared(live, {} if left is SKIPPED else left, versions)
+        state = state_with(destinations, values, file)
+        self.prepared[key] = _Prepared(live, state, versions)
 
     def _compare(self, live: LiveComponent, saved: Any, sharded: bool) -> None:
         key, stateful = live.key, live.loaded.component.stateful
@@ -670,7 +668,6 @@ class _Loading:
                 error.message += PARTLY_OVERWRITTEN
             raise
 
-    @one_walk()
     def apply(self) -> None:
         """Hand the complete states over, random streams last. Raises LoadFailed where a component
         refuses its own."""
@@ -796,7 +793,7 @@ def _live(loaded: LoadedComponent) -> LiveComponent:
         seen = {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and is_lazy(v))}
     snapshot = capture(component.key, seen, sharded=True, live_only=True)
     numbers = {tensor.name: number for number, tensor in enumerate(loaded.stored.tensors)}
-    return LiveComponent(loaded, owner, state, snapshot, numbers)
+    return LiveComponent(component.key, loaded, owner, state, snapshot, numbers)
 
 
 def _versions(stored: StoredComponent, file: str) -> dict[str, Any] | None:

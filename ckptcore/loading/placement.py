@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorrupt, CheckpointError, CheckpointWarning, StateMismatch
+from ..errors import CheckpointCorrupt, CheckpointWarning, StateMismatch
 from ..format.layout import Box, LogicalTensor, WholeLayout, volume
-from ..format.manifest import CheckpointManifest, ComponentManifest, short
+from ..format.manifest import MALFORMED, CheckpointManifest, ComponentManifest, malformed, short
 from ..format.values import Opaque, TensorRef, join_path, keyed, only_plain
 from ..ranks.communicator import group_index
 from ..state.component import StateComponent, is_optimizer
@@ -34,23 +34,20 @@ from ..state.modules import ModelState
 from ..state.plain import PlainState, owned_elsewhere
 from ..state.tree import StateSnapshot, TensorLeaf
 from ..storage.chunks import MakeMemory
-from .plan import Words, read_of
-from .reader import TensorRead
+from .reader import TensorRead, Words, read_of
 from .view import CheckpointView, StoredComponent
 
 __all__ = [
-    "SKIPPED",
     "Destinations",
     "LiveComponent",
     "LoadedComponent",
     "RankPosition",
     "ReadPlan",
     "SharedMemory",
-    "pruned",
     "same_bytes",
     "shared_memory",
     "stored_copy_for",
-    "substituted",
+    "state_with",
 ]
 
 ALLOCATED_UNSEEN = 16 << 20  # larger tensors are allocated only after a look at their files
@@ -256,15 +253,12 @@ class LiveComponent:
     only a part of its state is loaded; snapshot: the tensors of the state; numbers: what the
     checkpoint calls its tensors, by name."""
 
+    key: str
     loaded: LoadedComponent
     owner: Any
     state: Any
     snapshot: StateSnapshot
     numbers: dict[str, int]
-
-    @property
-    def key(self) -> str:
-        return self.loaded.component.key
 
     def order(self, tensor: TensorLeaf) -> int:
         """Who keeps memory that several tensors have: the lowest. OTHER is not read into."""
@@ -649,28 +643,17 @@ class _Skipped:
 
 SKIPPED = _Skipped()
 _DICTS = (dict, OrderedDict, Counter)
-# What values that make no sense lead to.
-_CRAFTED = (
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)
 
 
-def substituted(state: Any, destinations: Destinations, file: str) -> Any:
-    """A decoded state with destinations in place of the references to tensors. Raises
-    CheckpointCorrupt, with `file`, where they make no sense."""
+def state_with(destinations: Destinations, saved: Any, file: str) -> Any:
+    """A decoded state with destinations in place of the references to tensors, and without what
+    this rank does not want. Raises CheckpointCorrupt, with `file`, where they make no sense."""
     try:
-        return _substituted(state, destinations)
-    except CheckpointError:
-        raise
-    except _CRAFTED as error:
-        what = f"{file}: stored values cannot be read ({short(str(error))})"
-        raise CheckpointCorrupt(what, file=file, kind="format") from None
+        state = _substituted(saved, destinations)
+    except MALFORMED as error:
+        raise malformed(f"{file}: stored values cannot be read", error, file) from None
+    left = _pruned(state)
+    return {} if left is SKIPPED else left
 
 
 def _substituted(state: Any, destinations: Destinations) -> Any:
@@ -729,19 +712,19 @@ def _lacks(state: Any) -> bool:
     return state is SKIPPED or any(_lacks(item) for item in items)
 
 
-def pruned(state: Any) -> Any:
+def _pruned(state: Any) -> Any:
     """The state without what was skipped, and without dicts that held nothing else."""
     if type(state) in _DICTS:
         if only_plain(state.values()):
             return state
-        kept = {key: pruned(item) for key, item in state.items()}
+        kept = {key: _pruned(item) for key, item in state.items()}
         result = {key: item for key, item in kept.items() if item is not SKIPPED}
         return SKIPPED if kept and not result else type(state)(result)
     if type(state) is Opaque and keyed(state) is not None:
-        kept = pruned(state.payload)
+        kept = _pruned(state.payload)
         return SKIPPED if kept is SKIPPED else Opaque(state.codec, kept)
     if type(state) is Opaque:
         return SKIPPED if _lacks(state.payload) else state
     if type(state) in (list, tuple) and not only_plain(state):
-        return type(state)(None if (item := pruned(i)) is SKIPPED else item for i in state)
+        return type(state)(None if (item := _pruned(i)) is SKIPPED else item for i in state)
     return state

@@ -1,28 +1,47 @@
-"""Verified parallel reads: each byte is read once, straight into its destination, and hashed while
-it is warm."""
+"""From the files of a checkpoint to memory: which chunks of which stored boxes fill a part of a
+tensor, and verified parallel reads of them.
+
+A stored box is a part of the logical tensor in C order. Of a box that is needed in part, the chunks
+that hold needed items are read whole, so that their digests can be checked, and cut afterwards.
+Each byte is read once, straight into its destination, and hashed while it is warm.
+"""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import xxhash
 
-from ..catalog.folder import join
 from ..errors import CheckpointCorrupt, StorageError
-from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
+from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_digest, content_hash
+from ..format.layout import Box, intersection
 from ..format.manifest import FileEntry, TensorEntry
 from ..storage.base import FileReader, Storage
-from ..storage.chunks import Chunk, DueFile, Scratch, Target, Workers, batches, split_up
+from ..storage.chunks import Chunk, DueFile, MakeMemory, Scratch, Target, Workers, batches, split_up
 
-__all__ = ["StoredFile", "TensorRead", "check_header", "open_member", "read_tensors"]
+__all__ = [
+    "OpenFile",
+    "StoredFiles",
+    "TensorRead",
+    "Words",
+    "needed_chunks",
+    "numpy_words",
+    "read_of",
+]
 
 # Read and hashed at a time, so that the hash finds the bytes in the processor's cache.
 STEP_BYTES = 1 << 20
+
+# How storages say that there is nothing, or, when it is opened, no file (EINVAL: a pipe or the
+# like).
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
+_NO_FILE = frozenset({errno.EISDIR, errno.EINVAL})
 
 OnCorrupt = Callable[[CheckpointCorrupt], None]
 
@@ -40,53 +59,116 @@ class TensorRead:
     def name(self) -> str:
         return f"{self.component}/{self.entry.name}"
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Of the chunks that are read."""
+        return (
+            range(len(self.entry.digests) // DIGEST_BYTES) if self.chunks is None else self.chunks
+        )
 
-def read_tensors(
-    storage: Storage,
-    folder: str,
-    reads: Sequence[TensorRead],
-    io_threads: int,
-    on_corrupt: OnCorrupt | None = None,
-) -> None:
-    """Do all `reads`. The first damage raises CheckpointCorrupt (file, tensor, digests), unless
-    `on_corrupt` takes each. Memory beyond the targets is bounded by `io_threads` x 8 MiB. With one
-    of them all is done on the calling thread, and each file in its order. Raises StorageError."""
-    wanted: dict[str, list[TensorRead]] = {}
-    for read in reads:
-        if read.entry.file is not None and read.entry.digests:
-            wanted.setdefault(read.entry.file, []).append(read)
-    most = max(CHUNK_BYTES, storage.request_bytes)
-    scratch = Scratch(most)
-    files: list[StoredFile] = []
-    jobs: list[Callable[[], None]] = []
-    for name, mine in wanted.items():
-        chunks = _chunks(mine)
-        files.append(file := StoredFile(storage, folder, name, len(chunks)))
-        jobs += [partial(_read, file, b, scratch, on_corrupt) for b in batches(chunks, most)]
-    try:
-        if io_threads == 1 or len(jobs) == 1:
-            for job in jobs:
-                job()
-        else:
-            with Workers(io_threads, "ckptcore-read") as workers:
-                workers.run(jobs)
-    finally:
-        for file in files:
-            file.close()
+
+class StoredFiles:
+    """The files of one checkpoint, which lie in a folder of a storage."""
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self.storage, self.folder = storage, folder
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def at(self, name: str) -> str:
+        """How messages name a file."""
+        return self.storage.at(self.path(name))
+
+    def corrupt(self, name: str, what: str, kind: str, **facts: Any) -> CheckpointCorrupt:
+        """The error that says `what` of a file. facts: fields of CheckpointCorrupt."""
+        path = self.storage.at(self.folder)
+        return CheckpointCorrupt(f"{self.at(name)}{what}", path=path, file=name, kind=kind, **facts)
+
+    def open(self, name: str, size: int | None = None) -> FileReader:
+        """A file that must be there, with `size` bytes where that is known. Raises
+        CheckpointCorrupt where it is not, StorageError."""
+        try:
+            reader = self.storage.open(self.path(name))
+        except StorageError as error:
+            if (lost := self.lost(name, error, size, _GONE | _NO_FILE)) is not None:
+                raise lost from None
+            raise
+        if size is not None and reader.size != size:
+            reader.close()
+            what = f" has {reader.size} bytes, {size} were saved"
+            raise self.corrupt(name, what, "size", expected=size, actual=reader.size)
+        return reader
+
+    def lost(
+        self,
+        name: str,
+        error: StorageError,
+        size: int | None = None,
+        absent: frozenset[int] = _GONE,
+    ) -> CheckpointCorrupt | None:
+        """That a file is not there, or no longer, which is no refusal of the storage; None for any
+        other failure."""
+        if error.errno not in absent:
+            return None
+        what = " is missing" if error.errno in _GONE else " is not a file"
+        return self.corrupt(name, what, "missing", expected=size)
+
+    def check_header(self, name: str, known: FileEntry) -> bytearray:
+        """The header of a tensor file. Raises CheckpointCorrupt when the file is missing, or its
+        size or header is not what was saved."""
+        with self.open(name, known.size) as reader:
+            head = bytearray(known.header_size)
+            reader.read_into(0, [memoryview(head)])
+        actual, expected = content_hash(head).hex(), known.header_digest.hex()
+        if actual != expected:
+            what = f": the header is damaged: digest {actual}, {expected} was saved"
+            raise self.corrupt(name, what, "header", expected=expected, actual=actual)
+        return head
+
+    def read(
+        self, reads: Sequence[TensorRead], io_threads: int, on_corrupt: OnCorrupt | None = None
+    ) -> None:
+        """Do all `reads`. The first damage raises CheckpointCorrupt (file, tensor, digests), unless
+        `on_corrupt` takes each. Memory beyond the targets is bounded by `io_threads` x 8 MiB. With
+        one of them all is done on the calling thread, and each file in its order. Raises
+        StorageError."""
+        wanted: dict[str, list[TensorRead]] = {}
+        for read in reads:
+            if read.entry.file is not None and read.entry.digests:
+                wanted.setdefault(read.entry.file, []).append(read)
+        most = max(CHUNK_BYTES, self.storage.request_bytes)
+        scratch = Scratch(most)
+        files: list[OpenFile] = []
+        jobs: list[Callable[[], None]] = []
+        for name, mine in wanted.items():
+            chunks = _chunks(mine)
+            files.append(file := OpenFile(self, name, len(chunks)))
+            jobs += [partial(_read, file, b, scratch, on_corrupt) for b in batches(chunks, most)]
+        try:
+            if io_threads == 1 or len(jobs) == 1:
+                for job in jobs:
+                    job()
+            else:
+                with Workers(io_threads, "ckptcore-read") as workers:
+                    workers.run(jobs)
+        finally:
+            for file in files:
+                file.close()
 
 
 def _chunks(reads: Sequence[TensorRead]) -> list[Chunk[TensorRead]]:
     found = []
     for read in sorted(reads, key=lambda read: read.entry.start):
         start, nbytes = read.entry.start, read.entry.nbytes
-        for number in range(chunk_count(nbytes)) if read.chunks is None else read.chunks:
+        for number in read.numbers:
             offset = number * CHUNK_BYTES
             found.append(Chunk(start + offset, min(CHUNK_BYTES, nbytes - offset), offset, read))
     return found
 
 
 def _read(
-    file: StoredFile,
+    file: OpenFile,
     chunks: Sequence[Chunk[TensorRead]],
     scratch: Scratch,
     on_corrupt: OnCorrupt | None,
@@ -116,19 +198,14 @@ def _read(
     file.due.done(len(chunks))
 
 
-class StoredFile:
-    """A tensor file of a checkpoint that so many chunks are read of."""
+class OpenFile:
+    """A tensor file of a checkpoint that so many chunks are read of, while it is needed."""
 
-    def __init__(self, storage: Storage, folder: str, name: str, chunks: int) -> None:
-        self.storage, self.folder, self.name = storage, folder, name
-        self.where = storage.at(join(folder, name))
+    def __init__(self, files: StoredFiles, name: str, chunks: int) -> None:
+        self.files, self.name = files, name
         # Where each read is a request of its own, few of them count for more than a warm cache.
-        self.step_bytes = CHUNK_BYTES if storage.request_bytes else STEP_BYTES
-        self.due = DueFile(self._open, chunks)
-
-    def _open(self) -> FileReader:
-        with _present(self.storage, self.folder, self.name):
-            return self.storage.open(join(self.folder, self.name))
+        self.step_bytes = CHUNK_BYTES if files.storage.request_bytes else STEP_BYTES
+        self.due = DueFile(partial(files.open, name), chunks)
 
     def read(
         self, chunks: Sequence[Chunk[TensorRead]], buffers: Sequence[memoryview], step_bytes: int
@@ -145,12 +222,16 @@ class StoredFile:
             name = chunks[-1].of.name
             what = f"ends at byte {reader.size}; tensor {name!r} needs bytes up to {end}"
             raise self._corrupt(what, "size", name, end, reader.size)
-        with _present(self.storage, self.folder, self.name, absent=_GONE):
+        try:
             if len(chunks) == 1:
                 digests = [_read_hashing(reader, first, buffers[0], step_bytes)]
             else:
                 reader.read_into(first, buffers)
                 digests = [chunk_digest(data) for data in split_up(chunks, buffers)]
+        except StorageError as error:
+            if (lost := self.files.lost(self.name, error)) is not None:
+                raise lost from None
+            raise
         damaged = {}
         for number, (chunk, digest) in enumerate(zip(chunks, digests, strict=True)):
             start, length, offset, read = chunk
@@ -169,10 +250,8 @@ class StoredFile:
     def _corrupt(
         self, what: str, kind: str, tensor: str, expected: Any, actual: Any
     ) -> CheckpointCorrupt:
-        what = f"{self.where}: {what}"
-        return CheckpointCorrupt(
-            what, file=self.name, kind=kind, tensor=tensor, expected=expected, actual=actual
-        )
+        facts = {"tensor": tensor, "expected": expected, "actual": actual}
+        return self.files.corrupt(self.name, f": {what}", kind, **facts)
 
     def close(self) -> None:
         if self.due.opened is not None:
@@ -188,71 +267,173 @@ def _read_hashing(reader: FileReader, offset: int, buffer: memoryview, step_byte
     return state.digest()
 
 
-# How storages say that there is nothing, or, when it is opened, no file (EINVAL: a pipe or the
-# like).
-_GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
-_NO_FILE = frozenset({errno.EISDIR, errno.EINVAL})
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Memory of a part of a tensor as an array of integers as wide as its items (numpy or torch,
+    any strides).
+
+    flat(bytes) gives bytes as a flat array of the same kind; memory(array) the bytes of a
+    contiguous host array, else None; flattened(array) the same items in one dimension and the same
+    memory, None where there is no such view.
+    pinned: how to make memory that is fast to copy from; moving: what copies are made in.
+    """
+
+    array: Any
+    itemsize: int
+    flat: Callable[[memoryview], Any]
+    memory: Callable[[Any], memoryview | None]
+    flattened: Callable[[Any], Any] = lambda _: None
+    pinned: MakeMemory | None = None
+    moving: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-@contextmanager
-def _present(
-    storage: Storage,
-    folder: str,
-    file: str,
-    size: int | None = None,
-    absent: frozenset[int] = _GONE | _NO_FILE,
-) -> Iterator[None]:
-    """A file of a checkpoint that is not there, or no longer, is CheckpointCorrupt and no refusal
-    of the storage."""
-    try:
-        yield
-    except StorageError as error:
-        if error.errno not in absent:
-            raise
-        what = "is missing" if error.errno in _GONE else "is not a file"
-        raise CheckpointCorrupt(
-            f"{storage.at(join(folder, file))} {what}",
-            path=storage.at(folder),
-            file=file,
-            kind="missing",
-            expected=size,
-        ) from None
+def numpy_words(array: Any) -> Words:
+    """Words over a numpy array of unsigned integers."""
+    import numpy as np
 
-
-def open_member(storage: Storage, folder: str, file: str, size: int) -> FileReader:
-    """Open a file that must be there with `size` bytes. CheckpointCorrupt when it is not,
-    StorageError."""
-    where = storage.at(join(folder, file))
-    with _present(storage, folder, file, size):
-        reader = storage.open(join(folder, file))
-    if reader.size != size:
-        reader.close()
-        raise CheckpointCorrupt(
-            f"{where} has {reader.size} bytes, {size} were saved",
-            path=storage.at(folder),
-            file=file,
-            kind="size",
-            expected=size,
-            actual=reader.size,
+    def memory(part: Any) -> memoryview | None:
+        return (
+            memoryview(part.reshape(-1).view(np.uint8).data)
+            if part.flags.c_contiguous and part.size
+            else None
         )
-    return reader
+
+    return Words(array, array.itemsize, lambda data: np.frombuffer(data, array.dtype), memory)
 
 
-def check_header(storage: Storage, folder: str, file: str, known: FileEntry) -> bytearray:
-    """The header. Raises CheckpointCorrupt when a tensor file is missing, or its size or header is
-    not what was saved."""
-    with open_member(storage, folder, file, known.size) as reader:
-        head = bytearray(known.header_size)
-        reader.read_into(0, [memoryview(head)])
-    actual = content_hash(head)
-    if actual != known.header_digest:
-        raise CheckpointCorrupt(
-            f"{storage.at(join(folder, file))}: the header is damaged: digest {actual.hex()}, "
-            f"{known.header_digest.hex()} was saved",
-            path=storage.at(folder),
-            file=file,
-            kind="header",
-            expected=known.header_digest.hex(),
-            actual=actual.hex(),
-        )
-    return head
+def read_of(component: str, entry: TensorEntry, wanted: Box, words: Words) -> TensorRead:
+    """Read what `wanted` needs of a stored piece into `words`, which is the memory of `wanted`.
+
+    The piece must have something of it.
+    """
+    held = entry.offset or (0,) * len(entry.shape), entry.local_shape
+    common = intersection(held, wanted)
+    if common is None:
+        raise ValueError(f"the piece at {held[0]} of {held[1]} has nothing of {wanted}")
+    # With an ellipsis: a 0-d numpy array gives a view of itself then, and a copy otherwise.
+    place = (*(slice(o - w, o - w + n) for o, n, w in zip(*common, wanted[0], strict=True)), ...)
+    region = words.array[place]
+    # Items wider than a word (complex128) have a last dimension of words.
+    extra = tuple(words.array.shape[len(wanted[1]) :])
+    inner = tuple(o - h for o, h in zip(common[0], held[0], strict=True)) + (0,) * len(extra)
+    target = _PartTarget(region, held[1] + extra, inner, common[1] + extra, words)
+    whole = common == held
+    chunks = (
+        None if whole else needed_chunks(held[1] + extra, inner, common[1] + extra, words.itemsize)
+    )
+    return TensorRead(component, entry, target, chunks)
+
+
+def needed_chunks(
+    shape: Sequence[int], offset: Sequence[int], size: Sequence[int], itemsize: int
+) -> list[int]:
+    """The chunks of a C-order array of `shape` that hold something of the box at `offset` of
+    `size`."""
+    rows = _row_ranges(shape, offset, size)
+    chunks: dict[int, None] = {}
+    for first, count in rows:
+        start, end = first * itemsize, (first + count) * itemsize
+        chunks.update(dict.fromkeys(range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))))
+    return list(chunks)
+
+
+def _row_ranges(
+    shape: Sequence[int], offset: Sequence[int], size: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Flat ranges (first item, count) that cover the box: whole inner parts at once, rows apart
+    only where that can leave a chunk out."""
+    if not shape:
+        return [(0, 1)]
+    row = prod(shape[1:])
+    span = row * 8 > CHUNK_BYTES and len(shape) > 1
+    if not span:
+        low = offset[0] * row + _flat(shape[1:], offset[1:])
+        last = [o + n - 1 for o, n in zip(offset, size, strict=True)]
+        return [(low, _flat(shape, last) - low + 1)]
+    return [
+        (index * row + first, count)
+        for index in range(offset[0], offset[0] + size[0])
+        for first, count in _row_ranges(shape[1:], offset[1:], size[1:])
+    ]
+
+
+def _flat(shape: Sequence[int], index: Sequence[int]) -> int:
+    at = 0
+    for n, i in zip(shape, index, strict=True):
+        at = at * n + i
+    return at
+
+
+class _PartTarget:
+    """A Target for a stored piece of which a box is wanted: `region` is the box's memory."""
+
+    def __init__(
+        self,
+        region: Any,
+        shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+        words: Words,
+    ) -> None:
+        self.region, self.shape, self.offset, self.words = region, shape, offset, words
+        # Where the box is one run of the piece and of the memory, bytes go straight in.
+        split = next((d for d in reversed(range(len(shape))) if size[d] != shape[d]), 0)
+        run = all(size[d] == 1 for d in range(split)) and size[split + 1 :] == shape[split + 1 :]
+        self.memory = words.memory(region) if run else None
+        self.items: Any = words.flattened(region) if run and self.memory is None else None
+        self.first = _flat(shape, offset) * words.itemsize
+        self.pinned = words.pinned
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        if self.memory is None or start < self.first or stop > self.first + len(self.memory):
+            return None
+        return self.memory[start - self.first : stop - self.first]
+
+    def put(self, start: int, data: memoryview) -> None:
+        with self.words.moving():
+            if self.items is not None:
+                self._put_run((start - self.first) // self.words.itemsize, self.words.flat(data))
+                return
+            _scatter(
+                self.region,
+                self.shape,
+                self.offset,
+                start // self.words.itemsize,
+                self.words.flat(data),
+            )
+
+    def _put_run(self, at: int, flat: Any) -> None:
+        """Put what is wanted of the items from `at` of the box on, as one block copy."""
+        low, high = max(0, at), min(len(self.items), at + len(flat))
+        if low < high:
+            self.items[low:high] = flat[low - at : high - at]
+
+
+def _scatter(
+    region: Any, shape: Sequence[int], offset: Sequence[int], start: int, flat: Any
+) -> None:
+    """Put items `start` ... of a C-order piece into the part of it that `region` is, in as few
+    block copies."""
+    if not shape:
+        region[...] = flat.reshape(region.shape)
+        return
+    row, count, at = prod(shape[1:]), len(flat), 0
+    low, high = offset[0], offset[0] + region.shape[0]
+    while at < count:
+        index, within = divmod(start + at, row)
+        if within or count - at < row:
+            n = min(row - within, count - at)
+            if low <= index < high:
+                _scatter(region[index - low], shape[1:], offset[1:], within, flat[at : at + n])
+        else:
+            n = (count - at) // row * row
+            first, last = max(index, low), min(index + n // row, high)
+            if first < last:
+                block = flat[at + (first - index) * row : at + (last - index) * row].reshape(
+                    last - first, *shape[1:]
+                )
+                inner = tuple(
+                    slice(o, o + s) for o, s in zip(offset[1:], region.shape[1:], strict=True)
+                )
+                region[first - low : last - low] = block[(slice(None), *inner)]
+        at += n

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from ..arguments import check_count, shown
-from ..catalog.folder import PIN_NAME, checkpoints_in, foreign_format, join, read_manifest
+from ..catalog.folder import PIN_NAME, checkpoints_in, foreign_format, read_manifest
 from ..errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -22,7 +22,7 @@ from ..errors import (
     StorageError,
     UnknownName,
 )
-from ..format.digest import DIGEST_BYTES, chunk_count, content_digest
+from ..format.digest import DIGEST_BYTES, content_digest
 from ..format.layout import Box, LogicalTensor, decode_layouts, intersection, volume
 from ..format.manifest import (
     MANIFEST_NAME,
@@ -31,6 +31,7 @@ from ..format.manifest import (
     Index,
     StoredShard,
     TensorEntry,
+    chunk_count,
     index_file_name,
 )
 from ..format.tensorfile import DTYPES, tensor_nbytes
@@ -38,8 +39,7 @@ from ..format.values import TensorRef, decode
 from ..storage.base import Storage
 from ..storage.opening import open_storage
 from ..storage.urls import masked_url, split_url
-from .plan import numpy_words, read_of
-from .reader import TensorRead, check_header, open_member, read_tensors
+from .reader import StoredFiles, TensorRead, numpy_words, read_of
 
 __all__ = ["CheckpointView", "Problem", "StoredBox", "TensorInfo", "open_checkpoint"]
 
@@ -161,6 +161,7 @@ class CheckpointView:
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self.storage, self.folder = storage, folder
+        self.files = StoredFiles(storage, folder)
         self.url = storage.at(folder).rstrip("/")
         self.name = split_url(self.url)[1]
         try:
@@ -200,7 +201,7 @@ class CheckpointView:
                 raise self._corrupt(MANIFEST_NAME, f"lists no {name}, which a component needs")
             data = self.read_file(name)
             try:
-                index = Index.decode(data, self.storage.at(join(self.folder, name)))
+                index = Index.decode(data, self.files.at(name))
             except CheckpointCorrupt as error:
                 error.path, error.file = self.url, name
                 raise
@@ -208,7 +209,7 @@ class CheckpointView:
                 known = self.manifest.files.get(file)
                 if known is None or known.digest != digest or known.size != index.files[file].size:
                     raise self._corrupt(name, f"and the manifest disagree about {file}")
-            self._indexes[writer], self._starts[writer] = index, index.starts()
+            self._indexes[writer] = index
         return self._indexes[writer]
 
     def forget(self, writer: int) -> None:
@@ -224,7 +225,7 @@ class CheckpointView:
     def _corrupt(
         self, file: str, what: str, kind: str = "format", **facts: Any
     ) -> CheckpointCorrupt:
-        where = self.storage.at(join(self.folder, file))
+        where = self.files.at(file)
         return CheckpointCorrupt(f"{where} {what}", path=self.url, file=file, kind=kind, **facts)
 
     def read_file(self, name: str) -> bytes:
@@ -237,7 +238,7 @@ class CheckpointView:
             raise self._corrupt(
                 name, f"of {record.size:,} bytes is larger than such a file ever is", "size"
             )
-        with open_member(self.storage, self.folder, name, record.size) as reader:
+        with self.files.open(name, record.size) as reader:
             data = bytearray(record.size)
             reader.read_into(0, [memoryview(data)])
         actual = content_digest(data)
@@ -355,6 +356,8 @@ class CheckpointView:
             None,
         )
         end = self.index(writer).files[piece.file].size
+        if writer not in self._starts:
+            self._starts[writer] = self.index(writer).starts()
         starts = self._starts[writer][piece.file]
         after = bisect_right(starts, piece.start)
         nbytes = tensor_nbytes(tensor.dtype, box[1])
@@ -501,7 +504,7 @@ class CheckpointView:
             array[..., None].view("u8") if array.itemsize > 8 else array.view(f"u{array.itemsize}")
         )
         reads = [read_of(key, piece, wanted, numpy_words(words)) for piece in pieces]
-        read_tensors(self.storage, self.folder, reads, io_threads=2)
+        self.files.read(reads, io_threads=2)
         return array
 
     def portions(
@@ -554,10 +557,10 @@ class CheckpointView:
             name: entry for index in self._indexes.values() for name, entry in index.files.items()
         }
         for file in sorted(set(files)):
-            check_header(self.storage, self.folder, file, known[file])
+            self.files.check_header(file, known[file])
 
     def _check_size(self, file: str) -> None:
-        open_member(self.storage, self.folder, file, self.manifest.files[file].size).close()
+        self.files.open(file, self.manifest.files[file].size).close()
 
     def reads_of(self, index: Index) -> Iterator[TensorRead]:
         """Every stored byte of one writer, to be read and verified only.
@@ -641,7 +644,7 @@ class CheckpointView:
             whole = {
                 f
                 for f, known in index.files.items()
-                if attempt(f, partial(check_header, self.storage, self.folder, f, known))
+                if attempt(f, partial(self.files.check_header, f, known))
                 or problems[-1].kind == "header"
             }
             found: list[TensorRead] = []
@@ -650,10 +653,10 @@ class CheckpointView:
         for name in self.manifest.files.keys() - checked:
             attempt(name, partial(self.read_file, name))
         done, total, unreadable = 0, sum(read.entry.nbytes for read in reads), ""
-        tell = lambda e: problems.append(_problem(e, e.file or ""))  # noqa: E731
+        report = lambda e: problems.append(_problem(e, e.file or ""))  # noqa: E731
         for batch in _batches(reads):
             file, done = _file_of(batch[0]), done + sum(read.entry.nbytes for read in batch)
-            read = partial(read_tensors, self.storage, self.folder, batch, io_threads, tell)
+            read = partial(self.files.read, batch, io_threads, report)
             if file != unreadable and not attempt(file, read):
                 unreadable = file
             if progress is not None:

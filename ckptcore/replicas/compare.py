@@ -11,16 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..errors import ReplicationMismatch
-from ..format.digest import (
-    CHUNK_BYTES,
-    chunk_count,
-    chunk_digest,
-    combined_digest,
-    content_digest,
-    content_hash,
-)
+from ..format.digest import CHUNK_BYTES, chunk_digest, combined_digest, content_digest, content_hash
 from ..format.layout import volume
-from ..format.manifest import ReplicaGroup
+from ..format.manifest import ReplicaGroup, chunk_count
 from ..format.values import Numbered, Opaque, TensorRef, decode, encode, join_path
 from ..ranks.communicator import Communicator
 from ..ranks.messages import message

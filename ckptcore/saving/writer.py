@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digest, content_hash
+from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_digest, content_hash
+from ..format.manifest import chunk_count
 from ..format.tensorfile import StoredTensor
 from ..storage.base import FileWriter, Storage
 from ..storage.chunks import Chunk, DueFile, Scratch, Workers, batches, split_up

@@ -69,7 +69,7 @@ LATE: dict[tuple[str, str], str] = {
     ("format.values", "numpy"): STARTS_FAST,
     ("interop.optimizer_names", "transformers"): OPTIONAL,
     ("interop.sources", "transformers"): OPTIONAL,
-    ("loading.plan", "numpy"): STARTS_FAST,
+    ("loading.reader", "numpy"): STARTS_FAST,
     ("loading.view", "numpy"): STARTS_FAST,
     ("ranks.communicator", "torch"): STARTS_FAST,
     ("storage.opening", "ckptcore.storage.remote"): "a local root needs no fsspec",

@@ -23,7 +23,7 @@ from ckptcore import (
 )
 from ckptcore.format.digest import content_digest
 from ckptcore.format.layout import Mesh, MeshLayout
-from ckptcore.loading.plan import _PartTarget
+from ckptcore.loading.reader import _PartTarget
 from ckptcore.loading.view import CheckpointView
 from ckptcore.testing.ranks import run_ranks
 

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore.errors import CheckpointCorrupt, CheckpointError, UnsafePath
-from ckptcore.format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_count, combined_digest
-from ckptcore.format.manifest import ComponentIndex, FileEntry, Index, TensorEntry, index_file_name
+from ckptcore.format.digest import CHUNK_BYTES, DIGEST_BYTES, combined_digest
+from ckptcore.format.manifest import (
+    ComponentIndex,
+    FileEntry,
+    Index,
+    TensorEntry,
+    chunk_count,
+    index_file_name,
+)
 from ckptcore.format.tensorfile import DTYPES, tensor_nbytes
 
 names = st.text(max_size=8)
