@@ -163,12 +163,12 @@ class CheckpointCoordinator:
 
         Raises what `CheckpointManager.load` raises.
         """
-        job = LoadJob(
-            self.comm, self.components, self.process_groups, self.io_threads, self.storage_mode
-        )
-        with self.comm.round("join", joining=True) as r:
+        comm, components, groups = self.comm, self.components, self.process_groups
+        with comm.round("join", joining=True) as r:
             request = LoadRequest(strict, cast, transactional, keys=keys)
             storage = open_storage(check_path("path", path), storage_options)
+            domains = domains_of(comm, Catalog(storage), self.storage_mode)
+            job = LoadJob(comm, domains, components, groups, self.io_threads)
             calls = r.gather(job.call("load_checkpoint", request))
             if r.leads:
                 r.verdict = same_call(calls)

@@ -438,10 +438,10 @@ class CheckpointManager:
     def _load_job(self, state: Any) -> LoadJob:
         return LoadJob(
             self.comm,
+            self._domains,
             as_components(state, self.comm.world_size),
             process_groups_of(state, self.process_groups),
             self.io_threads,
-            self.storage_mode,
         )
 
     def _location(self, path: Any) -> Location:

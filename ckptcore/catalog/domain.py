@@ -185,6 +185,20 @@ class StorageDomains:
         """A round in which the domains act: `with domains.round("write", comm) as r`."""
         return self._acting_round(comm).begun(topic)
 
+    def without(self, text: str) -> str:
+        """`text`, which says that a checkpoint is not there, of this domain's storage."""
+        return text
+
+    def check_part(self, manifest: CheckpointManifest, url: str) -> None:
+        """Raises InvalidState where the checkpoint at `url` is not the part that one domain
+        stores."""
+        if manifest.node is not None:
+            raise InvalidState(
+                f"{url} was saved with storage_mode='node', and is to be loaded with "
+                "storage_mode='shared': it is the part of one node; load it on the nodes that "
+                "saved it with storage_mode='node'"
+            )
+
     def check(self, target: SaveTarget) -> None:
         """On rank 0, long before anything is written: raises CheckpointExists, StorageError."""
         check_target(

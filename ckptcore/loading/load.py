@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 
 from ..arguments import check_flags
 from ..catalog.catalog import Location
+from ..catalog.domain import StorageDomains
 from ..errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointNotFound,
-    InvalidState,
     LoadFailed,
     RanksDisagree,
     StateMismatch,
@@ -32,8 +32,7 @@ from ..errors import (
 from ..format.digest import content_hash
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest
 from ..format.values import decode, revived
-from ..nodes.roots import StorageMode
-from ..ranks.communicator import Communicator, node_name, view_of_group
+from ..ranks.communicator import Communicator, view_of_group
 from ..ranks.communicator import partitions as partitions_of
 from ..ranks.messages import message
 from ..state.component import (
@@ -172,18 +171,17 @@ class LoadJob:
     """Who loads, and what into. process_groups: by name, as they were given."""
 
     comm: Communicator
+    domains: StorageDomains
     components: Sequence[StateComponent]
     process_groups: Mapping[str, Any]
     io_threads: int
-    storage_mode: StorageMode
 
     def call(self, words: str, request: LoadRequest) -> LoadCall:
         """What this rank brings to the join: `words` say what it calls for. Raises InvalidState."""
         rank, size = self.comm.rank, self.comm.world_size
         views = {n: view_of_group(n, ranks, rank, size) for n, ranks in self.process_groups.items()}
         keys = None if request.keys is None else Selection(request.keys).text
-        mode = "" if self.storage_mode == "shared" else " with storage_mode='node'"
-        return LoadCall(words + mode, [c.key for c in self.components], keys, views)
+        return LoadCall(words + self.domains.words, [c.key for c in self.components], keys, views)
 
 
 @message
@@ -264,25 +262,12 @@ def load(
 def _opened(job: LoadJob, location: Location, step: int | None) -> CheckpointView:
     """Raises CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion, StorageError,
     InvalidState."""
-    mode = job.storage_mode
     try:
         view = CheckpointView(location.storage, location.folder)
     except CheckpointNotFound as error:
-        if mode == "node":
-            here = node_name(job.comm.nodes, job.comm.node_number)
-            error.message = f"{here} has no part of it: {error.message}"
+        error.message = job.domains.without(error.message)
         raise
-    if (saved := view.manifest.storage_mode) != mode:
-        how = (
-            "it is the part of one node; load it on the nodes that saved it with "
-            "storage_mode='node'"
-            if saved == "node"
-            else "it lies whole in storage that all nodes see; load it with storage_mode='shared'"
-        )
-        raise InvalidState(
-            f"{view.url} was saved with storage_mode={saved!r}, and is to be loaded with "
-            f"storage_mode={mode!r}: {how}"
-        )
+    job.domains.check_part(view.manifest, view.url)
     if step not in (None, view.manifest.step):
         raise CheckpointCorrupt(
             f"{view.url} is of step {view.manifest.step}, and step {step} was found there before: "
@@ -376,27 +361,24 @@ def _judged(
 
 
 def _same_checkpoint(job: LoadJob, view: CheckpointView, reports: Sequence[MatchReport]) -> None:
-    first = reports[0]
-    if job.storage_mode == "shared":
-        if wrong := [r for r, report in enumerate(reports) if report.digest != first.digest]:
-            raise CheckpointCorrupt(
-                f"{view.url}: ranks {wrong} read another manifest than rank 0: do they see the "
-                "same storage?",
-                path=view.url,
-                kind="digest",
+    """Raises CheckpointCorrupt where ranks of one storage domain read different manifests, or
+    domains have parts of different checkpoints."""
+    first = reports[0].checkpoint
+    for ranks in job.domains.ranks(job.comm):
+        lowest = reports[ranks[0]]
+        what = ""
+        if wrong := [rank for rank in ranks if reports[rank].digest != lowest.digest]:
+            what = (
+                f"ranks {wrong} read another manifest than rank {ranks[0]}: do they see the same "
+                "storage?"
             )
-        return
-    for number, ranks in enumerate(job.comm.nodes):
-        for rank in ranks:
-            report, lowest = reports[rank], reports[ranks[0]]
-            if report.checkpoint != first.checkpoint or report.digest != lowest.digest:
-                raise CheckpointCorrupt(
-                    f"{view.url}: rank {rank} on {node_name(job.comm.nodes, number)} has a part "
-                    f"of another checkpoint ({report.checkpoint}) than rank 0 "
-                    f"({first.checkpoint})",
-                    path=view.url,
-                    kind="digest",
-                )
+        elif lowest.checkpoint != first:
+            what = (
+                f"ranks {list(ranks)} have a part of another checkpoint ({lowest.checkpoint}) than "
+                f"rank 0 ({first})"
+            )
+        if what:
+            raise CheckpointCorrupt(f"{view.url}: {what}", path=view.url, kind="digest")
 
 
 def _same_keys(

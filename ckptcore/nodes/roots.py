@@ -227,6 +227,17 @@ class NodeLocalRoots(StorageDomains):
     def describe(self, text: str) -> str:
         return f"{node_name(self.comm.nodes, self.comm.node_number)}: {text}"
 
+    def without(self, text: str) -> str:
+        return f"{node_name(self.comm.nodes, self.comm.node_number)} has no part of it: {text}"
+
+    def check_part(self, manifest: CheckpointManifest, url: str) -> None:
+        if manifest.node is None:
+            raise InvalidState(
+                f"{url} was saved with storage_mode='shared', and is to be loaded with "
+                "storage_mode='node': it lies whole in storage that all nodes see; load it with "
+                "storage_mode='shared'"
+            )
+
     def check(self, target: SaveTarget) -> None:
         """Nothing yet: one node does not say what there is."""
 
