@@ -32,7 +32,7 @@ from ..errors import (
 from ..format.digest import content_hash
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest
 from ..format.values import decode, revived
-from ..ranks.communicator import Communicator, view_of_group
+from ..ranks.communicator import Communicator, check_same_call, view_of_group
 from ..ranks.communicator import partitions as partitions_of
 from ..ranks.messages import message
 from ..state.component import (
@@ -199,10 +199,7 @@ class LoadCall:
 def same_call(calls: Sequence[Any]) -> dict[str, list[list[int]]]:
     """The partitions of the process groups, where all ranks make the same call. Raises
     RanksDisagree, InvalidState."""
-    called = [str(call[0] if isinstance(call, list) else call.words) for call in calls]
-    if wrong := [rank for rank, words in enumerate(called) if words != called[0]]:
-        what = f"rank 0 calls for a {called[0]}, rank {wrong[0]} for a {called[wrong[0]]}"
-        raise RanksDisagree(what, ranks=wrong)
+    check_same_call(calls)
     for what in ("components", "keys"):
         first, *_ = values = [getattr(call, what) for call in calls]
         if wrong := [rank for rank, value in enumerate(values) if value != first]:
