@@ -80,10 +80,12 @@ class StoredFiles:
         """How messages name a file."""
         return self.storage.at(self.path(name))
 
-    def corrupt(self, name: str, what: str, kind: str, **facts: Any) -> CheckpointCorrupt:
-        """The error that says `what` of a file. facts: fields of CheckpointCorrupt."""
-        path = self.storage.at(self.folder)
-        return CheckpointCorrupt(f"{self.at(name)}{what}", path=path, file=name, kind=kind, **facts)
+    def corrupt(self, name: str, message: str, kind: str, **facts: Any) -> CheckpointCorrupt:
+        """The error that says `message` of a file. facts: fields of CheckpointCorrupt."""
+        path = self.storage.at(self.folder).rstrip("/")
+        return CheckpointCorrupt(
+            f"{self.at(name)}{message}", path=path, file=name, kind=kind, **facts
+        )
 
     def open(self, name: str, size: int | None = None) -> FileReader:
         """A file that must be there, with `size` bytes where that is known. Raises
@@ -248,10 +250,10 @@ class OpenFile:
         return damaged
 
     def _corrupt(
-        self, what: str, kind: str, tensor: str, expected: Any, actual: Any
+        self, message: str, kind: str, tensor: str, expected: Any, actual: Any
     ) -> CheckpointCorrupt:
         facts = {"tensor": tensor, "expected": expected, "actual": actual}
-        return self.files.corrupt(self.name, f": {what}", kind, **facts)
+        return self.files.corrupt(self.name, f": {message}", kind, **facts)
 
     def close(self) -> None:
         if self.due.opened is not None:

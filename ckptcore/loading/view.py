@@ -223,10 +223,9 @@ class CheckpointView:
             del self._pieces[key]
 
     def _corrupt(
-        self, file: str, what: str, kind: str = "format", **facts: Any
+        self, file: str, message: str, kind: str = "format", **facts: Any
     ) -> CheckpointCorrupt:
-        where = self.files.at(file)
-        return CheckpointCorrupt(f"{where} {what}", path=self.url, file=file, kind=kind, **facts)
+        return self.files.corrupt(file, f" {message}", kind, **facts)
 
     def read_file(self, name: str) -> bytes:
         """All of a file that is no tensor file, verified. Raises CheckpointCorrupt, StorageError.

@@ -16,7 +16,7 @@ import pytest
 
 LIMITS = {
     "save to the first byte": {"modules": 20, "moves": 182, "closures": 4},
-    "restore": {"modules": 23, "moves": 418, "closures": 8},
+    "restore": {"modules": 21, "moves": 376, "closures": 8},
     "talk": {
         "rounds of a save": 4,
         "messages of a save": 13,
