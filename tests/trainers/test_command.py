@@ -18,7 +18,7 @@ import pytest
 import yaml
 from ckpt_trainers import callbacks
 from ckpt_trainers import trainer as trainer_module
-from ckpt_trainers.arguments.hugging_face import NAMES, PARTS
+from ckpt_trainers.arguments.hugging_face import NAMES
 from ckpt_trainers.arguments.kinds import arguments_of
 from ckpt_trainers.main import CLASSES, ProgramArguments, main
 from click.testing import CliRunner, Result
@@ -170,8 +170,8 @@ def test_an_option_of_fsdp2_leaves_the_layers_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("batch_size=8", "did you mean per_device_eval_batch_size, per_device_train_batch_size?"),
-        ("epochs=3", "num_train_epochs"),
+        ("batch_size=8", "did you mean per_device_train_batch_size, per_device_eval_batch_size?"),
+        ("epochs=3", "did you mean num_train_epochs, epoch_train_steps"),
         ("workers=2", "did you mean dataloader_num_workers, dataloader_persistent_workers?"),
         ("n_layer=2", "did you mean model.n_layer?"),
         ("xyzzy=1", "see docs/arguments.md and `ckpt-train --help`"),
@@ -188,7 +188,7 @@ def test_an_unknown_name_is_answered_with_names_that_work(word: str, said: str) 
 
 def test_no_message_sends_a_user_to_what_does_not_exist() -> None:
     refusals = {row.name: (row.reason, row.instead) for row in NAMES.values()}
-    for name, (reason, instead) in {**refusals, **PARTS}.items():
+    for name, (reason, instead) in refusals.items():
         for word in re.findall(r"\b[A-Z][a-z]+[A-Z]\w+|\b\w+Callback\b", f"{reason} {instead}"):
             there = hasattr(ckpt_trainers, word) or word in callbacks.__all__
             assert there or word in OTHERS, f"{name}: {word}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from .building import Arguments, known_names, native_name, resolve_arguments
 from .configuration import load_configuration, print_configuration
 from .errors import DataNotFound, InvalidArgument, raise_any
-from .hugging_face import refuse_parts
 from .native import (
     AccelTrainingArguments,
     BaseTrainingArguments,
@@ -48,7 +47,6 @@ __all__ = [
     "native_name",
     "print_configuration",
     "raise_any",
-    "refuse_parts",
     "resolve_arguments",
     "steps_of",
 ]

@@ -161,7 +161,7 @@ def _translate(cls: type[Arguments], values: dict[str, Any]) -> Iterator[Invalid
     ours = arguments_of(cls)
     if not cls.takes_hugging_face:
         for name in [name for name in values if name not in ours]:
-            yield unknown_name(name, values.pop(name), ours)
+            yield unknown_name(name, values.pop(name), ours, prefix="")
         return
     for name in UNSET_IN_HF & values.keys():
         if values[name] is None:
@@ -277,41 +277,39 @@ def _family(cls: type[Arguments]) -> Iterator[type[Arguments]]:
             yield from _family(derived)
 
 
-# What people call things elsewhere.
+# What people call things elsewhere: part of a name, and what is meant.
 _ELSEWHERE = {
+    "epoch": "num_train_epochs",
+    "batch": "per_device_train_batch_size",
     "clip": "max_grad_norm",
     "precision": "mixed_precision",
     "scheduler": "lr_scheduler_type",
     "optimizer": "optim",
-    "n_epoch": "num_train_epochs",
 }
 
 
 def unknown_name(
-    name: str, value: Any, ours: Mapping[str, Argument], prefix: str = ""
+    name: str, value: Any, ours: Mapping[str, Argument], prefix: str | None = None
 ) -> InvalidArgument:
-    """The refusal of a name, with those that were perhaps meant."""
-    aliases = {n for n, row in NAMES.items() if row.kind == "alias" and "per_gpu" not in n}
-    usable = {*ours} if prefix else {*ours, *aliases}
-    low = name.lower().removesuffix("s")
-    meant = [target for word, target in _ELSEWHERE.items() if word in low and target in usable]
-    inside = sorted(n for n in usable if len(name) > 2 and f"_{low}" in f"_{n}")
-    near = difflib.get_close_matches(name, sorted(usable), n=3)
-    close = list(dict.fromkeys([*meant, *inside, *near]))[:3]
-    if prefix or not close:
-        instead = (
-            f"there are {', '.join(ours)}"
-            if prefix
-            else ("leave it out, or see docs/arguments.md and `ckpt-train --help`")
-        )
-        refused = difflib.get_close_matches(name, sorted(NAMES), n=1, cutoff=0.8)
-        if refused and not prefix and (row := NAMES[refused[0]]).kind == "refused":
-            instead = f"{row.name} would be refused: {row.reason}; {row.instead}"
-    else:
+    """The refusal of a name, with those that were perhaps meant; with all that there are inside a
+    group, which has a prefix."""
+    aliases = [n for n, row in NAMES.items() if row.kind == "alias" and "per_gpu" not in n]
+    usable, low = sorted({*ours, *aliases}), name.lower().removesuffix("s")
+    meant = [target for word, target in _ELSEWHERE.items() if word in low]
+    inside = [n for n in usable if len(name) > 2 and f"_{low}" in f"_{n}"]
+    close = list(dict.fromkeys([*meant, *inside, *difflib.get_close_matches(name, usable)]))[:3]
+    refused = difflib.get_close_matches(name, sorted(NAMES), n=1, cutoff=0.8)
+    if prefix is not None:
+        instead = f"there are {', '.join(ours)}"
+    elif close:
         instead = f"did you mean {', '.join(close)}?"
-    like = difflib.get_close_matches(name, [*usable, *NAMES], n=3)
+    elif refused and (row := NAMES[refused[0]]).kind == "refused":
+        instead = f"{row.name} would be refused: {row.reason}; {row.instead}"
+    else:
+        instead = "leave it out, or see docs/arguments.md and `ckpt-train --help`"
+    like = difflib.get_close_matches(name, [*usable, *NAMES])
     shown = HIDDEN if any("token" in word for word in like) else value
-    return InvalidArgument(f"{prefix}{name}", shown, "unknown name", instead)
+    return InvalidArgument(f"{prefix or ''}{name}", shown, "unknown name", instead)
 
 
 def _faults_of(
@@ -333,7 +331,7 @@ def _faults_of(
         if finding["type"] == "unexpected_keyword_argument":
             key = str(finding["loc"][-1])
             name = f"{path}.{key}".lstrip(".")
-            fault = unknown_name(key, value.get(key), owner, f"{path}." if path else "")
+            fault = unknown_name(key, value.get(key), owner, f"{path}.".lstrip("."))
         elif isinstance(own := finding.get("ctx", {}).get("error"), InvalidArgument):
             fault = InvalidArgument(path, value, own.reason, own.instead)
         else:

@@ -64,7 +64,10 @@ def parse_command_line(words: Sequence[str], classes: Sequence[type[Arguments]])
         elif not word.startswith("-") and not equals:
             files.append(word)
         else:
-            if not equals and waiting and not waiting[0].startswith("--"):
+            alone = name in options and options[name].may_stand_alone
+            following = waiting[0] if waiting else "--"
+            # After an option that may stand alone, name=value is the next option.
+            if not equals and not following.startswith("--") and not (alone and "=" in following):
                 text, equals = waiting.pop(0), "="
             if name == "config":
                 files.append(text)
@@ -104,10 +107,18 @@ class _Option:
     text: str
     argument: Argument | None = None
 
+    @property
+    def kinds(self) -> frozenset[Any]:
+        return self.argument.kinds if self.argument is not None else frozenset({bool})
+
+    @property
+    def may_stand_alone(self) -> bool:
+        return bool in self.kinds
+
     def add_to(self, parser: Any) -> None:
-        kinds = self.argument.kinds if self.argument is not None else frozenset({bool})
-        type_ = str if kinds == {str} else str | None if kinds == {str, type(None)} else Any
-        more = {"nargs": "?", "const": True} if bool in kinds else {}
+        kinds = self.kinds
+        type_ = str if kinds == {str} else _text_or_none if kinds == {str, type(None)} else _value
+        more = {"nargs": "?", "const": True} if self.may_stand_alone else {}
         shown = self.text.replace("%", "%%") if self.section else argparse.SUPPRESS
         parser.add_argument(f"--{self.name}", type=type_, metavar="VALUE", help=shown, **more)
 
@@ -128,19 +139,27 @@ def _options(classes: Sequence[type[Arguments]]) -> dict[str, _Option]:
     return found
 
 
+def _value(text: Any) -> Any:
+    """As it would be read from a file; what YAML cannot read is itself."""
+    try:
+        return parse_value(text) if isinstance(text, str) else text
+    except InvalidArgument:
+        return text
+
+
+def _text_or_none(text: Any) -> Any:
+    return None if text == "null" else text
+
+
 def _described(argument: Argument) -> str:
     return f"{argument.text} ({argument.allowed}; default: {argument.default})"
 
 
 def _parser(options: Mapping[str, _Option]) -> jsonargparse.ArgumentParser:
-    jsonargparse.set_loader(
-        "ckpt-train", parse_value, exceptions=(InvalidArgument,), json_superset=False
-    )
     parser = jsonargparse.ArgumentParser(
         prog="ckpt-train",
         usage=_USAGE,
         description=_TEXT,
-        parser_mode="ckpt-train",
         print_config=None,
         exit_on_error=False,
         allow_abbrev=False,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from .errors import InvalidArgument
 
-__all__ = ["NAMES", "PARTS", "UNSET_IN_HF", "Name", "Wish", "accelerator_faults", "refuse_parts"]
+__all__ = ["NAMES", "UNSET_IN_HF", "Name", "Wish", "accelerator_faults", "wishes"]
 
 
 @dataclass(frozen=True)
@@ -314,27 +314,6 @@ _UNSET = (
     "post_local_sgd fsdp2 output_dir"
 )
 UNSET_IN_HF = frozenset(_UNSET.split())
-
-# What Hugging Face's Trainer is constructed with, and the trainers here are not.
-PARTS = {
-    "compute_metrics": ("evaluation returns the loss only", _CALLBACK),
-    "preprocess_logits_for_metrics": ("there is no compute_metrics", _CALLBACK),
-    "optimizers": (
-        "optimizer and schedule are made once the model is on its device",
-        "give optimizer_factory and lr_scheduler_factory, or optimizer_cls_and_kwargs",
-    ),
-    "tokenizer": ("it has another name", "give processing_class"),
-    "peft_config": ("models are not wrapped", "wrap the model in model_init"),
-}
-
-
-def refuse_parts(given: Mapping[str, Any], known: tuple[str, ...] = ()) -> None:
-    """Raise InvalidArgument for arguments that no trainer's constructor has."""
-    for name, value in given.items():
-        reason, instead = PARTS.get(
-            name, ("no trainer is made with it", f"there are {', '.join(known)}")
-        )
-        raise InvalidArgument(name, value, reason, instead)
 
 
 @dataclass(frozen=True)

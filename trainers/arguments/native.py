@@ -123,7 +123,7 @@ class MinimalTrainingArguments(Arguments):
     # Output and device
     output_dir: Annotated[Text, "folder of checkpoints, final model and logs"] = "tmp_trainer"
     logging_dir: Annotated[
-        Text | None, "folder of the logs; None: <output_dir>/runs/<time>_<host>"
+        Text | None, "folder of the logs; None: a new one in output_dir/runs"
     ] = None
     run_name: Annotated[Text | None, "shown by loggers; None: output_dir"] = None
     device: Annotated[Any, "as torch names it; None: cuda where there is one, else cpu"] = None
