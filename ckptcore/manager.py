@@ -30,19 +30,17 @@ from .arguments import (
     shown,
 )
 from .catalog.catalog import (
+    Branch,
     CleanUp,
     Location,
     best_of,
+    branch_from,
     candidates,
     commit_to_load,
     committed,
     entry,
     find,
-    left_by_going_back,
-    left_by_last,
-    merged,
     with_commit,
-    within,
 )
 from .catalog.domain import Entries, ScanRound
 from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, still_there
@@ -104,7 +102,7 @@ def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F
             if at is not None:
                 step = args[at] if len(args) > at else named.get("step", default)
             if isinstance(step, str):
-                step = masked_url(step)
+                step = masked_url(step) if step else step
             elif type(step) is not int or step >= COUNT_LIMIT:
                 step = shown(step)
             with self.comm.call(f"{what}{step}"):
@@ -212,8 +210,7 @@ class CheckpointManager:
         self._found_damaged: set[str] = set()
         # Where what is saved next comes from; rank 0 knows what the run has committed after that,
         # and leaves behind.
-        self._abandoned: list[list[int]] | None = None
-        self._last_seen = 0
+        self._branch = Branch()
         self._scanned: Checkpoints = []
         self._left: Checkpoints = []
         self._metrics_known = False
@@ -726,9 +723,13 @@ class CheckpointManager:
 
     def _run_facts(self, when_busy: Literal["wait", "skip", "raise"] = "wait") -> RunFacts:
         # Sequences of what was deleted since are not used again: they may be among the abandoned.
-        after = max(self._domains.last_sequence(), self._last_seen)
+        after = max(self._domains.last_sequence(), self._branch.last)
         return RunFacts(
-            self.run_id, frozenset(self._found_damaged), after, self._abandoned, when_busy=when_busy
+            self.run_id,
+            frozenset(self._found_damaged),
+            after,
+            self._branch.abandoned,
+            when_busy=when_busy,
         )
 
     def _after_commit(self, saved: SavedCheckpoint, comm: Communicator) -> None:
@@ -799,23 +800,9 @@ class CheckpointManager:
     def _begin_branch(self, loaded: CheckpointManifest | None, back: bool) -> None:
         """loaded: None for a run that begins anew. back: all that was committed after it is left;
         else what is newer than the newest that could be restored."""
-        mine = [info for info in self._scanned if info.manifest and info.run_id == self.run_id]
-        self._last_seen = max((info.sequence or 0 for info in mine), default=0)
-        if loaded is None or back:
-            origin, before = (loaded.sequence, loaded.abandoned) if loaded else (0, [])
-            self._abandoned = left_by_going_back(origin, before, self._last_seen)
-        else:
-            newer = [
-                info.sequence or 0 for info in mine if info.order > (loaded.step, loaded.sequence)
-            ]
-            self._abandoned = merged(
-                [*left_by_last(mine, self.run_id), *([number, number] for number in newer)]
-            )
-        self._left = [
-            info
-            for info in committed(mine, self.run_id)
-            if within(info.sequence or 0, self._abandoned) and info.name not in self._found_damaged
-        ]
+        self._branch = branch_from(loaded, self._scanned, self.run_id, back=back)
+        damaged = self._found_damaged
+        self._left = [info for info in self._branch.left if info.name not in damaged]
         self._scanned = []
 
     def _compare_hash(self, report: LoadReport, now: str | None) -> None:

@@ -41,12 +41,15 @@ from .folder import (
 from .retention import KeepBest, RetentionPolicy
 
 __all__ = [
+    "Branch",
     "Catalog",
     "CleanUp",
     "Location",
     "Ranges",
     "best_of",
+    "branch_from",
     "committed",
+    "last_sequence",
     "left_behind",
     "left_by_going_back",
     "left_by_last",
@@ -121,7 +124,7 @@ class Catalog:
             for number, tier in enumerate(self.tiers, 1)
             for info in scan(tier)
         ]
-        self._tier_sequence = max((info.sequence or 0 for info, _ in far), default=0)
+        self._tier_sequence = last_sequence(info for info, _ in far)
         found += far
         found.sort(key=lambda pair: (*pair[0].order, pair[0].status == "committed", -pair[1]))
         return mark_abandoned(info for info, _ in found)
@@ -499,11 +502,8 @@ def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
 def committed(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[CheckpointInfo]:
     """The committed checkpoints of one run that it has not abandoned, oldest first; of all runs
     with None."""
-    return [
-        i
-        for i in infos
-        if i.status == "committed" and not i.abandoned and run_id in (None, i.run_id)
-    ]
+    found = [info for info in infos if info.status == "committed" and not info.abandoned]
+    return found if run_id is None else [info for info in found if info.run_id == run_id]
 
 
 def mark_abandoned(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -557,6 +557,40 @@ def merged(ranges: Ranges) -> list[list[int]]:
         else:
             result.append([first, last])
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Where what a run saves from now on comes from. last: the highest commit sequence that it has;
+    abandoned: see Ranges; left: the checkpoints that are abandoned now."""
+
+    last: int = 0
+    abandoned: Ranges | None = None
+    left: Sequence[CheckpointInfo] = ()
+
+
+def branch_from(
+    loaded: CheckpointManifest | None, infos: Iterable[CheckpointInfo], run_id: str, *, back: bool
+) -> Branch:
+    """The branch of a run that goes on from the checkpoint `loaded`, or begins anew with None.
+
+    back: all that was committed after it is left; else what is newer, and could not be restored.
+    """
+    mine = [info for info in infos if info.manifest and info.manifest.run_id == run_id]
+    last = last_sequence(mine)
+    if loaded is None or back:
+        origin, before = (loaded.sequence, loaded.abandoned) if loaded else (0, [])
+        abandoned = left_by_going_back(origin, before, last)
+    else:
+        newer = [i.sequence or 0 for i in mine if i.order > (loaded.step, loaded.sequence)]
+        abandoned = merged([*left_by_last(mine, run_id), *([number, number] for number in newer)])
+    left = [i for i in committed(mine, run_id) if within(i.sequence or 0, abandoned)]
+    return Branch(last, abandoned, left)
+
+
+def last_sequence(infos: Iterable[CheckpointInfo]) -> int:
+    """The highest commit sequence among them; 0 where none has one."""
+    return max((info.manifest.sequence for info in infos if info.manifest), default=0)
 
 
 def left_behind(infos: Iterable[CheckpointInfo], run_id: str | None) -> list[CheckpointInfo]:

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from ..errors import InvalidState, RanksDisagree
 from ..format.manifest import CheckpointManifest, ReplicaGroup
 from ..ranks.communicator import Communicator, node_name
-from .catalog import Catalog, CleanUp, Location, Ranges, left_by_last, newest_run
+from .catalog import Catalog, CleanUp, Location, Ranges, last_sequence, left_by_last, newest_run
 from .folder import CheckpointInfo
 from .transaction import Transaction, check_target
 
@@ -119,7 +119,7 @@ class ScanRound(DomainRound):
     @property
     def sequence(self) -> int:
         """The highest commit sequence among all entries."""
-        return max((info.sequence or 0 for info in self.infos), default=0)
+        return last_sequence(self.infos)
 
     def locate(self, name: str) -> Location:
         """Where this rank finds a checkpoint that rank 0 calls `name`. After the block."""
@@ -219,8 +219,7 @@ class StorageDomains:
         infos, abandoned = self.catalog.recall(), target.abandoned
         if abandoned is None:
             abandoned = left_by_last(infos, target.run_id)
-        counted = [info.manifest.sequence for info in infos if info.manifest]
-        sequence = max([target.after_sequence, *counted]) + 1
+        sequence = max(last_sequence(infos), target.after_sequence) + 1
         return Destination(sequence, target.overwrite, abandoned, infos)
 
     def begin(self, transaction: Transaction) -> None:

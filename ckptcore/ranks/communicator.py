@@ -10,7 +10,7 @@ import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from ..arguments import shown
@@ -66,16 +66,15 @@ class Communicator(ABC):
         """Whether this rank is the lowest of its node."""
         return self.rank == self.nodes[self.node_number][0]
 
-    @contextmanager
-    def call(self, what: str, *, number: int | None = None) -> Iterator[None]:
+    def call(self, what: str, *, number: int | None = None) -> AbstractContextManager[None]:
         """All rounds of one call that every rank makes: `what`, in words. Other threads wait for
         their turn.
 
         number: where it has one; else it is the next one. Raises InvalidState on a thread that is
         in a call already.
         """
-        with _turn_of(self).taken(what):
-            yield
+        turn: Turn = self.__dict__.setdefault("_turn", Turn())
+        return turn.taken(what)
 
     def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
         """Do `work` in a call of its own."""
@@ -152,11 +151,6 @@ class Turn:
                 self.doing = None
 
 
-def _turn_of(comm: Communicator) -> Turn:
-    turn: Turn = comm.__dict__.setdefault("_turn", Turn())
-    return turn
-
-
 class SingleProcess(Communicator):
     """One rank: nothing to agree about."""
 
@@ -166,13 +160,11 @@ class SingleProcess(Communicator):
     def __init__(self) -> None:
         self.nodes = [[0]]
 
-    @contextmanager
-    def round(self, topic: str, *, joining: bool = False) -> Iterator[Round]:
-        yield Round()
+    def round(self, topic: str, *, joining: bool = False) -> AbstractContextManager[Round]:
+        return nullcontext(Round())
 
-    @contextmanager
-    def call(self, what: str, *, number: int | None = None) -> Iterator[None]:
-        yield  # nobody else takes part, so a call in the middle of another one is fine
+    def call(self, what: str, *, number: int | None = None) -> AbstractContextManager[None]:
+        return nullcontext()  # nobody else takes part, so one in the middle of another is fine
 
 
 def check_same_call(reports: Sequence[Any]) -> None:
