@@ -89,13 +89,18 @@ def check_threads(name: str, value: Any) -> int | None:
 
 def check_number(name: str, value: Any) -> float:
     """`value` as a float if it is a finite number of at least 0."""
-    try:
-        number = math.nan if isinstance(value, bool | str | bytes | bytearray) else float(value)
-    except Exception:  # a type of the user's own may raise anything
-        number = math.nan
+    number = _as_number(value)
     if not 0 <= number < math.inf:
         raise InvalidState(f"{name} must be a number >= 0, not {shown(value)}")
     return number
+
+
+def _as_number(value: Any) -> float:
+    """NaN for what is no number."""
+    try:
+        return math.nan if isinstance(value, bool | str | bytes | bytearray) else float(value)
+    except Exception:  # a type of the user's own may raise anything
+        return math.nan
 
 
 def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
@@ -113,10 +118,7 @@ def checked_timeout(value: Any) -> float | None:
     threads."""
     if value is None:
         return None
-    try:
-        number = math.nan if isinstance(value, bool | str | bytes | bytearray) else float(value)
-    except Exception:  # a type of the user's own may raise anything
-        number = math.nan
+    number = _as_number(value)
     if math.isnan(number):
         raise InvalidState(f"timeout must be None or a number of seconds, not {shown(value)}")
     return min(max(number, 0.0), threading.TIMEOUT_MAX)

@@ -25,7 +25,7 @@ from .saving.plan import KeptPlans
 from .saving.save import RunFacts, SaveCall, SaveJob, SaveRecord, StagedSave, capture, finish, join
 from .state.component import StateComponent, ValidationLevel, as_components, process_groups_of
 from .storage.base import Storage
-from .storage.chunks import Workers
+from .storage.chunks import Workers, default_threads
 from .storage.opening import open_storage
 from .storage.urls import split_url
 
@@ -71,7 +71,7 @@ class CheckpointCoordinator:
             state_components, self.comm.world_size
         )
         self.process_groups = process_groups_of(state_components, process_groups)
-        self.io_threads = io_threads or default_io_threads()
+        self.io_threads = io_threads or default_threads()
         self._own_workers = workers is None
         self.workers = workers or Workers(self.io_threads)
         self.writers = writers
@@ -198,19 +198,3 @@ def _validated(component: StateComponent, validate: Any) -> StateComponent:
             f"validate must be True, False or a ValidationLevel, not {shown(validate)}"
         )
     return replace(component, validation_level=ValidationLevel(validate))
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-def default_io_threads() -> int:
-    return min(
-        8,
-        max(
-            2,
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 2,
-        ),
-    )

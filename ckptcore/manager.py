@@ -45,7 +45,7 @@ from .catalog.catalog import (
 from .catalog.domain import Entries, ScanRound
 from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, still_there
 from .catalog.retention import RetentionPolicy, best_rule, check_policy, unknown_metric
-from .coordinator import check_parts, default_io_threads
+from .coordinator import check_parts
 from .errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -69,6 +69,7 @@ from .saving.save import RunFacts, SaveCall, SavedCheckpoint, SaveJob
 from .saving.staging import Staging
 from .state.component import as_components, process_groups_of
 from .storage.base import Storage
+from .storage.chunks import default_threads
 from .storage.opening import open_storage
 from .storage.urls import masked_url
 from .tiers.uploads import Tier, checked_tiers, open_catalog
@@ -203,7 +204,7 @@ class CheckpointManager:
             writers,
             load_broadcast,
         )
-        self.io_threads, self.when_busy = io_threads or default_io_threads(), when_busy
+        self.io_threads, self.when_busy = io_threads or default_threads(), when_busy
         self.storage_mode: StorageMode = storage_mode
         self._run_id = run_id
         self._new_run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"

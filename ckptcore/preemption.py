@@ -72,13 +72,9 @@ class PreemptionGuard:
             _checked_signals(signals),
             check_number("repeat_after", repeat_after),
         )
-        comm = (
-            of.comm
-            if isinstance(of, CheckpointManager)
-            else shared_communicator()
-            if of is None
-            else of
-        )
+        if isinstance(of, CheckpointManager):
+            of = of.comm
+        comm = shared_communicator() if of is None else of
         self.comm = comm.branch("preemption") if comm.world_size > 1 else comm
         self._own_comm = self.comm is not comm
         self._pid = os.getpid()
@@ -165,16 +161,12 @@ class PreemptionGuard:
         return found
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        if (
-            self._pid != os.getpid()
-        ):  # a forked child that was sent it before it could forget about the guard
+        if self._pid != os.getpid():  # a forked child that could not forget about the guard yet
             self.restore_handlers()
             signal.raise_signal(signal.Signals(number))
             return
         now = time.monotonic()
-        if (
-            now - self._caught_at.setdefault(number, now) > self.repeat_after
-        ):  # asked again: as if nobody had been here
+        if now - self._caught_at.setdefault(number, now) > self.repeat_after:  # it is asked again
             before = self._before.get(number, signal.SIG_DFL)
             signal.signal(number, before)
             signal.raise_signal(signal.Signals(number))

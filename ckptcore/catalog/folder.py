@@ -190,18 +190,24 @@ def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
     StorageError.
     """
     try:
-        data = storage.read(join(folder, MANIFEST_NAME), SIZE_LIMIT)
+        return _manifest_in(storage, folder, MANIFEST_NAME)
     except StorageError as error:
-        if error.errno in (errno.EISDIR, errno.EINVAL):
-            raise CheckpointCorrupt(
-                str(error), path=storage.at(folder), file=MANIFEST_NAME, kind="format"
-            ) from None
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         where = storage.at(folder)
-        raise CheckpointNotFound(
-            f"{where}: no checkpoint here (no {MANIFEST_NAME})", path=where
-        ) from None
+        what = f"{where}: no checkpoint here (no {MANIFEST_NAME})"
+        raise CheckpointNotFound(what, path=where) from None
+
+
+def _manifest_in(storage: Storage, folder: str, file: str) -> CheckpointManifest:
+    """The manifest that a file is. One that is no file is damage."""
+    try:
+        data = storage.read(join(folder, file), SIZE_LIMIT)
+    except StorageError as error:
+        if error.errno not in (errno.EISDIR, errno.EINVAL):
+            raise
+        where = storage.at(folder)
+        raise CheckpointCorrupt(str(error), path=where, file=file, kind="format") from None
     return CheckpointManifest.decode(data, storage.at(folder))
 
 
@@ -520,16 +526,16 @@ def entries_in(storage: Storage, folder: str) -> list[Entry]:
 def mark_attempt(storage: Storage, folder: str, attempt: str) -> None:
     """Say in `folder`, which it makes, that what is there is an attempt, until the marks are
     removed."""
-    try:
-        storage.make_folder(folder)
-        storage.write(join(folder, mark_name(attempt)), b"")
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        # While it was empty it looked like what an interrupted deletion leaves, and another job has
-        # swept it.
-        storage.make_folder(folder)
-        storage.write(join(folder, mark_name(attempt)), b"")
+    for again in (False, True):
+        try:
+            storage.make_folder(folder)
+            storage.write(join(folder, mark_name(attempt)), b"")
+            return
+        except StorageError as error:
+            # While it was empty it looked like what an interrupted deletion leaves, and another job
+            # may have swept it.
+            if error.errno != errno.ENOENT or again:
+                raise
 
 
 def unmark_attempts(storage: Storage, folder: str) -> None:
@@ -590,17 +596,8 @@ def finish_deletion(storage: Storage, folder: str) -> None:
     meanwhile."""
     storage.remove(join(folder, PIN_NAME))
     try:
-        manifest = CheckpointManifest.decode(
-            storage.read(join(folder, WITHDRAWN_NAME), SIZE_LIMIT), storage.at(folder)
-        )
+        manifest = _manifest_in(storage, folder, WITHDRAWN_NAME)
     except StorageError as error:
-        if error.errno in (
-            errno.EISDIR,
-            errno.EINVAL,
-        ):  # no file, so no manifest: what is ours goes by its name
-            raise CheckpointCorrupt(
-                str(error), path=storage.at(folder), file=WITHDRAWN_NAME, kind="format"
-            ) from None
         if error.errno != errno.ENOENT:
             raise
     else:

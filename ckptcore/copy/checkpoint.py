@@ -55,13 +55,12 @@ from ..loading.reader import OpenFile, StoredFiles, TensorRead
 from ..loading.view import CheckpointView, Problem
 from ..saving.writer import FilePlan, write_files
 from ..storage.base import Storage
-from ..storage.chunks import Chunk, Scratch, Workers
+from ..storage.chunks import Chunk, Scratch, Workers, default_threads
 from ..storage.opening import open_storage
 from ..storage.urls import masked_url, split_url
 
 __all__ = ["CopyProgress", "copy_between", "copy_checkpoint"]
 
-MAX_THREADS = 8
 
 # Called with the bytes that were copied and kept so far, and those of all files. What it raises
 # ends the copy.
@@ -164,13 +163,6 @@ def copy_between(
     finally:
         if own is not None:
             own.close()
-
-
-def default_threads() -> int:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-    )
-    return min(MAX_THREADS, max(2, cores))
 
 
 @dataclass(slots=True)

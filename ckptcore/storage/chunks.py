@@ -28,6 +28,7 @@ __all__ = [
     "Target",
     "Workers",
     "batches",
+    "default_threads",
     "split_up",
     "yield_to_others",
 ]
@@ -280,9 +281,7 @@ class _Run:
         with self.changed:
             try:
                 self.changed.wait_for(lambda: self.exhausted and not self.working)
-            except (
-                BaseException
-            ):  # Ctrl-C: what was begun ends first, so that what comes next can clean up after it
+            except BaseException:  # Ctrl-C: what was begun ends first, so that it can be cleaned up
                 self.exhausted = True
                 self.changed.wait_for(lambda: not self.working)
                 raise
@@ -291,6 +290,13 @@ class _Run:
                 raise self.error
             finally:
                 self.error = None  # no cycle of error, frame and this
+
+
+def default_threads() -> int:
+    """How many threads read and write where nobody says: one a core, from 2 to 8."""
+    if hasattr(os, "sched_getaffinity"):
+        return min(8, max(2, len(os.sched_getaffinity(0))))
+    return min(8, max(2, os.cpu_count() or 2))
 
 
 def yield_to_others() -> None:

@@ -25,6 +25,10 @@ STREAM_BYTES = 128 << 20
 PAGE = mmap.PAGESIZE
 DIRECT_BYTES = 256 << 10  # fewer are not worth a way past the page cache
 
+# What is said where a filesystem, or memory, is not made for it.
+NO_DIRECT = (errno.EINVAL, errno.EFAULT, errno.ENOTSUP, errno.ENOENT, errno.EACCES, errno.EPERM)
+NO_SYNC_RANGE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE)  # then there is fsync
+
 # Linux only; flags from linux/fs.h.
 WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4
 _sync_range: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -95,11 +99,8 @@ class LocalStorage(Storage):
                 fd = os.open(name, flags, dir_fd=folder)
         except StorageError as error:
             above = path.rpartition("/")[0]
-            if (
-                error.errno in (errno.ELOOP, errno.ENOTDIR)
-                and above
-                and os.path.islink(self.at(above))
-            ):
+            linked = error.errno in (errno.ELOOP, errno.ENOTDIR) and above
+            if linked and os.path.islink(self.at(above)):
                 raise StorageError(self._linked(above), path=above, errno=errno.ELOOP) from None
             if error.errno == errno.ELOOP:
                 raise UnsafePath(
@@ -165,11 +166,7 @@ class LocalStorage(Storage):
         with self.doing(path, "creating the folder"):
             # Names below the root are synced by those who need them; nobody else can see to the
             # root itself.
-            new = (
-                []
-                if self.root.exists()
-                else [f for f in (self.root, *self.root.parents) if not f.exists()]
-            )
+            new = [f for f in (self.root, *self.root.parents) if not f.exists()]
             os.makedirs(self.at(path), exist_ok=True)
             for folder in new:
                 _sync_folder(folder.parent)
@@ -247,11 +244,7 @@ class _Stream:
     def _sync(self, offset: int, length: int, flags: int) -> None:
         if _sync_range is not None and _sync_range(self.fd, offset, length, flags):
             number = ctypes.get_errno()
-            if number not in (
-                errno.ENOSYS,
-                errno.EINVAL,
-                errno.ESPIPE,
-            ):  # a filesystem without it has fsync
+            if number not in NO_SYNC_RANGE:
                 raise OSError(number, os.strerror(number))
 
 
@@ -302,14 +295,7 @@ class _Writer(FileWriter):
                 if not done or done % PAGE:
                     break
         except OSError as error:
-            if error.errno not in (
-                errno.EINVAL,
-                errno.EFAULT,
-                errno.ENOTSUP,
-                errno.ENOENT,
-                errno.EACCES,
-                errno.EPERM,
-            ):
+            if error.errno not in NO_DIRECT:
                 raise
             # This filesystem, or this memory, is not made for it. Closed with the file: other
             # threads may be using it.

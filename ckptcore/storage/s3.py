@@ -317,12 +317,11 @@ class S3Storage(FsspecStorage):
                     Bucket=self.location("")["Bucket"],
                     Delete={"Objects": objects, "Quiet": True},
                 )
-            for refused in answer.get(
-                "Errors", ()
-            ):  # alone, so that it is tried again, or the error is the key's own
-                self.remove(
-                    next(path for path in some if self.location(path)["Key"] == refused["Key"])
-                )
+            # Alone, so that it is tried again, or the error is the key's own.
+            refused = {each["Key"] for each in answer.get("Errors", ())}
+            for path in some:
+                if self.location(path)["Key"] in refused:
+                    self.remove(path)
 
     def remove_folder(self, path: str) -> None:
         """There is none; but what was begun to be uploaded below a prefix that is empty now, nobody
@@ -438,10 +437,8 @@ class _UploadWriter(FileWriter):
             raise OSError(errno.EINVAL, f"more than the {self.size:,} bytes that were announced")
         while data:
             if self.part is None:
-                self.part, self.filled = (
-                    self.storage.buffers.take(min(self.part_bytes, self.size - self.at)),
-                    0,
-                )
+                size = min(self.part_bytes, self.size - self.at)
+                self.part, self.filled = self.storage.buffers.take(size), 0
             count = min(len(data), len(self.part) - self.filled)
             # By numpy, which lets other threads run meanwhile: those that sign and send.
             np.copyto(

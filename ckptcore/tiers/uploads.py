@@ -116,21 +116,11 @@ class Uploads(Uploading):
         threads: int = 1,
         emit: Callable[[SaveEvent], None] = lambda _: None,
     ) -> None:
-        self.drain_timeout = drain_timeout
-        # Told, from the uploading thread, that one is not held any more, and where its warnings go.
+        self.source, self.on_error, self.drain_timeout = source, on_error, drain_timeout
+        self.threads, self.emit = threads, emit
+        # Called, by the uploading thread, when one is not held any more, with where warnings go.
         self.on_release: Callable[[Callable[[str], None]], None] = lambda _: None
-        self._lanes = [
-            _Lane(
-                source,
-                tier,
-                on_error,
-                drain_timeout,
-                threads,
-                emit,
-                lambda told: self.on_release(told),
-            )
-            for tier in tiers
-        ]
+        self._lanes = [_Lane(self, tier) for tier in tiers]
 
     def _handles(self) -> list[_UploadHandle]:
         return [handle for lane in self._lanes for handle in lane.handles]
@@ -204,18 +194,8 @@ class _Lane:
     thread that has it, and nobody holds it while it reads or writes files.
     """
 
-    def __init__(
-        self,
-        source: Storage,
-        tier: Tier,
-        on_error: Literal["raise", "warn"],
-        drain_timeout: float,
-        threads: int,
-        emit: Callable[[SaveEvent], None],
-        release: Callable[[Callable[[str], None]], None],
-    ) -> None:
-        self.source, self.tier, self.storage, self.release = source, tier, tier.storage, release
-        self.on_error, self.drain_timeout, self.emit = on_error, drain_timeout, emit
+    def __init__(self, uploads: Uploads, tier: Tier) -> None:
+        self.uploads, self.tier, self.storage = uploads, tier, tier.storage
         self._there = Catalog(tier.storage)
         self._lock = threading.RLock()
         self._waiting: dict[str, CheckpointInfo] = {}
@@ -224,13 +204,14 @@ class _Lane:
         self._forgotten: set[str] = set()  # until it was looked what an earlier process has left
         self._given_up = threading.Event()
         self._background = Background("ckptcore-upload")
-        self._workers = Workers(threads, "ckptcore-upload-io", low_priority=True)
+        self._workers = Workers(uploads.threads, "ckptcore-upload-io", low_priority=True)
 
     def begin(self, run_id: str, step: int, info: CheckpointInfo | None = None) -> None:
-        handle = _UploadHandle(step, self.storage.url, self.on_error, self.drain_timeout)
+        uploads = self.uploads
+        handle = _UploadHandle(step, self.storage.url, uploads.on_error, uploads.drain_timeout)
         if not self._scanned:  # what an earlier process has left waiting is held from now on, too
             try:
-                self._hold(committed(scan(self.source), run_id))
+                self._hold(committed(scan(uploads.source), run_id))
             except CheckpointError as error:
                 handle.warn(
                     f"what is still to be uploaded to {self.storage.url} is not known: {error}"
@@ -239,9 +220,7 @@ class _Lane:
             if info is not None and self._due(info):
                 self._waiting[info.name] = info
             idle = not self._waiting
-            if (
-                not idle or handle.warns
-            ):  # one that has only something to say is kept until it was heard
+            if not idle or handle.warns:  # warnings alone are kept until they were given
                 self._handles.append(handle)
         if idle:
             handle.end(None, None)
@@ -332,7 +311,7 @@ class _Lane:
                     break
             else:
                 self._done(info)
-                self.release(handle.warn)
+                self.uploads.on_release(handle.warn)
         return Outcome(last, failed)
 
     def _wanted(
@@ -360,7 +339,7 @@ class _Lane:
         except (CheckpointNotFound, CheckpointCorrupt, UnsupportedVersion):
             pass
         return copy_between(
-            self.source,
+            self.uploads.source,
             info.name,
             self.storage,
             info.name,
@@ -384,7 +363,7 @@ class _Lane:
         try:
             return (
                 info.manifest is not None
-                and read_manifest(self.source, info.name).digest != info.manifest.digest
+                and read_manifest(self.uploads.source, info.name).digest != info.manifest.digest
             )
         except CheckpointError:
             return False
@@ -403,7 +382,7 @@ class _Lane:
     ) -> None:
         nbytes = 0 if error is not None else info.size_bytes or 0
         seconds = time.perf_counter() - started
-        self.emit(
+        self.uploads.emit(
             SaveEvent(
                 kind,
                 info.step or 0,
@@ -418,9 +397,8 @@ class _Lane:
 
     def _deleted(self, info: CheckpointInfo) -> None:
         nbytes = info.size_bytes or 0
-        self.emit(
-            SaveEvent("deleted", info.step or 0, 0, info.name, nbytes=nbytes, root=self.storage.url)
-        )
+        at, root = info.step or 0, self.storage.url
+        self.uploads.emit(SaveEvent("deleted", at, 0, info.name, nbytes=nbytes, root=root))
 
 
 def _same(one: CheckpointInfo, other: CheckpointInfo) -> bool:
