@@ -20,7 +20,7 @@ import struct
 import sys
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum, Flag
@@ -578,6 +578,8 @@ def decode(
 
 _INT64 = range(-(2**63), 2**64)
 _PACKED_AS_THEY_ARE = PLAIN_TYPES | {list, dict}
+_HOLDERS = frozenset({list, dict})
+_NUMBERS = PLAIN_TYPES - {str, bytes}
 _TEXT = frozenset({str})
 _TEXT_OR_BYTES = frozenset({str, bytes})
 
@@ -604,24 +606,29 @@ def _as_they_are(items: Collection[Any], depth: int) -> bool:
     Level by level, without a step of Python for each value: there may be millions."""
     level: Collection[Any] = items
     above: set[int] = set()
-    for _ in range(depth, MAX_DEPTH + 2):
+    for at in range(depth, MAX_DEPTH + 2):
         kinds = set(map(type, level))
         if not kinds <= _PACKED_AS_THEY_ARE or not _small(level, kinds):
             return False
-        lists = {id(x): x for x in level if type(x) is list} if list in kinds else {}
-        dicts = {id(x): x for x in level if type(x) is dict} if dict in kinds else {}
-        if not lists and not dicts:
+        if kinds.isdisjoint(_HOLDERS):
             return True
-        if not above.isdisjoint(lists) or not above.isdisjoint(dicts):
-            return False  # it may contain itself, and have no end
-        if not _TEXT.issuperset(map(type, chain.from_iterable(dicts.values()))):
+        lists: Collection[Any] = [x for x in level if type(x) is list] if list in kinds else ()
+        dicts: Collection[Any] = [x for x in level if type(x) is dict] if dict in kinds else ()
+        if not _TEXT.issuperset(map(type, chain.from_iterable(dicts))):
             return False
-        above.update(lists, dicts)
-        level = [
-            *chain.from_iterable(lists.values()),
-            *chain.from_iterable(map(dict.values, dicts.values())),
-        ]
+        # Most values lie at the last level, of which nothing but the types is looked at.
+        if at <= MAX_DEPTH and _NUMBERS.issuperset(map(type, _inside(lists, dicts))):
+            return True
+        once = {id(x): x for x in lists}, {id(x): x for x in dicts}
+        if not above.isdisjoint(once[0]) or not above.isdisjoint(once[1]):
+            return False  # it may contain itself, and have no end
+        above.update(*once)
+        level = [*_inside(once[0].values(), once[1].values())]
     return False  # nested too deep, which is told where that is
+
+
+def _inside(lists: Iterable[Any], dicts: Iterable[Any]) -> Iterator[Any]:
+    return chain(chain.from_iterable(lists), chain.from_iterable(map(dict.values, dicts)))
 
 
 def _extension(code: int, data: bytes) -> bytes:
