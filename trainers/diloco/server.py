@@ -194,7 +194,9 @@ class DiLoCoServer:
                 web.get("/status", self._status),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=1.0, lingering_time=self.access.patience
+        )
         await runner.setup()
         try:
             access = self.access

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -91,12 +92,20 @@ def at_once(work: dict[str, Callable[[], Any]], seconds: float = 60.0) -> dict[s
     return found
 
 
-def trained(server: DiLoCoServer, seed: int, name: str, steps: int, **options: Any) -> Island:
+def trained(server: DiLoCoServer | str, seed: int, name: str, steps: int, **options: Any) -> Island:
     """An island that has trained as a worker of this server."""
     island = Island(seed)
     with island.worker(server, worker_id=name, **options):
         island.train(steps)
     return island
+
+
+def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait for what another thread is about to do."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from ckpt_trainers.diloco import (
 )
 from ckpt_trainers.diloco.client import Target, server_status
 
-from .islands import PLAIN, Island, Net, at_once, same, serve, trained
+from .islands import PLAIN, Island, Net, at_once, same, serve, trained, until
 
 
 def alone(steps: int, seed: int = 1) -> Island:
@@ -115,13 +114,6 @@ def test_a_late_joiner_that_is_early_waits_for_the_round_of_the_others() -> None
             thread.join(30)
             assert not server.rounds.counted("b", 0, 0) and server.rounds.counted("a", 0, 0)
             assert worker.checksum() == other.checksum()
-
-
-def until(true: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_bf16_halves_what_is_sent() -> None:
