@@ -47,6 +47,7 @@ from .arguments import (
 from .arguments.command_line import CommandLine, parse_command_line, show_help
 from .arguments.kinds import Count, Flag, Text, arguments_of
 from .control import control
+from .diloco.command import Training, diloco
 from .job import Job
 
 if TYPE_CHECKING:
@@ -190,6 +191,9 @@ def main(words: Sequence[str] | None = None) -> int:
     said = list(sys.argv[1:] if words is None else words)
     if said[:1] == ["control"]:
         control.main(said[1:], prog_name="ckpt-train control")
+    if said[:1] == ["diloco"]:
+        training = Training(build_model, main)
+        diloco.main(said[1:], prog_name="ckpt-train diloco", obj=training)
     job: Job = Job()
     program: Program | None = None
     level = logging.INFO if job.rank == 0 else logging.ERROR
@@ -260,6 +264,17 @@ def run(program: Program, job: Job) -> None:
     job.finish()
 
 
+def build_model(words: tuple[str, ...]) -> Any:
+    """The model that these words train, as it is before the first step."""
+    from .build import seed_everything
+    from .model import ByteGPT
+
+    program = make_program(parse_command_line(words, OPTIONS))
+    if program.args.seed >= 0:
+        seed_everything(program.args.seed)
+    return ByteGPT(program.own.model)
+
+
 def make_trainer(program: Program, environment: DistributedEnvironment) -> Trainer:
     """The trainer of the kind that is wanted, with the byte-level GPT and its text."""
     from .callbacks.control import TrainerControlCallback
@@ -271,7 +286,11 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
     args, own = program.args, program.own
     text = read_corpus(own.data, own.max_data_bytes)
     train, held_out = split_corpus(text, own.model.block_size)
-    commanded = [TrainerControlCallback()] if own.control else []
+    commanded: list[Any] = [TrainerControlCallback()] if own.control else []
+    if os.environ.get("DILOCO_SERVER"):  # as `ckpt-train diloco worker` sets it
+        from .diloco.callback import DiLoCoCallback
+
+        commanded.append(DiLoCoCallback())
     what: dict[str, Any] = {
         "model_init": lambda: ByteGPT(own.model),
         "train_dataset": train,

@@ -32,7 +32,8 @@ Options win over the file. `name=value` is short for `--name value`, and a word 
 `--config`. Without a file a small GPT is trained on the sources of Python's standard library.
 Run the same command again after an interruption or a crash and it goes on from the newest good
 checkpoint; on a finished run it does nothing. `ckpt-train control` lists the running jobs and
-has one save, stop or abort. Look at the result with `ckpt ls`, `ckpt inspect` and `ckpt verify`.
+has one save, stop or abort; `ckpt-train diloco` lets several train as islands that meet on a
+server. Look at the result with `ckpt ls`, `ckpt inspect` and `ckpt verify`.
 On several processes:
 
     torchrun --nproc-per-node 2 -m ckpt_trainers.main --trainer fsdp2 ...
