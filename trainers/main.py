@@ -186,14 +186,18 @@ def make_program(said: CommandLine, world_size: int = 1) -> Program:
     return Program(args, kind, settings)
 
 
+OTHERS = {"control": control, "diloco": diloco}
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code."""
     said = list(sys.argv[1:] if words is None else words)
-    if said[:1] == ["control"]:
-        control.main(said[1:], prog_name="ckpt-train control")
-    if said[:1] == ["diloco"]:
-        training = Training(build_model, main)
-        diloco.main(said[1:], prog_name="ckpt-train diloco", obj=training)
+    if said and (other := OTHERS.get(said[0])) is not None:
+        try:
+            lent = Training(build_model, main)
+            other.main(said[1:], prog_name=f"ckpt-train {said[0]}", obj=lent)
+        except SystemExit as left:
+            return int(left.code or 0)
     job: Job = Job()
     program: Program | None = None
     level = logging.INFO if job.rank == 0 else logging.ERROR

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from ckpt_trainers.diloco import Access
 from ckpt_trainers.diloco.command import make_server
@@ -24,8 +25,14 @@ from .islands import Island, Net, serve
 WORDS = ["model.n_layer=1", "model.n_head=2", "model.n_embd=8", "model.block_size=8"]
 
 
-def run(*words: str) -> Result:
-    return CliRunner().invoke(main, ["diloco", *words])
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def command(words: tuple[str, ...]) -> None:
+    sys.exit(main(words))
+
+
+def run(*words: str, **environment: str) -> Result:
+    return CliRunner(env=environment).invoke(command, ["diloco", *words])
 
 
 def test_status_as_a_table_and_as_json() -> None:
@@ -34,8 +41,8 @@ def test_status_as_a_table_and_as_json() -> None:
         Island().worker(server, worker_id="island-1", token="secret", sync_every=4),
     ):
         token = {"DILOCO_TOKEN": "secret", "DILOCO_SERVER": server.address}
-        shown = CliRunner(env=token).invoke(main, ["diloco", "status", "--checksum"])
-        found = CliRunner(env=token).invoke(main, ["diloco", "status", "--json"])
+        shown = run("status", "--checksum", **token)
+        found = run("status", "--json", **token)
     assert shown.exit_code == 0 and f"checksum {server.checksum()}" in shown.output
     assert "synchronous, running: 0 outer steps, round 0, 202 parameters" in shown.output
     assert [line.split()[0] for line in shown.output.splitlines()[3:]] == ["worker", "island-1"]
