@@ -43,6 +43,8 @@ class SaveEvent:
         root).
     retries: int, requests to the storage that this rank has tried again since the save was called
         for (default 0).
+    reused: int, of the bytes committed by this rank, those that were taken over from the checkpoint
+        before (default 0).
     """
 
     kind: Kind
@@ -56,6 +58,7 @@ class SaveEvent:
     time: float = field(default_factory=time.time)
     root: str | None = None
     retries: int = 0
+    reused: int = 0
 
 
 OnEvent = Callable[[SaveEvent], Any]

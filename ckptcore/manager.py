@@ -65,6 +65,7 @@ from .ranks.communicator import Communicator
 from .ranks.store import default_communicator
 from .saving.background import SaveHandle, Saves
 from .saving.plan import KeptPlans
+from .saving.reuse import reuse_as_asked
 from .saving.save import RunFacts, SaveCall, SavedCheckpoint, SaveJob
 from .saving.staging import Staging
 from .state.component import as_components, process_groups_of
@@ -143,6 +144,10 @@ class CheckpointManager:
         CheckpointWarning.
     staging: how state leaves an accelerator: "auto" (default), "overlap" or "copy"; see
         docs/guide.md.
+    reuse: bool, take over files of the run's last checkpoint whose bytes have not changed, by hard
+        links or copies that the server makes, instead of writing them again (default False).
+    refresh_every: int >= 1, with `reuse`, in how many checkpoints one after another the same bytes
+        may be before they are written anew (default 20).
     drain_timeout: seconds that closing, or the end of the program, waits for saves and uploads
         (default 1800).
     on_event: function that is called with each SaveEvent (default None).
@@ -172,6 +177,8 @@ class CheckpointManager:
         when_busy: Literal["wait", "skip", "raise"] = "wait",
         on_error: Literal["raise", "warn"] = "raise",
         staging: Staging = "auto",
+        reuse: bool = False,
+        refresh_every: int = 20,
         drain_timeout: float = 1800.0,
         on_event: OnEvent | None = None,
         join_timeout: float = 600.0,
@@ -195,15 +202,13 @@ class CheckpointManager:
         self.storage = open_storage(root, self.storage_options)
         tiers = checked_tiers(self.storage, tiers, storage_mode)
         self.keep = keep
+        self._reuse = reuse_as_asked(reuse, refresh_every)
         self._own_comm = comm is None
         if comm is None:
             comm = default_communicator(join_timeout, liveness_timeout, error_join_timeout)
         self.comm = comm
-        self.process_groups, self.writers, self.load_broadcast = (
-            process_groups,
-            writers,
-            load_broadcast,
-        )
+        self.process_groups, self.writers = process_groups, writers
+        self.load_broadcast = load_broadcast
         self.io_threads, self.when_busy = io_threads or default_threads(), when_busy
         self.storage_mode: StorageMode = storage_mode
         self._run_id = run_id
@@ -238,7 +243,7 @@ class CheckpointManager:
 
     @cached_property
     def _job(self) -> SaveJob:
-        kept = KeptPlans(split=self.writers == "split")
+        kept = KeptPlans(split=self.writers == "split", reuse=self._reuse)
         groups, workers = self.process_groups, self._saves.workers
         return SaveJob(self.comm, self._domains, groups, workers, kept)
 

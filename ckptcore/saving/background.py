@@ -694,6 +694,7 @@ class Saves:
                 dict(record.seconds),
                 error,
                 retries=job.domains.catalog.storage.retries - record.retries,
+                reused=record.reused,
             )
         )
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+from torch.nn import Parameter
 
 from ..errors import CoordinationError, InvalidState
 from ..format.digest import combined_digest, content_digest
@@ -28,6 +30,7 @@ from ..ranks.messages import message
 from ..replicas.shard_table import PlainValues, ShardTable, ShardTables
 from ..state.component import SharingPattern, StateComponent
 from ..state.tree import StateSnapshot, Structure, TensorLeaf
+from .reuse import Reuse
 from .writer import FilePlan, WrittenFile
 
 __all__ = [
@@ -69,6 +72,7 @@ def plan_component(
     writers: Sequence[int],
     label: str = "",
     *,
+    frozen: Container[int] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     header_limit: int = HEADER_LIMIT,
 ) -> list[FilePlan]:
@@ -76,15 +80,18 @@ def plan_component(
 
     The bytes are split over `writers`, each of which could write all of them: largest tensor first
     to the rank with the least so far. A tensor stays in one file; a file stays below
-    `max_file_bytes` unless one tensor is larger, and its header below `header_limit`. Raises
-    InvalidState when a name alone is too long for a header.
+    `max_file_bytes` unless one tensor is larger, and its header below `header_limit`. Tensors whose
+    numbers are in `frozen` are in files of their own. Raises InvalidState when a name alone is
+    too long for a header.
     """
-    shares = _shares(tensors, writers, MIN_SHARE_BYTES)
     parts: list[tuple[int, list[TensorSpec]]] = []
-    for writer in writers:
-        parts += [
-            (writer, part) for part in _split(key, shares[writer], max_file_bytes, header_limit)
-        ]
+    for wanted in (True, False):
+        some = [t for t in tensors if (t.number in frozen) == wanted]
+        shares = _shares(some, writers, MIN_SHARE_BYTES)
+        for writer in writers:
+            parts += [
+                (writer, part) for part in _split(key, shares[writer], max_file_bytes, header_limit)
+            ]
     files = []
     beginning = _beginning(f"{file_stem(key)}{label}", len(parts))
     for number, (writer, part) in enumerate(parts, 1):
@@ -232,12 +239,13 @@ class KeptPlans:
     """What is kept from save to save while the structure of the state stays: names, dtypes, shapes,
     aliases and layouts, but never where in memory anything is.
 
-    split: replicas share the writing, else the lowest rank does it. tables: of sharded components;
-    structures: of all, as they were at the last save.
+    split: replicas share the writing, else the lowest rank does it. reuse: the files of the last
+    checkpoint, where they are to be taken over. tables: of sharded components; structures: of all,
+    as they were at the last save.
     """
 
-    def __init__(self, *, split: bool = True) -> None:
-        self.split = split
+    def __init__(self, *, split: bool = True, reuse: Reuse | None = None) -> None:
+        self.split, self.reuse = split, reuse
         self.tables = ShardTables(spread=split)
         self.structures: dict[str, Structure] = {}
         self._structure: list[Any] | None = None
@@ -267,6 +275,8 @@ class KeptPlans:
                     continue
                 lowest = rank == group.members[0]
                 wanted = _Wanted(c.key, snapshots[c.key], lowest, writers, group.label)
+            if self.reuse is not None:
+                wanted = replace(wanted, frozen=_frozen(snapshots[c.key]))
             mine.append(wanted)
             structure.append(wanted.structure)
         if self._plan is None or structure != self._structure:
@@ -279,9 +289,16 @@ class KeptPlans:
         return tuple(group.members[:1] if one or not self.split else group.members)
 
 
+def _frozen(snapshot: StateSnapshot) -> frozenset[int]:
+    """The numbers of parameters that do not train."""
+    live = enumerate(t.tensor if t.live is None else t.live for t in snapshot.tensors)
+    return frozenset(n for n, t in live if isinstance(t, Parameter) and not t.requires_grad)
+
+
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A component that a rank writes a part of."""
+    """A component that a rank writes a part of. frozen: numbers of this rank's tensors that are not
+    expected to change."""
 
     key: str
     snapshot: StateSnapshot
@@ -289,15 +306,16 @@ class _Wanted:
     writers: tuple[int, ...]
     label: str = ""
     table: ShardTable | None = None
+    frozen: frozenset[int] = frozenset()
 
     @property
     def structure(self) -> tuple[Any, ...]:
         """Equal where `planned` would be."""
         if self.table is not None:
-            return self.key, self.has_values, self.table.signature
+            return self.key, self.has_values, self.table.signature, self.frozen
         of = self.snapshot.structure  # the same object while it stays
         known: Any = [leaf.spec for leaf in self.snapshot.tensors] if of is None else id(of)
-        return self.key, self.has_values, self.writers, self.label, known
+        return self.key, self.has_values, self.writers, self.label, known, self.frozen
 
     def planned(self) -> PlannedComponent:
         tensors = [leaf.spec for leaf in self.snapshot.tensors]
@@ -317,7 +335,8 @@ class _Wanted:
             for number, t in ((number, tensors[at]) for number, at in numbers)
         ]
         label = self.label if self.table is None else f".rank{self.writers[0]:05d}"
-        files = tuple(plan_component(self.key, specs, self.writers, label))
+        frozen = {number for number, at in numbers if at in self.frozen}
+        files = tuple(plan_component(self.key, specs, self.writers, label, frozen=frozen))
         held = None if self.table is None else tuple(numbers)
         return PlannedComponent(self.key, files, self.has_values, self.table, held)
 

@@ -92,7 +92,7 @@ from .plan import (
 )
 from .staging import HostPool, StagedCopy
 from .staging import stage as copy_into_pool
-from .writer import write_files
+from .writer import ByteSource, WrittenFile, write_files
 
 __all__ = [
     "CapturedSave",
@@ -200,14 +200,16 @@ class SaveRequest:
 class SaveRecord:
     """What is to be told of one save: warnings, seconds by phase, and bytes of tensor files that
     this rank has written of those that it has to. step, name: known from the join on. retries: what
-    the storage had tried again before it."""
+    the storage had tried again before it. files: what became of this rank's tensor files; reused:
+    bytes of those that were taken over from the checkpoint before."""
 
     def __init__(self, retries: int = 0) -> None:
         self.step, self.name = 0, ""
         self.started, self.retries = time.perf_counter(), retries
         self.warnings: list[str] = []
         self.seconds: dict[str, float] = {}
-        self.written = self.total = 0
+        self.written = self.total = self.reused = 0
+        self.files: list[WrittenFile] = []
         self._lock = threading.Lock()
 
     @property
@@ -716,10 +718,14 @@ class PreparedSave:
                 for c in plan.components
             }
             sources = {file.name: held[file.component] for file in plan.files}
+            taken = self._take_over(sources)
+            new = [file for file in plan.files if file.name not in taken]
             written = write_files(
-                transaction, plan.files, sources, self.workers, self.chunks, record.wrote
+                transaction, new, sources, self.workers, self.chunks, record.wrote
             )
-            index = index_of(plan, stored, self.values, written)
+            made = taken | {each.plan.name: each for each in written}
+            record.files = [made[name] for name in plan.names]
+            index = index_of(plan, stored, self.values, record.files)
             small = hugging_face_indexes(plan, self.values)
             if index.components:
                 small[index_file_name(plan.rank)] = _readable(index)
@@ -734,6 +740,19 @@ class PreparedSave:
             files.append(FileReceipt(name, len(data), plan.rank, content_digest(data)))
         groups = group_receipts(plan, stored, self.values)
         return RankReceipt(plan.rank, files, list(index.components), groups)
+
+    def _take_over(self, sources: Mapping[str, ByteSource]) -> dict[str, WrittenFile]:
+        """By name, the files that are as they were in the checkpoint before: this one has them
+        now."""
+        reuse, record = self.save.job.kept.reuse, self.save.record
+        if reuse is None:
+            return {}
+        found = reuse.take_over(
+            self.transaction, self.plan.files, sources, self.workers, self.chunks
+        )
+        record.reused = sum(each.plan.size for each in found)
+        record.wrote(record.reused)
+        return {each.plan.name: each for each in found}
 
     def manifest(self, receipts: Sequence[RankReceipt]) -> CheckpointManifest:
         """What the ranks of a domain have written."""
@@ -788,7 +807,10 @@ def finish(
     with in_flight(joined.verdict.attempt):
         prepared = _prepare(staged, comm, workers)
         encoded = _commit(prepared)
-    where = job.domains.catalog.storage.at(joined.request.name)
+    storage = job.domains.catalog.storage
+    if job.kept.reuse is not None:
+        job.kept.reuse.committed(storage, joined.request.name, save.record.files)
+    where = storage.at(joined.request.name)
     manifest = CheckpointManifest.decode(encoded, where)
     info = CheckpointInfo(joined.request.name, where, "committed", manifest.step, None, manifest)
     destination = prepared.begun.destination

@@ -14,7 +14,7 @@ from ..format.tensorfile import StoredTensor
 from ..storage.base import FileWriter, Storage
 from ..storage.chunks import Chunk, DueFile, Scratch, Workers, batches, split_up
 
-__all__ = ["ByteSource", "FilePlan", "NewFiles", "WrittenFile", "write_files"]
+__all__ = ["ByteSource", "FilePlan", "NewFiles", "WrittenFile", "unchanged_files", "write_files"]
 
 # The digests of tensors that were hashed before, by component and tensor number.
 Known = Mapping[tuple[str, int], bytes]
@@ -106,6 +106,64 @@ def write_files(
     return [file.written for file in files]
 
 
+def unchanged_files(
+    plans: Sequence[FilePlan],
+    earlier: Mapping[str, WrittenFile],
+    sources: Mapping[str, ByteSource],
+    workers: Workers,
+    known: Known | None = None,
+) -> list[WrittenFile]:
+    """Those of `plans` whose bytes are what `earlier` has of them by their names. Each is read to
+    its first difference; nothing is written."""
+    scratch = Scratch()
+    files = [
+        _Comparison(earlier[plan.name], sources[plan.name], scratch, known or {})
+        for plan in plans
+        if plan.name in earlier and earlier[plan.name].plan == plan
+    ]
+    workers.run([partial(file.compare, n) for file in files for n in range(len(file.batches))])
+    return [file.earlier for file in files if not file.differs]
+
+
+class _Comparison:
+    """A file that may be as it was. Every batch is one job, in any order."""
+
+    def __init__(
+        self, earlier: WrittenFile, source: ByteSource, scratch: Scratch, known: Known
+    ) -> None:
+        self.earlier, self.differs = earlier, False
+        self._source, self._scratch = source, scratch
+        chunks = _chunks(earlier.plan)
+        self.batches = batches(chunks, scratch.size)
+        self._first = [0]
+        for batch in self.batches:
+            self._first.append(self._first[-1] + len(batch))
+        self._known = _known_in(earlier.plan, known)
+
+    def compare(self, number: int) -> None:
+        if not self.differs:
+            chunks = self.batches[number]
+            buffers = self._source.fetch(chunks, self._scratch)
+            digests = _digests(chunks, buffers, self._known)
+            first = self._first[number] * DIGEST_BYTES
+            if digests != self.earlier.digests[first : first + len(digests)]:
+                self.differs = True
+
+
+def _known_in(plan: FilePlan, known: Known) -> dict[int, bytes | None]:
+    return {n: known.get((plan.component, n)) for n, _ in plan.places if known}
+
+
+def _digests(
+    chunks: Sequence[Chunk[int]], buffers: Sequence[memoryview], known: Mapping[int, bytes | None]
+) -> bytes:
+    digests = []
+    for (_, _, offset, number), buffer in zip(chunks, split_up(chunks, buffers), strict=True):
+        before, at = known.get(number), offset // CHUNK_BYTES * DIGEST_BYTES
+        digests.append(before[at : at + DIGEST_BYTES] if before else chunk_digest(buffer))
+    return b"".join(digests)
+
+
 class _File:
     """A file that is being written. Every batch is one job, in any order."""
 
@@ -125,7 +183,7 @@ class _File:
         self.first = [0]  # of the chunks of each batch, among those of the file
         for batch in self.batches:
             self.first.append(self.first[-1] + len(batch))
-        self.known = {n: known.get((plan.component, n)) for n, _ in plan.places if known}
+        self.known = _known_in(plan, known)
         digests = bytearray(DIGEST_BYTES * self.first[-1])
         self.written = WrittenFile(plan, content_hash(plan.header), digests)
 
@@ -134,7 +192,7 @@ class _File:
         for number in numbers:
             writer, chunks = self.due.open(), self.batches[number]
             buffers = self.source.fetch(chunks, self.scratch) if chunks else []
-            digests = self._digests(chunks, buffers)
+            digests = _digests(chunks, buffers, self.known)
             first = self.first[number] * DIGEST_BYTES
             self.written.digests[first : first + len(digests)] = digests
             if number == 0:
@@ -142,13 +200,6 @@ class _File:
             writer.write_at(chunks[0].start if number else 0, buffers)
             self.progress(sum(len(buffer) for buffer in buffers))
             self.due.done(len(chunks))
-
-    def _digests(self, chunks: Sequence[Chunk[int]], buffers: Sequence[memoryview]) -> bytes:
-        digests = []
-        for (_, _, offset, number), buffer in zip(chunks, split_up(chunks, buffers), strict=True):
-            known, at = self.known.get(number), offset // CHUNK_BYTES * DIGEST_BYTES
-            digests.append(known[at : at + DIGEST_BYTES] if known else chunk_digest(buffer))
-        return b"".join(digests)
 
 
 def _chunks(plan: FilePlan) -> list[Chunk[int]]:

@@ -180,6 +180,20 @@ class Storage(ABC):
                 reader.read_into(0, [memoryview(data)])
             return bytes(data)
 
+    def identity(self, path: str) -> str | None:
+        """Text that changes when anybody replaces or changes the file; None where there is none, or
+        the storage cannot `link` it."""
+        return None
+
+    def link(self, source: str, target: str, identity: str) -> bool:
+        """Have the bytes of a file under a second name, without moving them: a hard link, or a copy
+        that the server makes. Durable as a new file is. EEXIST when the name is taken.
+
+        identity: what the file had when its bytes were known. False, and nothing made, where it has
+        another one by now, or the storage cannot do it.
+        """
+        return False
+
     def drop_uploads(self, path: str) -> None:  # noqa: B027
         """Give up what was begun to be uploaded to a folder and is not complete, where the storage
         keeps such a thing."""

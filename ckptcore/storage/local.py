@@ -184,6 +184,29 @@ class LocalStorage(Storage):
             with self._inside(source) as (old, name), self._inside(target) as (new, new_name):
                 os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
 
+    def identity(self, path: str) -> str | None:
+        try:
+            with self._inside(path) as (folder, name):
+                return _identity(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        except OSError:
+            return None
+
+    def link(self, source: str, target: str, identity: str) -> bool:
+        try:
+            with (
+                self.doing(target, f"linking {source}"),
+                self._inside(source) as (old, name),
+                self._inside(target) as (new, new_name),
+            ):
+                os.link(name, new_name, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
+                if _identity(os.stat(new_name, dir_fd=new, follow_symlinks=False)) == identity:
+                    return True
+                os.unlink(new_name, dir_fd=new)
+        except StorageError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+        return False
+
     def remove(self, path: str) -> None:
         with self.doing(path, "removing the file"):
             try:
@@ -208,6 +231,27 @@ class LocalStorage(Storage):
             except OSError:
                 return None
         return None
+
+
+# The file is gone, has too many names, or this filesystem has no hard links, or none to there.
+_NO_LINKS = frozenset(
+    {
+        errno.ENOENT,
+        errno.EMLINK,
+        errno.EXDEV,
+        errno.EPERM,
+        errno.ENOSYS,
+        errno.ENOTSUP,
+        errno.EOPNOTSUPP,
+    }
+)
+
+
+def _identity(info: os.stat_result) -> str | None:
+    """Not the time of change: a new link changes that."""
+    return (
+        f"{info.st_ino} {info.st_size} {info.st_mtime_ns}" if stat.S_ISREG(info.st_mode) else None
+    )
 
 
 class _Stream:

@@ -87,6 +87,10 @@ class _PartPayload(BytesPayload):
                 await asyncio.wait_for(writer.write(view[at : at + SEND_BYTES]), self.patience)
 
 
+# What one request may have a server copy (S3: 5 GiB).
+COPIED_AT_ONCE = 5 << 30
+
+
 class PartBuffers:
     """Memory for parts, `limit` bytes of it, or one part when that is larger. Used again, since new
     memory is slow; given back when nobody writes."""
@@ -302,6 +306,53 @@ class S3Storage(FsspecStorage):
         with translating(self, target, f"renaming {source}"):
             self._request("copy_object", CopySource=self.location(source), **self.location(target))
             self._request("delete_object", **self.location(source))
+
+    def identity(self, path: str) -> str | None:
+        with translating(self, path, "asking for the object"):
+            found = self.head(path)
+        return None if found is None else f"{found['ETag']} {found['ContentLength']}"
+
+    def link(self, source: str, target: str, identity: str) -> bool:
+        """A copy that the server makes; of parts, where one copy may not be so large."""
+        tag, _, length = identity.rpartition(" ")
+        where = {"CopySource": self.location(source), "CopySourceIfMatch": tag}
+        # Asked here, too, because not every server minds the condition.
+        if self.identity(source) != identity:
+            return False
+        with translating(self, target, f"copying {source}"):
+            if self.head(target) is not None:
+                raise FileExistsError(errno.EEXIST, "it exists")
+            try:
+                if int(length) <= COPIED_AT_ONCE:
+                    self._request("copy_object", **where, **self.location(target))
+                else:
+                    self._copy_parts(where, target, int(length))
+            except OSError as error:
+                if isinstance(error, FileNotFoundError) or "precondition" in str(error).lower():
+                    return False  # it went, or became another one, just now
+                raise
+        return True
+
+    def _copy_parts(self, where: dict[str, Any], target: str, length: int) -> None:
+        upload = self._request("create_multipart_upload", **self.location(target))
+        begun = {**self.location(target), "UploadId": upload["UploadId"]}
+        try:
+            parts = []
+            for number, start in enumerate(range(0, length, COPIED_AT_ONCE), 1):
+                end = min(start + COPIED_AT_ONCE, length) - 1
+                copied = self._request(
+                    "upload_part_copy",
+                    PartNumber=number,
+                    CopySourceRange=f"bytes={start}-{end}",
+                    **where,
+                    **begun,
+                )
+                parts.append({"PartNumber": number, "ETag": copied["CopyPartResult"]["ETag"]})
+            self._request("complete_multipart_upload", MultipartUpload={"Parts": parts}, **begun)
+        except BaseException:
+            with suppress(OSError):
+                self._request("abort_multipart_upload", **begun)
+            raise
 
     def remove(self, path: str) -> None:
         with translating(self, path, "removing the object"):

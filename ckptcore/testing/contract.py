@@ -349,6 +349,28 @@ class StorageContract:
         assert sizes(storage, "folder") == {"new": 5}
         assert storage.read("folder/new") == b"moved"
 
+    def test_link(self, storage: Storage) -> None:
+        """A second name for the same bytes, which outlives the first one."""
+        storage.make_folder("folder")
+        storage.write("folder/a", b"content")
+        identity = storage.identity("folder/a")
+        assert storage.identity("folder/missing") is None
+        if identity is None:
+            assert not storage.link("folder/a", "folder/b", "")
+            assert sizes(storage, "folder") == {"a": 7}
+            pytest.skip("this storage cannot have one file under two names")
+        assert identity == storage.identity("folder/a")
+        assert storage.link("folder/a", "folder/b", identity)
+        with pytest.raises(StorageError) as taken:
+            storage.link("folder/a", "folder/b", identity)
+        assert taken.value.errno == errno.EEXIST
+        storage.remove("folder/a")
+        assert storage.read("folder/b") == b"content"
+        assert not storage.link("folder/a", "folder/c", identity)
+        storage.write("folder/a", b"CONTENT")
+        assert not storage.link("folder/a", "folder/c", identity)
+        assert sizes(storage, "folder") == {"a": 7, "b": 7}
+
     def test_rename_a_folder(self, storage: Storage) -> None:
         if not storage.atomic_rename:
             pytest.skip("this storage has no rename of folders")

@@ -36,7 +36,7 @@ With the VolatileStorage, every file and name that nobody made durable is lost a
         assert CheckpointManager(root).restore(state).step in (10, 20)
 
 The kinds of operation are those of Storage (create, open, list, make_folder, sync_folder, rename,
-remove, remove_folder), of the files it makes (write_at, close, abort) and reads (read_into).
+remove, remove_folder, link), of the files it makes (write_at, close, abort) and reads (read_into).
 `close` is where a local file is synced and a remote object appears.
 """
 
@@ -323,6 +323,13 @@ class FaultStorage(Storage):
     def sync_folder(self, path: str) -> None:
         with self._operation("sync_folder", path):
             self.inner.sync_folder(path)
+
+    def identity(self, path: str) -> str | None:
+        return self.inner.identity(path)
+
+    def link(self, source: str, target: str, identity: str) -> bool:
+        with self._operation("link", target):
+            return self.inner.link(source, target, identity)
 
     def rename(self, source: str, target: str) -> None:
         with self._operation("rename", target, source):

@@ -41,8 +41,8 @@ __all__ = ["Unsynced", "VolatileStorage"]
 @dataclass(frozen=True, slots=True)
 class Unsynced:
     """A change that is not durable: its number from 1 in the order of the calls, what it was
-    ("create", "make_folder", "rename", "remove", "remove_folder"; "data" for the bytes of a file
-    that was not closed), and its path (the new one of a rename)."""
+    ("create", "make_folder", "rename", "remove", "remove_folder", "link"; "data" for the bytes of
+    a file that was not closed), and its path (the new one of a rename)."""
 
     number: int
     kind: str
@@ -289,6 +289,17 @@ class VolatileStorage(Storage):
                 for each in change.folders():
                     change.apply(each, each.durable)
                     each.pending.remove(change)
+
+    def identity(self, path: str) -> str | None:
+        with self._alive():
+            return self.inner.identity(path)
+
+    def link(self, source: str, target: str, identity: str) -> bool:
+        with self._alive():
+            shared = self.inner.link(source, target, identity)
+            if shared:
+                self._changed("link", target, new=_File())
+            return shared
 
     def rename(self, source: str, target: str) -> None:
         with self._alive():

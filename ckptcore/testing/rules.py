@@ -13,6 +13,7 @@ OPERATIONS = (
     "abort",
     "close",
     "create",
+    "link",
     "list",
     "make_folder",
     "open",
