@@ -52,6 +52,8 @@ def apply_settings(args: Any, rank: int) -> None:
     if args.log_level != "passive" and level != "passive":  # passive: as the program has it
         for name in ("ckpt_trainers", "ckptcore"):
             logging.getLogger(name).setLevel(level.upper())
+    if any(value is True for name, value in vars(args).items() if name.startswith("debug_")):
+        show_debugging()
     if args.full_determinism:
         choose_workspace(args)
         torch.use_deterministic_algorithms(True)
@@ -68,6 +70,14 @@ def apply_settings(args: Any, rank: int) -> None:
         from torch._functorch import config as functorch
 
         functorch.activation_memory_budget = args.activation_memory_budget
+
+
+def show_debugging() -> None:
+    """What a debug_* flag asks for is seen on each rank, whatever the program does with logs."""
+    debugging = logging.getLogger("ckpt_trainers.debugging")
+    debugging.setLevel(logging.DEBUG)
+    if not debugging.hasHandlers():
+        debugging.addHandler(logging.StreamHandler())
 
 
 @dataclass

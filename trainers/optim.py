@@ -228,8 +228,9 @@ def _unwrapped(module: nn.Module, name: str) -> str:
 
 def _log_groups(model: Models, groups: Iterable[Mapping[str, Any]]) -> None:
     of = {id(parameter): group["name"] for group in groups for parameter in group["params"]}
+    debugging = logging.getLogger("ckpt_trainers.debugging")
     for name, parameter in parameter_names(model):
-        logger.info("optimizer group %s: %s %s", of[id(parameter)], name, list(parameter.shape))
+        debugging.info("optimizer group %s: %s %s", of[id(parameter)], name, list(parameter.shape))
 
 
 Factor = Callable[[int], float]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ckptcore import CheckpointNotFound, PreemptionGuard, RNGState, SharingPattern, StateComponent
 
 from . import callbacks as shipped
-from .arguments import InvalidArgument, TrainingArguments, resolve_arguments, steps_of
+from .arguments import InvalidArgument, Process, TrainingArguments, resolve_arguments, steps_of
 from .boundary import Agreement, due_after_epoch, due_after_step, preemption_guard
 from .build import ModelBuilder, apply_settings, computing, free_memory, fuse_optimizer
 from .callbacks.log_paths import choose_logging_dir, relative_to_root
@@ -164,6 +164,7 @@ class Trainer:
         self.data_seed = self.choose_data_seed()
         self.loader: Any = None if train_dataset is None else self.make_train_loader()
         self.beginning = None if self.loader is None else self.loader.state_dict()
+        self.args_in_use = self.use_args()
         self.callbacks = CallbackHandler(
             self.default_callbacks() if callbacks is None else callbacks,
             context=self.callback_extras,
@@ -306,6 +307,7 @@ class Trainer:
         self.filled = True
         if not self.is_over():
             self.logging_dir = choose_logging_dir(self.args, self.env, metadata)
+            self.args_in_use = self.use_args()
         return None if report is None else self.state.global_step
 
     def warn_of_changes(self, ranks: int, metadata: dict[str, Any]) -> None:
@@ -714,7 +716,16 @@ class Trainer:
         history[-1].update(values)
 
     def fire(self, event: str, **extra: Any) -> None:
-        self.control = self.callbacks.fire(event, self.args, self.state, self.control, **extra)
+        args = self.args_in_use
+        self.control = self.callbacks.fire(event, args, self.state, self.control, **extra)
+
+    def use_args(self) -> Any:
+        """The arguments as callbacks see them: with what was left open filled in."""
+        env, size = self.env, self.data_parallel[1]
+        here = Process(
+            env.rank, env.local_rank, env.world_size, size, self.device, self.logging_dir
+        )
+        return self.args.as_seen_by_callbacks(here)
 
     def callback_extras(self) -> dict[str, Any]:
         return {

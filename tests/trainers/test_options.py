@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import random
 import sys
@@ -396,3 +398,63 @@ def test_b17_no_step_is_logged_twice(tiny: Any) -> None:
         record for record in read_json_array(folder / "trainer_logs.json") if "loss" in record
     ]
     assert [record["global_step"] for record in records] == steps
+
+
+class Looks:
+    """Keeps what a callback finds in `args`."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def note(self, event: str, args: Any) -> None:
+        names = ("device", "logging_dir", "run_name", "world_size", "local_rank", "process_index")
+        self.seen[event] = {name: getattr(args, name) for name in names}
+        self.seen["json"] = json.loads(args.to_json_string())
+
+    def on_init_end(self, args: Any, **kwargs: Any) -> None:
+        self.note("init", args)
+
+    def on_step_end(self, args: Any, **kwargs: Any) -> None:
+        self.note("step", args)
+
+
+def test_callbacks_find_in_arguments_what_is_in_use(tiny: Any, tmp_path: Path) -> None:
+    looks = Looks()
+    trainer = tiny.trainer("run", looks, **SHORT)
+    trainer.train()
+    root, place = trainer.args.output_dir, trainer.logging_dir
+    common = {"device": torch.device("cpu"), "run_name": root, "world_size": 1, "local_rank": 0}
+    assert looks.seen["init"] == {**common, "logging_dir": None, "process_index": 0}
+    assert looks.seen["step"] == {**common, "logging_dir": place, "process_index": 0}
+    assert place.startswith(root) and looks.seen["json"]["logging_dir"] == place
+    # What was left open stays so, for the checkpoints.
+    assert (trainer.args.device, trainer.args.logging_dir, trainer.args.run_name) == (None,) * 3
+
+
+def test_a_callback_of_transformers_reads_the_arguments(tiny: Any, tmp_path: Path) -> None:
+    integrations = pytest.importorskip("transformers.integrations")
+    trainer = tiny.trainer("run", integrations.TensorBoardCallback(), run_name="mine", **SHORT)
+    trainer.train()
+    assert any(Path(trainer.args.output_dir).rglob("events.out.tfevents.*"))
+
+
+def test_what_debug_flags_ask_for_is_seen_without_a_level(
+    tiny: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("ckpt_trainers").setLevel(logging.ERROR)
+    try:
+        args = tiny.arguments("run", debug_optimizer_groups=True, log_level="passive", **SHORT)
+        data = [{"input_ids": torch.zeros(8, dtype=torch.long)}] * 4
+        Trainer(args, model_init=lambda: torch.nn.Linear(1, 1), train_dataset=data)
+    finally:
+        logging.getLogger("ckpt_trainers").setLevel(logging.NOTSET)
+    assert "optimizer group default: " in caplog.text
+
+
+def test_options_without_a_class_that_has_them_and_those_of_a_factory(tiny: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"optim_args.nesterov=True: AdamW has no such"):
+        tiny.trainer("run", optim_args="nesterov=True", **SHORT)
+    made = tiny.trainer(
+        "run", optim_args="nesterov=True", optimizer_factory=torch.optim.SGD, **SHORT
+    )
+    assert type(made.optimizer) is torch.optim.SGD

@@ -65,6 +65,8 @@ class InfoCallback(TrainerCallback):
         start = (
             f"resumed at step {state.global_step}" if state.global_step else "from the beginning"
         )
+        run_name, root = (getattr(args, name, None) for name in ("run_name", "output_dir"))
+        named = f", run: {run_name}" if run_name not in (None, root) else ""
         return [
             f"model: {type(model).__name__}, {count:,} parameters ({trained:,} trained), "
             f"{size:,.1f} MiB",
@@ -74,5 +76,5 @@ class InfoCallback(TrainerCallback):
             f"steps: {state.max_steps:,}, {start}",
             f"world size: {world_size}, device: {getattr(trainer, 'device', 'cpu')}, "
             f"precision: {getattr(args, 'mixed_precision', None) or 'full'}",
-            f"output_dir: {getattr(args, 'output_dir', None)}",
+            f"output_dir: {root}{named}",
         ]

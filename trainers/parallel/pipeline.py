@@ -29,7 +29,7 @@ from .stages import Stages
 
 __all__ = ["PipelineOutput", "PipelineTrainer"]
 
-log = logging.getLogger(__name__)
+debugging = logging.getLogger("ckpt_trainers.debugging")
 
 
 class PipelineOutput(NamedTuple):
@@ -201,7 +201,7 @@ class PipelineTrainer(RanksTrainer):
 
     def tell(self, flag: str, text: str, *values: Any) -> None:
         if getattr(self.args, flag):
-            log.debug("rank %d: " + text, self.rank, *values)
+            debugging.debug("rank %d: " + text, self.rank, *values)
 
     # A step.
 
