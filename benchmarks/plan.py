@@ -142,7 +142,7 @@ def _metadata(
     pieces = [
         StoredShard(n, plan.name, place.start, bytes(8 * chunk_count(place.nbytes)))
         for plan in files
-        for n, place in plan.places
+        for n, place in plan.contents
     ]
     entries = {plan.name: FileEntry(plan.size, len(plan.header), bytes(16)) for plan in files}
     first = Index(

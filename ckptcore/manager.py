@@ -213,7 +213,7 @@ class CheckpointManager:
         self.storage_mode: StorageMode = storage_mode
         self._run_id = run_id
         self._new_run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-        self._found_damaged: set[str] = set()
+        self._known_damaged: set[str] = set()
         # Where what is saved next comes from; rank 0 knows what the run has committed after that,
         # and leaves behind.
         self._branch = Branch()
@@ -465,7 +465,7 @@ class CheckpointManager:
 
     def _load_chosen(
         self,
-        seen: ScanRound,
+        listing: ScanRound,
         choose: Callable[[Checkpoints], Any],
         loads: Callable[..., LoadReport],
         request: LoadRequest,
@@ -478,10 +478,10 @@ class CheckpointManager:
         """
         replaces_all = request.strict or request.transactional
         for _ in range(MOST_SCANS):
-            names, step, digest = seen.verdict
+            names, step, digest = listing.verdict
             for name in names:
                 try:
-                    return loads(seen.locate(name), step=step)
+                    return loads(listing.locate(name), step=step)
                 except (CheckpointCorrupt, CheckpointNotFound, StorageError) as error:
                     failed = error
                     if isinstance(error, StorageError) and error.errno not in LOST:
@@ -496,14 +496,14 @@ class CheckpointManager:
                 raise gone from failed
             if after.verdict[2] in (digest, "") or (touched and not replaces_all):
                 raise failed
-            seen = after
+            listing = after
         raise StorageError(
             f"{names[0]} and what came after it were deleted while they were read",
             errno=errno.EAGAIN,
         )
 
     def _load_newest(
-        self, seen: ScanRound, loads: Callable[..., LoadReport]
+        self, listing: ScanRound, loads: Callable[..., LoadReport]
     ) -> tuple[LoadReport | None, dict[str, str]]:
         """Load the first of the `candidates` that verifies; and which were passed over before it,
         and why.
@@ -517,22 +517,22 @@ class CheckpointManager:
         older: dict[str, set[str]] = {}  # than one that failed, by its name
         before: Any = None
         for _ in range(MOST_SCANS):
-            name, digest, skipped = _first_whole(seen.verdict, failed)
+            name, digest, skipped = _first_whole(listing.verdict, failed)
             if name is None:
-                if seen.verdict == before:
+                if listing.verdict == before:
                     return None, skipped
-                before = seen.verdict
-                seen = self._scan_again(self._to_restore)
+                before = listing.verdict
+                listing = self._scan_again(self._to_restore)
                 continue
             try:
-                report = loads(seen.locate(name))
+                report = loads(listing.locate(name))
             except (CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion, StorageError) as e:
                 if isinstance(e, StorageError) and e.errno not in LOST:
                     raise
                 failed[name, digest] = str(e)
-                names = [candidate[0] for candidate in seen.verdict]
+                names = [candidate[0] for candidate in listing.verdict]
                 older[name] = {*names[names.index(name) + 1 :]}
-                seen = self._scan_again(self._to_restore)
+                listing = self._scan_again(self._to_restore)
                 continue
             except CheckpointError as error:
                 if touched := [n for (n, _), why in failed.items() if _overwrote(why)]:
@@ -601,8 +601,8 @@ class CheckpointManager:
             # A damaged checkpoint is found while it is read. Where the next one, or a fresh start,
             # would not replace all of what was read by then, live state is touched only after
             # everything was verified.
-            may_stay = any(not c.required or c.on_resize == "keep" for c in job.components)
-            late = bool(fresh_ok or not strict or may_stay)
+            may_keep = any(not c.required or c.on_resize == "keep" for c in job.components)
+            late = bool(fresh_ok or not strict or may_keep)
             request = LoadRequest(**how, host_first=late, broadcast=self.load_broadcast, whole=True)
             calls = r.gather(job.call("restore", request))
             if r.leads:
@@ -610,7 +610,7 @@ class CheckpointManager:
         partitions, r.verdict = r.verdict
         report, skipped = self._load_newest(r, partial(load, job, partitions, request=request))
         # Their steps may be saved again: but for folders that look like somebody else's.
-        self._found_damaged.update(
+        self._known_damaged.update(
             name for name, reason in skipped.items() if NOT_OURS not in reason
         )
         if report is not None:
@@ -665,10 +665,10 @@ class CheckpointManager:
         return best_of(found.infos, self._run_id or found.run, rule)
 
     def _entries(self) -> Entries:
-        return self._entries_together() if self._domains.in_rounds else self._domains.entries()
+        return self._entries_of_all() if self._domains.in_rounds else self._domains.entries()
 
     @one_call("look")
-    def _entries_together(self) -> Entries:
+    def _entries_of_all(self) -> Entries:
         return self._domains.entries()
 
     @one_call("pin of step ", 0)
@@ -732,7 +732,7 @@ class CheckpointManager:
         after = max(self._domains.last_sequence(), self._branch.last)
         return RunFacts(
             self.run_id,
-            frozenset(self._found_damaged),
+            frozenset(self._known_damaged),
             after,
             self._branch.abandoned,
             when_busy=when_busy,
@@ -741,7 +741,7 @@ class CheckpointManager:
     def _after_commit(self, saved: SavedCheckpoint, comm: Communicator) -> None:
         """On the thread that committed. Nothing here can undo it."""
         info = saved.info
-        self._found_damaged.discard(info.name)
+        self._known_damaged.discard(info.name)
         self._run_id = info.run_id
         # What has just been replaced is not left anywhere.
         self._left = [left for left in self._left if left.step != info.step]
@@ -807,7 +807,7 @@ class CheckpointManager:
         """loaded: None for a run that begins anew. back: all that was committed after it is left;
         else what is newer than the newest that could be restored."""
         self._branch = branch_from(loaded, self._scanned, self.run_id, back=back)
-        damaged = self._found_damaged
+        damaged = self._known_damaged
         self._left = [info for info in self._branch.left if info.name not in damaged]
         self._scanned = []
 

@@ -31,7 +31,7 @@ from ..state.layout import (
     words,
 )
 from ..state.modules import ModelState
-from ..state.plain import PlainState, owned_elsewhere
+from ..state.plain import PlainState, has_other_owner
 from ..state.tree import StateSnapshot, TensorLeaf
 from ..storage.chunks import MakeMemory
 from .reader import TensorRead, Words, read_of
@@ -473,7 +473,7 @@ class Destinations:
         module's tensors are refused."""
         dtype = torch_dtype(tensor.dtype)
         by_name = isinstance(self.owner, PlainState) or is_optimizer(self.owner)
-        if by_name and not owned_elsewhere(live.live) and dtype is not None and _fits(live, tensor):
+        if by_name and not has_other_owner(live.live) and dtype is not None and _fits(live, tensor):
             return self._as_saved(number, tensor, dtype, live)
         forms = ("a value of its own", f"memory that it shares with {other}")
         self.plan.mismatched[f"{self.key}/{tensor.name}"] = forms

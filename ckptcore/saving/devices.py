@@ -83,8 +83,8 @@ def unpin(block: torch.Tensor) -> None:
 
 # Optimizers of this process whose steps are known to come by here, and copies that their next step
 # waits for.
-_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_unseen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_unknown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _fences: list[DeviceCopy] = []
 _watching = threading.Lock()
 _hooked = False
@@ -103,9 +103,9 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if torch.cuda.is_current_stream_capturing():
         # A captured step is replayed without coming by here.
-        _unseen.add(optimizer)
+        _unknown.add(optimizer)
         return
-    _seen.add(optimizer)
+    _known.add(optimizer)
     for copy in tuple(_fences):
         if copy.copied.query():  # type: ignore[no-untyped-call]
             _unfence(copy)  # nothing is left to wait for, whatever becomes of the save
@@ -123,7 +123,7 @@ def _unfence(copy: DeviceCopy) -> None:
 def _fenced_memory() -> set[int]:
     """Where the memory begins that only optimizer steps change which wait for copies."""
     found: set[int] = set()
-    for optimizer in [o for o in _seen if o not in _unseen]:
+    for optimizer in [o for o in _known if o not in _unknown]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 states = optimizer.state.get(parameter, {})
@@ -324,7 +324,7 @@ def _safe_bytes(device: torch.device) -> int:
         stats.get("allocated_bytes.all.current", 0),
         stats.get("allocated_bytes.all.peak", 0),
     )
-    if not _seen or peak <= now:
+    if not _known or peak <= now:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     reserved, most = (

@@ -87,7 +87,7 @@ def plan_component(
     parts: list[tuple[int, list[TensorSpec]]] = []
     for wanted in (True, False):
         some = [t for t in tensors if (t.number in frozen) == wanted]
-        shares = _shares(some, writers, MIN_SHARE_BYTES)
+        shares = _split_over(some, writers, MIN_SHARE_BYTES)
         for writer in writers:
             parts += [
                 (writer, part) for part in _split(key, shares[writer], max_file_bytes, header_limit)
@@ -98,8 +98,8 @@ def plan_component(
         count = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
         header, placed = lay_out((t.stored_name, t.dtype, t.shape) for t in part)
         numbers = {t.stored_name: t.number for t in part}
-        places = tuple((numbers[place.name], place) for place in placed)
-        files.append(FilePlan(f"{beginning}{count}.safetensors", key, writer, header, places))
+        contents = tuple((numbers[stored.name], stored) for stored in placed)
+        files.append(FilePlan(f"{beginning}{count}.safetensors", key, writer, header, contents))
     return files
 
 
@@ -143,17 +143,17 @@ def hugging_face_indexes(plan: WritePlan, values: Mapping[str, PlainValues]) -> 
 def hugging_face_index(files: Sequence[FilePlan]) -> bytes:
     """model.safetensors.index.json: which file holds which tensor. Source: transformers' sharded
     checkpoints."""
-    weight_map = {place.name: plan.name for plan in files for _, place in plan.places}
-    total = sum(place.nbytes for plan in files for _, place in plan.places)
+    weight_map = {stored.name: plan.name for plan in files for _, stored in plan.contents}
+    total = sum(stored.nbytes for plan in files for _, stored in plan.contents)
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _shares(
-    tensors: Sequence[TensorSpec], writers: Sequence[int], min_share: int
+def _split_over(
+    tensors: Sequence[TensorSpec], writers: Sequence[int], min_bytes: int
 ) -> dict[int, list[TensorSpec]]:
     total = sum(t.nbytes for t in tensors)
-    used = writers[: max(1, min(len(writers), total // min_share))]
+    used = writers[: max(1, min(len(writers), total // min_bytes))]
     loads = dict.fromkeys(used, 0)
     chosen: dict[int, int] = {}
     for tensor in sorted(tensors, key=lambda t: (-t.nbytes, t.number)):
@@ -426,7 +426,7 @@ def _group_receipt(
     return GroupReceipt(
         content_digest(tree),
         (len(snapshot.tensors) if table is None else len(table.tensors)) if first else 0,
-        sum(place.nbytes for file in files for _, place in file.places),
+        sum(stored.nbytes for file in files for _, stored in file.contents),
         [FileReceipt(file.name, file.size, file.writer) for file in files],
         sum(t.stored_nbytes for t in table.tensors) if first and table is not None else 0,
     )
@@ -441,22 +441,22 @@ def _indexed(
     """What the index says of a component: rows, or pieces, of what this rank wrote, and aliases
     beside the values."""
     tree, versions = (None, None) if values is None else (values.tree, values.versions)
-    places = [
-        (file.plan.name, number, place, digests)
+    contents = [
+        (file.plan.name, number, stored, digests)
         for file in written
-        for number, place, digests in file.tensors()
+        for number, stored, digests in file.tensors()
     ]
     if planned.table is not None:
         pieces = [
-            StoredShard(number, name, place.start, digests)
-            for name, number, place, digests in places
+            StoredShard(number, name, stored.start, digests)
+            for name, number, stored, digests in contents
         ]
         layouts = None if tree is None else encode_layouts(planned.table.tensors)
         return ComponentIndex(
-            tree, [], layouts, sorted(pieces, key=lambda piece: piece.number), versions
+            tree, [], layouts, sorted(pieces, key=lambda shard: shard.number), versions
         )
     entries = []
-    for file, number, place, digests in places:
+    for file, number, stored, digests in contents:
         t = snapshot.tensors[number].spec
         entries.append(
             TensorEntry(
@@ -467,8 +467,8 @@ def _indexed(
                 None,
                 t.shape,
                 file,
-                place.name,
-                place.start,
+                stored.name,
+                stored.start,
                 digests,
                 None,
             )
@@ -506,12 +506,12 @@ def files_and_components(
     planned: set[str] = set()
     found = {}
     for c in components:
-        told = [receipt.groups[c.key] for receipt in receipts if c.key in receipt.groups]
+        of_groups = [receipt.groups[c.key] for receipt in receipts if c.key in receipt.groups]
         expected = len(receipts)
         if not c.sharded:
             expected = sum(not ranks.isdisjoint(group.members) for group in groups[c.key])
-        names = _names_of(c, told, expected, files, planned)
-        digests = (*(group.values for group in told), *(files[name].digest for name in names))
+        names = _names_of(c, of_groups, expected, files, planned)
+        digests = (*(group.values for group in of_groups), *(files[name].digest for name in names))
         found[c.key] = ComponentManifest(
             c.key,
             c.sharing_pattern.value,
@@ -519,11 +519,11 @@ def files_and_components(
             group=c.process_group_name,
             partition=partitions[c.process_group_name] if c.process_group_name else None,
             group_keys=group_keys.get(c.key),
-            size_bytes=sum(group.nbytes for group in told),
+            size_bytes=sum(group.nbytes for group in of_groups),
             checksum=combined_digest(bytes.fromhex(digest) for digest in digests),
             files=names,
             required=c.required,
-            tensors=sum(group.tensors for group in told),
+            tensors=sum(group.tensors for group in of_groups),
             metadata=c.metadata,
         )
     return Account(files, found)
@@ -531,7 +531,7 @@ def files_and_components(
 
 def _names_of(
     component: StateComponent,
-    told: Sequence[GroupReceipt],
+    of_groups: Sequence[GroupReceipt],
     expected: int,
     files: Mapping[str, FileRecord],
     planned: set[str],
@@ -539,18 +539,21 @@ def _names_of(
     """The files of a component, each of which was written as it was planned, once. planned: those
     of the components before it, to which it adds its own."""
     key = component.key
-    if len(told) != expected:
+    if len(of_groups) != expected:
         raise CoordinationError(
-            f"component {key!r}: {len(told)} copies were written, not {expected}"
+            f"component {key!r}: {len(of_groups)} copies were written, not {expected}"
         )
     if component.sharded:
-        stored, whole = sum(group.nbytes for group in told), sum(group.whole for group in told)
+        stored, whole = (
+            sum(group.nbytes for group in of_groups),
+            sum(group.whole for group in of_groups),
+        )
         if stored != whole:
             raise CoordinationError(
                 f"component {key!r}: {stored:,} bytes were written of {whole:,}"
             )
     names = []
-    for file in (file for group in told for file in group.files):
+    for file in (file for group in of_groups for file in group.files):
         record = files.get(file.name)
         as_planned = record is not None and (record.size, record.writer) == (file.size, file.writer)
         if not as_planned or file.name in planned:

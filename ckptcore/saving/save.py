@@ -76,7 +76,7 @@ from ..state.component import (
 from ..state.layout import TensorSource, synchronize
 from ..state.modules import one_walk
 from ..state.tree import StateSnapshot, check_values_fit
-from ..state.tree import capture as taken_apart
+from ..state.tree import capture as take_snapshot
 from ..storage.chunks import Workers
 from ..version import __version__
 from .devices import warm_up
@@ -95,7 +95,7 @@ from .staging import stage as copy_into_pool
 from .writer import ByteSource, WrittenFile, write_files
 
 __all__ = [
-    "CapturedSave",
+    "SnapshottedSave",
     "JoinedSave",
     "RunFacts",
     "SaveCall",
@@ -146,7 +146,7 @@ class SaveCall:
 class RunFacts:
     """What a run knows when it saves. Rank 0's counts.
 
-    found_damaged: names that a restore passed over, and that give way. after_sequence: another root
+    known_damaged: names that a restore passed over, and that give way. after_sequence: another root
     of the run has commits up to this one. abandoned: [first, last] commit sequences that the run
     has left behind; None: those that its last commit says. busy, failed: of the save in the
     background; when_busy: what becomes of this one then. branch: the name of the conversation in
@@ -154,7 +154,7 @@ class RunFacts:
     """
 
     run_id: str
-    found_damaged: frozenset[str] = frozenset()
+    known_damaged: frozenset[str] = frozenset()
     after_sequence: int = 0
     abandoned: Ranges | None = None
     busy: bool = False
@@ -297,7 +297,7 @@ def join(
         record.step, record.name = request.step, request.name
         reports = r.gather(report)
         if r.leads:
-            r.verdict = _agree(job, request, run, components, reports, rehearsal=rehearsal)
+            r.verdict = _decide(job, request, run, components, reports, rehearsal=rehearsal)
     verdict: JoinVerdict = r.verdict
     groups = {c.key: _groups_of(c, comm, verdict) for c in components}
     domains = job.domains.ranks(comm)
@@ -355,7 +355,7 @@ def _join_report(
     )
 
 
-def _agree(
+def _decide(
     job: SaveJob,
     request: SaveRequest,
     run: RunFacts,
@@ -381,7 +381,7 @@ def _agree(
         if c.process_group_name is not None
     }
     # A rank that was interrupted in the restore does not know.
-    overwrite = request.overwrite or request.name in run.found_damaged
+    overwrite = request.overwrite or request.name in run.known_damaged
     if not rehearsal:
         run_id = request.run_id
         job.domains.check(_target(request, run, overwrite=overwrite, run_id=run_id))
@@ -406,14 +406,14 @@ def _check_equal(request: SaveRequest, reports: Sequence[JoinReport]) -> None:
     here, there = first.asked, reports[wrong[0]].asked
     # What only one has is a component, and named as such.
     differing = [key for key in here if key in there and here[key] != there[key]]
-    said = "; ".join(
+    differences = "; ".join(
         differing_components(here[key], there[key], wrong[0])
         if key == "components"
         else f"{key} is {here[key]!r} on rank 0 and {there[key]!r} on rank {wrong[0]}"
         for key in differing[:3]
     )
     raise RanksDisagree(
-        f"the ranks make different saves: {said}; ranks that differ from rank 0: {wrong}",
+        f"the ranks make different saves: {differences}; ranks that differ from rank 0: {wrong}",
         ranks=wrong,
         step=request.step,
     )
@@ -469,7 +469,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedSave:
+class SnapshottedSave:
     """A save whose state is known, and still in the caller's memory.
 
     snapshots: this rank's, by component. shards: how the ranks hold those that are sharded; None
@@ -522,7 +522,7 @@ class CapturedSave:
         return Replicas(comm.rank, comm.world_size, compared, self.snapshots, groups, tables)
 
 
-def capture(job: SaveJob, joined: JoinedSave, record: SaveRecord) -> CapturedSave:
+def capture(job: SaveJob, joined: JoinedSave, record: SaveRecord) -> SnapshottedSave:
     """Ask every component for its state, and find out how the ranks hold what is sharded. Raises
     what a state_dict() raises, UnsupportedValue, InvalidState."""
     comm, patterns = job.comm, {c.key: c.sharing_pattern for c in joined.components}
@@ -543,7 +543,7 @@ def capture(job: SaveJob, joined: JoinedSave, record: SaveRecord) -> CapturedSav
     passed_on: dict[str, StateSnapshot] = {}
     if one and len(joined.domains) > 1:  # rank 0 has it, and each domain stores it
         passed_on = job.domains.pass_on({k: snapshots[k] for k in one if k in snapshots}, comm)
-    return CapturedSave(job, joined, record, snapshots, shards, passed_on)
+    return SnapshottedSave(job, joined, record, snapshots, shards, passed_on)
 
 
 def _shards(job: SaveJob, described: dict[str, Description], structure: StructureVerdict) -> Shards:
@@ -570,7 +570,7 @@ def _snapshots(job: SaveJob, joined: JoinedSave) -> dict[str, StateSnapshot]:
         pattern, groups = component.sharing_pattern, joined.groups[component.key]
         has_it = pattern not in _ONE_HOLDER or any(g.members[0] == job.comm.rank for g in groups)
         if has_it or component.validated is not ValidationLevel.NONE:
-            found[component.key] = taken_apart(
+            found[component.key] = take_snapshot(
                 component.key,
                 state,
                 sharded=pattern is SharingPattern.SHARDED,
@@ -588,7 +588,7 @@ class StagedSave:
     """A save that may go on while training does. plan, copy: None where the state is written from
     where it is. failure: what kept this rank from being ready; it is for all to raise."""
 
-    save: CapturedSave
+    save: SnapshottedSave
     plan: WritePlan | None = None
     copy: StagedCopy | None = None
     failure: Exception | None = None
@@ -603,7 +603,7 @@ class StagedSave:
             synchronize(self.save.devices)
 
 
-def stage(save: CapturedSave, pool: HostPool) -> StagedSave:
+def stage(save: SnapshottedSave, pool: HostPool) -> StagedSave:
     """Copy what this rank has to write, so that the live state may change. A failure is everybody's
     in `finish`."""
     plan: WritePlan | None = None
@@ -621,7 +621,7 @@ def stage(save: CapturedSave, pool: HostPool) -> StagedSave:
     return StagedSave(save, plan, copy)
 
 
-def _planned(save: CapturedSave) -> WritePlan:
+def _planned(save: SnapshottedSave) -> WritePlan:
     """Who writes what into which file. Raises InvalidState, UnsupportedValue."""
     job, joined, record = save.job, save.joined, save.record
     comm, stored = job.comm, save.stored
@@ -695,7 +695,7 @@ class PreparedSave:
     by component and number of the tensor.
     """
 
-    save: CapturedSave
+    save: SnapshottedSave
     comm: Communicator
     workers: Workers
     plan: WritePlan
@@ -866,7 +866,9 @@ def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> Prepar
     )
 
 
-def _merged_values(save: CapturedSave, reports: Sequence[PrepareReport]) -> dict[str, PlainValues]:
+def _merged_values(
+    save: SnapshottedSave, reports: Sequence[PrepareReport]
+) -> dict[str, PlainValues]:
     """Raises ReplicationMismatch where ranks have different plain values of one sharded state."""
     if save.shards is None:
         return {}
@@ -888,7 +890,7 @@ def _check_distinct(domains: Sequence[Sequence[int]], reports: Sequence[PrepareR
             raise InvalidState(what)
 
 
-def _begin(save: CapturedSave, plan: WritePlan) -> Begun:
+def _begin(save: SnapshottedSave, plan: WritePlan) -> Begun:
     """On rank 0: look what is there, and have a folder for the files and nothing in their way; but
     for domains whose destination is known by now, which each begin on their own. Raises
     CheckpointExists, StorageError."""
@@ -915,7 +917,7 @@ def _needing(plan: WritePlan) -> Iterator[None]:
         raise
 
 
-def _transaction(save: CapturedSave, destination: Destination | None) -> Transaction:
+def _transaction(save: SnapshottedSave, destination: Destination | None) -> Transaction:
     joined, verdict = save.joined, save.joined.verdict
     return open_transaction(
         save.job.domains.catalog.storage,

@@ -151,21 +151,21 @@ def stage(
     pool: HostPool,
     plan: WritePlan,
     stored: Mapping[str, StateSnapshot],
-    captured: Mapping[str, StateSnapshot],
+    snapshots: Mapping[str, StateSnapshot],
     compared: Sequence[StateComponent],
     whole: set[str],
     workers: Workers,
 ) -> StagedCopy:
-    """Put a copy in the place of every captured tensor that this rank writes.
+    """Put a copy in the place of every tensor that this rank writes.
 
-    stored: what is written of each component; captured: this rank's own state of it.
+    stored: what is written of each component; snapshots: this rank's state of it.
     compared: components whose replicas are compared later. Of what this rank does not write only
     the digest is kept that they are compared by; but everything of those in `whole`, which may have
     to be compared item by item.
     """
-    copied, size = _offsets(plan, stored, captured, whole)
+    copied, size = _offsets(plan, stored, snapshots, whole)
     wanted = {id(t) for t, _ in copied}
-    _keep_digests(compared, captured, wanted)
+    _keep_digests(compared, snapshots, wanted)
     on_devices = any(t.tensor.is_cuda for t, _ in copied)
     block = pool.reserve(size, pinned=on_devices, workers=workers)
     targets = pool.targets(block, copied)
@@ -182,7 +182,7 @@ def stage(
         t.tensor, t.live = target, None
     copies = start_copies(away, pool.staging)
     try:
-        for state in captured.values():
+        for state in snapshots.values():
             _let_go(state, wanted)
         workers.run(list(_copy_jobs(host)))
         for copy in copies:
@@ -196,7 +196,7 @@ def stage(
 def _offsets(
     plan: WritePlan,
     stored: Mapping[str, StateSnapshot],
-    captured: Mapping[str, StateSnapshot],
+    snapshots: Mapping[str, StateSnapshot],
     whole: set[str],
 ) -> tuple[list[tuple[TensorLeaf, int]], int]:
     """What is copied, each with the byte of the pool where its copy begins, and the bytes of all.
@@ -206,27 +206,27 @@ def _offsets(
     components in `whole`.
     """
     found: dict[int, tuple[TensorLeaf, int]] = {}
-    apart: dict[int, TensorLeaf] = {}
+    unaligned: dict[int, TensorLeaf] = {}
     end = 0
     tensors = {c.key: c.tensors(stored[c.key]) for c in plan.components}
     for file in plan.files:
         first = aligned(end, PAGE) - len(file.header)
         of = tensors[file.component]
-        for number, place in file.places:
+        for number, placed in file.contents:
             t = of[number]
             # Items of dtypes that no stock reader knows need not begin at a multiple of their size.
-            if (first + place.start) % max(1, t.tensor.element_size()):
-                apart[id(t)] = t
+            if (first + placed.start) % max(1, t.tensor.element_size()):
+                unaligned[id(t)] = t
             else:
-                found[id(t)] = (t, first + place.start)
+                found[id(t)] = (t, first + placed.start)
         end = first + file.size
-    for key in whole & captured.keys():
-        apart |= {
+    for key in whole & snapshots.keys():
+        unaligned |= {
             id(t): t
-            for t in captured[key].tensors
+            for t in snapshots[key].tensors
             if t.spec.alias_of is None and id(t) not in found
         }
-    for t in apart.values():
+    for t in unaligned.values():
         end = aligned(end, ALIGNMENT)
         found[id(t)] = (t, end)
         end += t.spec.nbytes
@@ -234,12 +234,12 @@ def _offsets(
 
 
 def _keep_digests(
-    compared: Sequence[StateComponent], captured: Mapping[str, StateSnapshot], wanted: set[int]
+    compared: Sequence[StateComponent], snapshots: Mapping[str, StateSnapshot], wanted: set[int]
 ) -> None:
     """Digests, taken now, of what is compared and not copied, and of all that is compared on its
     accelerator."""
     for c in compared:
-        leaves = captured[c.key].tensors if c.key in captured else []
+        leaves = snapshots[c.key].tensors if c.key in snapshots else []
         left = [t for t in leaves if id(t) not in wanted and t.spec.alias_of is None]
         take_digests(c, [*left, *(t for t in leaves if on_accelerator(t.tensor))])
         for t in left:

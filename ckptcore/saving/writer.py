@@ -22,18 +22,18 @@ Known = Mapping[tuple[str, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One tensor file. `places` pairs tensor numbers with their place in the file, in file
+    """One tensor file. contents: tensor numbers, each with where the tensor is in the file, in file
     order."""
 
     name: str
     component: str
     writer: int
     header: bytes
-    places: tuple[tuple[int, StoredTensor], ...]
+    contents: tuple[tuple[int, StoredTensor], ...]
 
     @property
     def size(self) -> int:
-        return len(self.header) + sum(place.nbytes for _, place in self.places)
+        return len(self.header) + sum(stored.nbytes for _, stored in self.contents)
 
 
 class ByteSource(Protocol):
@@ -64,9 +64,9 @@ class WrittenFile:
     def tensors(self) -> Iterator[tuple[int, StoredTensor, bytes]]:
         """Number, place, and digests of the chunks, of each tensor in the file."""
         at = 0
-        for number, place in self.plan.places:
-            end = at + DIGEST_BYTES * chunk_count(place.nbytes)
-            yield number, place, bytes(self.digests[at:end])
+        for number, stored in self.plan.contents:
+            end = at + DIGEST_BYTES * chunk_count(stored.nbytes)
+            yield number, stored, bytes(self.digests[at:end])
             at = end
 
 
@@ -151,7 +151,7 @@ class _Comparison:
 
 
 def _known_in(plan: FilePlan, known: Known) -> dict[int, bytes | None]:
-    return {n: known.get((plan.component, n)) for n, _ in plan.places if known}
+    return {n: known.get((plan.component, n)) for n, _ in plan.contents if known}
 
 
 def _digests(
@@ -204,7 +204,7 @@ class _File:
 
 def _chunks(plan: FilePlan) -> list[Chunk[int]]:
     return [
-        Chunk(place.start + offset, min(CHUNK_BYTES, place.nbytes - offset), offset, number)
-        for number, place in plan.places
-        for offset in range(0, place.nbytes, CHUNK_BYTES)
+        Chunk(stored.start + offset, min(CHUNK_BYTES, stored.nbytes - offset), offset, number)
+        for number, stored in plan.contents
+        for offset in range(0, stored.nbytes, CHUNK_BYTES)
     ]

@@ -376,8 +376,8 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     if overlaps_itself(target):
         once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
         target, source = target[once], source[once]
-        for place in product(*(range(n) for n in target.shape)) if overlaps_itself(target) else ():
-            target[place] = source[place]  # sliding windows, item by item
+        for at in product(*(range(n) for n in target.shape)) if overlaps_itself(target) else ():
+            target[at] = source[at]  # sliding windows, item by item
     if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
         # As integers, which every dtype can be copied as.
         target, source = words(target), words(source)

@@ -17,7 +17,7 @@ from ..format.values import BY_NAME, Opaque, TensorRef, encode, join_path, keyed
 from .layout import Shard, is_dtensor
 from .tree import Differences, holds_tensors, key_leaves, key_names, part_of
 
-__all__ = ["PlainState", "Value", "changeable", "only_own", "owned_elsewhere"]
+__all__ = ["PlainState", "Value", "changeable", "only_own", "has_other_owner"]
 
 _CONTAINERS = (dict, list, deque, set, bytearray)
 _NOTHING = object()
@@ -91,12 +91,12 @@ class PlainState:
     def may_replace(self, live: Any) -> bool:
         """Whether a tensor may be another object after a load."""
         whole = isinstance(self.value, torch.Tensor | Shard | np.ndarray)
-        return not (whole or owned_elsewhere(live) or id(live) in self._inside)
+        return not (whole or has_other_owner(live) or id(live) in self._inside)
 
-    def put_back(self, state_dict: Any, seen: dict[int, tuple[Any, Any]]) -> None:
-        """seen: shared by all of one load. Where the value itself cannot be changed, `loaded` alone
+    def put_back(self, state_dict: Any, filled: dict[int, tuple[Any, Any]]) -> None:
+        """filled: shared by one load. Where the value itself cannot be changed, `loaded` alone
         has what was saved."""
-        self.loaded = put_back(self.value, state_dict, seen, keep=not self.strict)
+        self.loaded = put_back(self.value, state_dict, filled, keep=not self.strict)
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.put_back(state_dict, {})
@@ -128,11 +128,11 @@ def changeable(value: Any) -> bool:
 
 
 class _PutBack:
-    """One restore of plain state. `seen`: live containers that have their content, and what they
+    """One restore of plain state. `filled`: live containers that have their content, and what they
     were given: two names of one list need not have been saved with equal content."""
 
-    def __init__(self, seen: dict[int, tuple[Any, Any]], keep: bool) -> None:
-        self.seen, self.keep = seen, keep
+    def __init__(self, filled: dict[int, tuple[Any, Any]], keep: bool) -> None:
+        self.filled, self.keep = filled, keep
 
     def value(self, live: Any, saved: Any, *, top: bool = False) -> Any:
         """What takes the place of `live`: itself, filled with what was saved, wherever its type
@@ -143,9 +143,9 @@ class _PutBack:
             top and isinstance(live, dict) and isinstance(saved, Mapping)
         )
         if isinstance(live, _CONTAINERS) and fits and (top or _room(live) == _room(saved)):
-            if (before := self.seen.get(id(live))) is not None:
+            if (before := self.filled.get(id(live))) is not None:
                 return live if _equal(before[1], saved) else saved
-            self.seen[id(live)] = live, saved
+            self.filled[id(live)] = live, saved
             self.fill(live, saved)
             return live
         if isinstance(live, np.ndarray) and isinstance(saved, np.ndarray):
@@ -179,11 +179,13 @@ class _PutBack:
         ]
 
 
-def put_back(live: Any, saved: Any, seen: dict[int, tuple[Any, Any]], *, keep: bool = False) -> Any:
+def put_back(
+    live: Any, saved: Any, filled: dict[int, tuple[Any, Any]], *, keep: bool = False
+) -> Any:
     """Give `live` the content of `saved`, at every level where the types are the same; the result
     is `live` where that could be done. Tensors of `saved` that are those of `live` have been read
-    into already. seen: shared by one load. keep: keys of dicts that were not saved stay."""
-    return _PutBack(seen, keep).value(live, saved, top=True)
+    into already. filled: shared by one load. keep: keys of dicts that were not saved stay."""
+    return _PutBack(filled, keep).value(live, saved, top=True)
 
 
 def _room(value: Any) -> Any:
@@ -214,7 +216,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def owned_elsewhere(value: Any) -> bool:
+def has_other_owner(value: Any) -> bool:
     """Whether a tensor is certainly memory that something else uses, so that another one in its
     place would not do: one that is trained, a slice, a view of more."""
     tensor = value.tensor if isinstance(value, Shard) else value
@@ -254,7 +256,7 @@ def fixed_parts(state: Any, *, every_tensor: bool = False) -> Fixed:
             found.inside.add(id(value))
         if (
             inside
-            or owned_elsewhere(value)
+            or has_other_owner(value)
             or (every_tensor and isinstance(value, torch.Tensor | Shard))
         ):
             found.names.append(join_path(path) if path else "value")

@@ -43,7 +43,7 @@ def test_every_tensor_once_within_all_limits(
     files = plan_component(
         "model", tensors, ranks, max_file_bytes=max_file_bytes, header_limit=header_limit
     )
-    assert sorted(number for file in files for number, _ in file.places) == list(
+    assert sorted(number for file in files for number, _ in file.contents) == list(
         range(len(tensors))
     )
     assert len({file.name for file in files}) == len(files)
@@ -51,11 +51,11 @@ def test_every_tensor_once_within_all_limits(
         assert file.component == "model"
         assert file.writer in ranks
         assert len(file.header) <= header_limit + 8
-        data = sum(place.nbytes for _, place in file.places)
-        assert data <= max_file_bytes or sum(place.nbytes > 0 for _, place in file.places) == 1
+        data = sum(place.nbytes for _, place in file.contents)
+        assert data <= max_file_bytes or sum(place.nbytes > 0 for _, place in file.contents) == 1
         assert file.size == len(file.header) + data
-        assert len(json.loads(file.header[8:])) == 1 + len(file.places), "and the metadata"
-        for number, place in file.places:
+        assert len(json.loads(file.header[8:])) == 1 + len(file.contents), "and the metadata"
+        for number, place in file.contents:
             wanted = tensors[number]
             assert (place.name, place.dtype, place.shape) == (
                 wanted.stored_name,
@@ -75,7 +75,7 @@ def test_plan_is_deterministic(tensors, ranks) -> None:
 def test_writers_share_the_bytes(tensors, ranks) -> None:
     loads = dict.fromkeys(ranks, 0)
     for file in plan_component("model", tensors, ranks):
-        loads[file.writer] += sum(place.nbytes for _, place in file.places)
+        loads[file.writer] += sum(place.nbytes for _, place in file.contents)
     total, largest = sum(t.nbytes for t in tensors), max((t.nbytes for t in tensors), default=0)
     if total >= len(ranks):
         assert max(loads.values()) - min(loads.values()) <= largest
