@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .catalog.catalog import committed, left_behind, newest_run, scan, sweep
-from .catalog.folder import Attempt, CheckpointInfo, attempts_among, entries_in, read_manifest
+from .catalog.folder import Attempt, CheckpointInfo, attempts_among, read_manifest
 from .catalog.folder import delete_checkpoint as delete_folder
 from .catalog.folder import pin_checkpoint as pin_folder
 from .catalog.folder import remove_checkpoint_folder as remove_folder
@@ -150,7 +150,7 @@ def find_leftovers(url: Url, storage_options: Options = None) -> list[Leftover]:
     for info in scan(storage):
         if info.status != "partial" and not info.marked:
             continue
-        entries = entries_in(storage, info.name)
+        entries = storage.entries(info.name) or ()
         _, _, attempt = info.name.partition(".partial-")
         attempts = [Attempt.parse(text) for text in ([attempt] if attempt else [])]
         attempts += [Attempt.parse(text) for text in attempts_among(entries)]

@@ -28,7 +28,6 @@ from .folder import (
     Memory,
     attempts_among,
     delete_checkpoint,
-    entries_in,
     finish_deletion,
     inspect_folder,
     pin_checkpoint,
@@ -378,7 +377,7 @@ def _swept(storage: Storage, info: CheckpointInfo, run_id: str) -> bool:
         return True
     if info.status != "partial":
         return False
-    attempts = [attempt] if kind else attempts_among(entries_in(storage, info.name))
+    attempts = [attempt] if kind else attempts_among(storage.entries(info.name))
     if not all(Attempt.parse(each).is_abandoned(run_id) for each in attempts):
         return False
     # Looked at after the marks: what another job has committed since the scan is no leftover.

@@ -45,7 +45,6 @@ __all__ = [
     "checkpoints_in",
     "foreign_format",
     "delete_checkpoint",
-    "entries_in",
     "finish_deletion",
     "in_flight",
     "inspect_folder",
@@ -217,7 +216,7 @@ def checkpoints_in(storage: Storage, folder: str, most: int = 5) -> list[str]:
     try:
         found = [
             match
-            for e in entries_in(storage, folder)
+            for e in (storage.entries(folder) or ())
             if e.is_folder and (match := FOLDER.fullmatch(e.name))
         ]
     except StorageError:
@@ -359,7 +358,7 @@ def foreign_format(storage: Storage, folder: str) -> tuple[str, str] | None:
     """(what another library calls such a folder, the file that says so), for a message; None where
     it is nothing that is known."""
     try:
-        listed = {entry.name for entry in entries_in(storage, folder)}
+        listed = {entry.name for entry in (storage.entries(folder) or ())}
     except StorageError:
         return None
     return _foreign_in(listed)
@@ -506,21 +505,11 @@ def mark_name(attempt: str) -> str:
     return f"attempt.{attempt}.partial"
 
 
-def attempts_among(entries: Iterable[Entry]) -> list[str]:
-    """Whose attempts are in a folder, by their marks. A folder with the name of a mark is none of
-    ours."""
-    marks = [_MARKER.fullmatch(entry.name) for entry in entries if not entry.is_folder]
+def attempts_among(entries: Iterable[Entry] | None) -> list[str]:
+    """Whose attempts are in a folder, by their marks; nobody's in one that is gone. A folder with
+    the name of a mark is none of ours."""
+    marks = [_MARKER.fullmatch(entry.name) for entry in entries or () if not entry.is_folder]
     return [mark.group(1) for mark in marks if mark]
-
-
-def entries_in(storage: Storage, folder: str) -> list[Entry]:
-    """What lies in a folder; nothing in one that is gone."""
-    try:
-        return storage.list(folder)
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        return []
 
 
 def mark_attempt(storage: Storage, folder: str, attempt: str) -> None:
@@ -539,7 +528,7 @@ def mark_attempt(storage: Storage, folder: str, attempt: str) -> None:
 
 
 def unmark_attempts(storage: Storage, folder: str) -> None:
-    for attempt in attempts_among(entries_in(storage, folder)):
+    for attempt in attempts_among(storage.entries(folder)):
         storage.remove(join(folder, mark_name(attempt)))
 
 
@@ -576,7 +565,7 @@ def delete_checkpoint(storage: Storage, folder: str) -> None:
     InvalidState when it is pinned by now, StorageError, CheckpointCorrupt when the manifest cannot
     say which files are the checkpoint's.
     """
-    if any(entry.name == PIN_NAME for entry in entries_in(storage, folder)):
+    if any(entry.name == PIN_NAME for entry in (storage.entries(folder) or ())):
         raise InvalidState(f"{storage.at(folder)} is pinned; unpin it before it is deleted")
     _withdraw(storage, folder)
     finish_deletion(storage, folder)
@@ -635,7 +624,7 @@ def remove_attempt(storage: Storage, folder: str, *, keep_marks: bool = False) -
     """
     names = [
         entry.name
-        for entry in entries_in(storage, folder)
+        for entry in (storage.entries(folder) or ())
         if not entry.is_folder and is_ours(entry.name)
     ]
     marks = [name for name in names if _MARKER.fullmatch(name)]

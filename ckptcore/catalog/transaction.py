@@ -38,7 +38,6 @@ from .folder import (
     Attempt,
     attempts_among,
     check_files,
-    entries_in,
     is_half_uploaded,
     is_ours,
     join,
@@ -187,7 +186,7 @@ class BesideTransaction(Transaction):
         return False
 
     def is_visible(self) -> bool:
-        return _listed(self.storage, self.folder) is not None
+        return self.storage.entries(self.folder) is not None
 
     def _begin(self, gives_way: bool) -> None:
         if self.resume and self._take_over():
@@ -293,15 +292,15 @@ class InPlaceTransaction(Transaction):
         return self.name
 
     def withdraws(self) -> bool:
-        names = {entry.name for entry in entries_in(self.storage, self.name)}
+        names = {entry.name for entry in (self.storage.entries(self.name) or ())}
         return MANIFEST_NAME in names and self.check()
 
     def is_visible(self) -> bool:
-        return self.attempt in attempts_among(_listed(self.storage, self.folder) or ())
+        return self.attempt in attempts_among(self.storage.entries(self.folder))
 
     def _begin(self, gives_way: bool) -> None:
         storage, name = self.storage, self.name
-        entries = entries_in(storage, name) if self.resume else []
+        entries = (storage.entries(name) or ()) if self.resume else []
         marks = attempts_among(entries)
         names = {entry.name for entry in entries}
         resumes = bool(marks) and names.isdisjoint([MANIFEST_NAME, WITHDRAWN_NAME])
@@ -313,7 +312,7 @@ class InPlaceTransaction(Transaction):
             return
         for mark in marks:
             storage.remove(join(name, mark_name(mark)))
-        if attempts_among(entries_in(storage, name)) != [self.attempt]:
+        if attempts_among(storage.entries(name)) != [self.attempt]:
             where = storage.at(name)
             raise CheckpointExists(f"{where} is being copied by another job, too", path=where)
         storage.drop_uploads(name)  # of the attempt that did not end
@@ -338,7 +337,7 @@ class InPlaceTransaction(Transaction):
     def _abort(self, others_write: bool) -> None:
         # What is there may be another job's by now: its attempt, or its checkpoint.
         storage, folder, attempt = self.storage, self.folder, self.attempt
-        if attempts_among(entries_in(storage, folder)) == [attempt] and _committed_by(
+        if attempts_among(storage.entries(folder)) == [attempt] and _committed_by(
             storage, folder
         ) in (None, attempt):
             remove_attempt(storage, folder, keep_marks=others_write)
@@ -391,16 +390,6 @@ class _NamedWhenDurable(FileWriter):
 
     def abort(self) -> None:
         self._writer.abort()
-
-
-def _listed(storage: Storage, folder: str) -> list[Entry] | None:
-    """What lies in a folder; None where there is none."""
-    try:
-        return storage.list(folder)
-    except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise
-        return None
 
 
 def check_target(
@@ -513,9 +502,8 @@ def check_alone(
     Raises CheckpointExists when another job has come between.
     """
     expected = {mark_name(attempt): 0} | {name: record.size for name, record in files.items()}
-    found = {
-        e.name: e.size for e in entries_in(storage, folder) if is_ours(e.name) and not e.is_folder
-    }
+    entries = storage.entries(folder) or ()
+    found = {e.name: e.size for e in entries if is_ours(e.name) and not e.is_folder}
     if found != expected:
         other = next(
             name for name in sorted(found | expected) if found.get(name) != expected.get(name)

@@ -26,7 +26,6 @@ from ..catalog.folder import (
     CheckpointInfo,
     attempts_among,
     check_files,
-    entries_in,
     in_flight,
     is_ours,
     join,
@@ -220,14 +219,14 @@ class _Copy:
             return False
         if thoroughly and there.verify(self.workers.count):
             return False
-        marks = attempts_among(entries_in(self.target, self.name))
+        marks = attempts_among(self.target.entries(self.name))
         if marks and all(Attempt.parse(mark).is_abandoned(self.owner) for mark in marks):
             unmark_attempts(self.target, self.name)  # of a copy that died when all was done
         return True
 
     @staticmethod
     def _pinned(storage: Storage, folder: str) -> bool:
-        return any(entry.name == PIN_NAME for entry in entries_in(storage, folder))
+        return any(entry.name == PIN_NAME for entry in (storage.entries(folder) or ()))
 
     def _same(self) -> bool:
         """Whether the manifest at the target is of this very commit."""
@@ -367,7 +366,7 @@ class CopiedFiles:
     def _left_complete(self) -> set[str]:
         """Files of an interrupted copy that have the size that they should have. Others of our kind
         are removed."""
-        entries = entries_in(self.target, self.work)
+        entries = self.target.entries(self.work) or ()
         marks = {mark_name(attempt) for attempt in attempts_among(entries)}
         found = set()
         for entry in entries:

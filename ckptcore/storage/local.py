@@ -141,7 +141,13 @@ class LocalStorage(Storage):
         return sorted(entries, key=lambda entry: entry.name)
 
     def entries(self, path: str) -> Sequence[Entry] | None:
-        return super().entries(path) if os.path.lexists(self.at(path)) else None
+        try:
+            os.lstat(self.at(path))
+        except FileNotFoundError:  # the usual answer to a save, which need be no error first
+            return None
+        except OSError:
+            pass  # the listing says what it is
+        return super().entries(path)
 
     def list_folders(self, beginning: str) -> dict[str, Sequence[Entry] | None]:
         """Links are among them, also those that lead nowhere now: what they stand for is not passed
