@@ -165,13 +165,13 @@ MALFORMED = (
 
 
 def malformed(
-    what: str, error: Exception, file: str | None, path: str | None = None, kind: str = "format"
+    message: str, error: Exception, file: str | None, path: str | None = None, kind: str = "format"
 ) -> CheckpointError:
     """What to raise where a parser failed, with one of MALFORMED, on bytes that are not what they
-    should be: `what` in words, and why."""
+    should be: `message`, and why."""
     if isinstance(error, CheckpointError):
         return error
-    why = f"{what} ({type(error).__name__}: {short(str(error))})"
+    why = f"{message} ({type(error).__name__}: {short(str(error))})"
     return CheckpointCorrupt(why, path=path, file=file, kind=kind)
 
 
@@ -539,9 +539,9 @@ class CheckpointManifest:
         """Raises CheckpointCorrupt, UnsafePath (a kind of it) or UnsupportedVersion."""
         where = f"{path}/{MANIFEST_NAME}" if path else MANIFEST_NAME
 
-        def bad(what: str, kind: str = "format", **facts: Any) -> CheckpointCorrupt:
+        def bad(message: str, kind: str = "format", **facts: Any) -> CheckpointCorrupt:
             return CheckpointCorrupt(
-                f"{where}: {what}", path=path or None, file=MANIFEST_NAME, kind=kind, **facts
+                f"{where}: {message}", path=path or None, file=MANIFEST_NAME, kind=kind, **facts
             )
 
         tail = _TAIL.search(data[-64:])
@@ -583,7 +583,7 @@ class CheckpointManifest:
         return manifest
 
 
-def check_readable(encoded: bytes, what: str = "the manifest") -> None:
+def check_readable(encoded: bytes, name: str = "the manifest") -> None:
     """What every reader does with a manifest, before it is published. Raises InvalidState."""
     try:
         if len(encoded) > SIZE_LIMIT:
@@ -591,7 +591,7 @@ def check_readable(encoded: bytes, what: str = "the manifest") -> None:
         CheckpointManifest.decode(encoded)
     except (CheckpointCorrupt, UnsupportedVersion, ValueError) as error:
         raise InvalidState(
-            f"{what} could not be read back, so it is not published: {error}"
+            f"{name} could not be read back, so it is not published: {error}"
         ) from None
 
 
@@ -612,7 +612,7 @@ JSON_INT = 2048  # bits; Python can be set to read no ints of more than 640 digi
 JSON_ITEMS = 10_000_000
 
 
-def private_json(what: str, document: Any) -> Any:
+def private_json(name: str, document: Any) -> Any:
     """A copy of what a user gives for a manifest, as it will be read. Raises InvalidState for what
     JSON cannot hold, or what the limits of another reader would refuse."""
     try:
@@ -621,7 +621,7 @@ def private_json(what: str, document: Any) -> Any:
         text.encode()  # lone surrogates are no UTF-8
         return read_json(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidState(f"{what} is not JSON, and cannot go into a manifest: {error}") from None
+        raise InvalidState(f"{name} is not JSON, and cannot go into a manifest: {error}") from None
 
 
 def _check_json(document: Any) -> None:

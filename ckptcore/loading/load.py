@@ -643,7 +643,7 @@ class _Loading:
         try:
             yield
         except CheckpointError as error:
-            if self.plan.in_place and not error.message.endswith(PARTLY_OVERWRITTEN):
+            if self.plan.overwritten and not error.message.endswith(PARTLY_OVERWRITTEN):
                 error.message += PARTLY_OVERWRITTEN
             raise
 
@@ -656,18 +656,18 @@ class _Loading:
         )
         if self.request.transactional:
             self.before = {p.live.key: StateBefore(p.live) for p in order}
-        seen: dict[int, tuple[Any, Any]] = {}
+        done: dict[int, tuple[Any, Any]] = {}
         for prepared in order:
             self.begun.append(prepared.live.key)
             try:
                 for live, staged in self.plan.staged.get(prepared.live.key, ()):
                     copy_into(live, staged)
-                self._hand_over(prepared, seen)
+                self._hand_over(prepared, done)
             except Exception as error:
                 raise self._failed(prepared.live.key, error) from error
         self._check_shared()
 
-    def _hand_over(self, prepared: _Prepared, seen: dict[int, tuple[Any, Any]]) -> None:
+    def _hand_over(self, prepared: _Prepared, done: dict[int, tuple[Any, Any]]) -> None:
         key, owner = prepared.live.key, prepared.live.owner
         stateful, versions = prepared.live.loaded.component.stateful, prepared.versions
         state = revived(prepared.state, f"{self.view.url}: component {key!r}")
@@ -677,7 +677,7 @@ class _Loading:
             else:
                 if key in self.nowhere:
                     state = only_own(state, owner.value, set(self.nowhere[key]).__contains__)
-                owner.put_back(state, seen)
+                owner.put_back(state, done)
             self.report.values.keep(key, owner.loaded)
             return
         if isinstance(owner, ModelState):
@@ -692,7 +692,7 @@ class _Loading:
     def _failed(self, key: str, error: Exception) -> CheckpointError:
         """What to raise where a component refused its state: with its name, and what that
         leaves."""
-        touched = [k for k in self.prepared if k in self.plan.in_place or k in self.begun]
+        touched = [k for k in self.prepared if k in self.plan.overwritten or k in self.begun]
         left = [k for k in self.prepared if k not in touched]
         after = (
             ""
@@ -766,11 +766,13 @@ class _Loading:
 def _live(loaded: LoadedComponent) -> LiveComponent:
     component = loaded.component
     state = component.stateful.state_dict()
-    seen, owner = state, owner_of(component.stateful)
+    shaped, owner = state, owner_of(component.stateful)
     if isinstance(owner, ModelState):
         # What its own loading makes of parameters that have no shape yet is its to say.
-        seen = {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and is_lazy(v))}
-    snapshot = capture(component.key, seen, sharded=True, live_only=True)
+        shaped = {
+            n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and is_lazy(v))
+        }
+    snapshot = capture(component.key, shaped, sharded=True, live_only=True)
     numbers = {tensor.name: number for number, tensor in enumerate(loaded.stored.tensors)}
     return LiveComponent(component.key, loaded, owner, state, snapshot, numbers)
 

@@ -99,16 +99,19 @@ def _stored_copy(
         same = position.world_size == count
         return position.rank if same else resized.by_count(position.rank, position.world_size)
     if saved.pattern == "PER_NODE":
-        own, now = group_index(position.nodes, position.rank), len(position.nodes)
+        number, now = group_index(position.nodes, position.rank), len(position.nodes)
         if (
             now == count > 1
             and position.world_size == manifest.world_size
             and position.nodes != manifest.nodes
         ):
             return resized.by_members(
-                own, now, f"the nodes {short(manifest.nodes)}", f"they are {short(position.nodes)}"
+                number,
+                now,
+                f"the nodes {short(manifest.nodes)}",
+                f"they are {short(position.nodes)}",
             )
-        return own if now == count else resized.by_count(own, now)
+        return number if now == count else resized.by_count(number, now)
     return _copy_of_group(manifest, saved, count, component, position, resized)
 
 
@@ -133,19 +136,19 @@ def _copy_of_group(
             "groups); declare it so, "
             "with process_group_name and process_groups, to say which of them this rank is in"
         )
-    own, now = group_index(partition, position.rank), len(partition)
+    number, now = group_index(partition, position.rank), len(partition)
     if saved.group_keys and component.group_key is not None:
         if component.group_key in saved.group_keys:
             return saved.group_keys.index(component.group_key)
         names = f" ({', '.join(saved.group_keys)}; this rank's is {component.group_key})"
-        return resized.by_count(own, now, names)
+        return resized.by_count(number, now, names)
     if now != count:
-        return resized.by_count(own, now)
+        return resized.by_count(number, now)
     same_members = position.world_size != manifest.world_size or partition == saved.partition
     if count > 1 and not (name == saved.group and same_members):
         was = f"the groups {short(saved.partition)} of {saved.group!r}"
-        return resized.by_members(own, now, was, f"{name!r} is {short(partition)}")
-    return own
+        return resized.by_members(number, now, was, f"{name!r} is {short(partition)}")
+    return number
 
 
 def _warn_of_pattern(
@@ -181,19 +184,19 @@ class _Resized:
     pattern: str
     count: int
 
-    def by_count(self, own: int, now: int, names: str = "") -> int | None:
+    def by_count(self, number: int, now: int, names: str = "") -> int | None:
         """Another number of them, or names that were not saved."""
         what = f"{self.count} {self.what}s{names}, there are {now} now"
-        return self.chosen(own, now, what, "", everywhere=bool(names))
+        return self.chosen(number, now, what, "", everywhere=bool(names))
 
-    def by_members(self, own: int, now: int, was: str, now_is: str) -> int | None:
+    def by_members(self, number: int, now: int, was: str, now_is: str) -> int | None:
         """As many of them, and not the same ones."""
         hint = (
             "declare the group that it was saved over, or give group_key at the save and at the "
             "load; "
         )
         return self.chosen(
-            own, now, f"{was}, and now {now_is}", hint if self.what == "group" else ""
+            number, now, f"{was}, and now {now_is}", hint if self.what == "group" else ""
         )
 
     @property
@@ -201,7 +204,7 @@ class _Resized:
         return self.pattern.removeprefix("PER_").lower()
 
     def chosen(
-        self, own: int, now: int, changed: str, hint: str, *, everywhere: bool = False
+        self, number: int, now: int, changed: str, hint: str, *, everywhere: bool = False
     ) -> int | None:
         component, policy = self.component, self.component.on_resize
         if policy == "keep":
@@ -226,12 +229,11 @@ class _Resized:
                 f"live state ({where}), or to a function (new {self.what}, new size, old size) -> "
                 f"old {self.what}"
             )
-        answer = policy(own, now, self.count)
+        answer = policy(number, now, self.count)
         if type(answer) is not int or not 0 <= answer < self.count:
             raise StateMismatch(
-                f"component {component.key!r}: on_resize gave {answer!r} for {self.what} {own} of "
-                f"{now}; "
-                f"it must be a whole number below {self.count}"
+                f"component {component.key!r}: on_resize gave {answer!r} for {self.what} "
+                f"{number} of {now}; it must be a whole number below {self.count}"
             )
         return answer
 
@@ -379,7 +381,7 @@ def _same_stored(one: Held, first: int, other: Held, second: int) -> bool:
 class ReadPlan:
     """What is read, and where to.
 
-    in_place: components whose live tensors are read into. staged: by component, live tensors and
+    overwritten: components whose live tensors are read into. staged: by component, live tensors and
     the host memory that is copied into them after all was read; contested: those of them whose
     memory others have too, by name. cast: full name -> "saved dtype -> live dtype"; mismatched:
     full name -> forms, saved and live, that do not fit.
@@ -387,7 +389,7 @@ class ReadPlan:
 
     reads: list[TensorRead] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
-    in_place: set[str] = field(default_factory=set)
+    overwritten: set[str] = field(default_factory=set)
     staged: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     contested: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     cast: dict[str, str] = field(default_factory=dict)
@@ -513,7 +515,7 @@ class Destinations:
                 return self._two_values(number, tensor, live, other)
             return live.live
         if fits and self._free_for_reading(live):
-            self.plan.in_place.add(self.key)
+            self.plan.overwritten.add(self.key)
             self._read_into(number, live.tensor, live.spec.box)
         else:
             self._stage(number, tensor, live, dtype)

@@ -313,8 +313,8 @@ def read_of(component: str, entry: TensorEntry, wanted: Box, words: Words) -> Te
     if common is None:
         raise ValueError(f"the piece at {held[0]} of {held[1]} has nothing of {wanted}")
     # With an ellipsis: a 0-d numpy array gives a view of itself then, and a copy otherwise.
-    place = (*(slice(o - w, o - w + n) for o, n, w in zip(*common, wanted[0], strict=True)), ...)
-    region = words.array[place]
+    part = (*(slice(o - w, o - w + n) for o, n, w in zip(*common, wanted[0], strict=True)), ...)
+    region = words.array[part]
     # Items wider than a word (complex128) have a last dimension of words.
     extra = tuple(words.array.shape[len(wanted[1]) :])
     inner = tuple(o - h for o, h in zip(common[0], held[0], strict=True)) + (0,) * len(extra)

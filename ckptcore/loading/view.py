@@ -267,7 +267,7 @@ class CheckpointView:
         stored_copy = self.manifest.copies(key)[copy]
         members = stored_copy.members
         if not self.manifest.holds(stored_copy):
-            raise _not_here(
+            raise _on_other_nodes(
                 self.url, self.manifest, f"component {key + stored_copy.label!r}", members
             )
         writers = [w for w in self.manifest.components[key].writers if w in members]
@@ -318,9 +318,9 @@ class CheckpointView:
             tensor = tensors[number]
             if tensor.layout is None:
                 return
-            place = id(tensor.layout), tensor.shape, box
-            if (cuts := known.get(place)) is None:
-                cuts = known[place] = _cuts_here(self.url, self.manifest, key, tensor, box)
+            like = id(tensor.layout), tensor.shape, box
+            if (cuts := known.get(like)) is None:
+                cuts = known[like] = _stored_cuts(self.url, self.manifest, key, tensor, box)
             for writer, held in cuts:
                 yield self._piece(key, number, tensor, writer, held)
 
@@ -372,7 +372,7 @@ class CheckpointView:
             )
         return entry
 
-    def _copies(self) -> Iterator[tuple[str, StoredComponent]]:
+    def _stored(self) -> Iterator[tuple[str, StoredComponent]]:
         """All copies of all components. Where there are several, the label follows the name:
         "rng.rank00001"."""
         for key in self.manifest.components:
@@ -382,7 +382,7 @@ class CheckpointView:
 
     def tensors(self) -> list[TensorInfo]:
         """All tensors, component by component. Reads the indexes, and no tensor bytes."""
-        return [info for name, stored in self._copies() for info in _infos(name, stored)]
+        return [info for name, stored in self._stored() for info in _infos(name, stored)]
 
     def boxes(self, component: str, copy: int = 0) -> dict[str, list[StoredBox]]:
         """The boxes that each tensor of a component is stored in, by the tensor's name; those of
@@ -526,7 +526,7 @@ class CheckpointView:
         if name not in self._found:
             self._found = {
                 f"{key}/{tensor.name}": (key, stored, number)
-                for key, stored in self._copies()
+                for key, stored in self._stored()
                 for number, tensor in enumerate(stored.tensors)
             }
         if name in self._found:
@@ -682,7 +682,7 @@ def _file_of(read: TensorRead) -> str:
     return read.entry.file or ""
 
 
-def _not_here(
+def _on_other_nodes(
     url: str, manifest: CheckpointManifest, what: str, saved_by: Sequence[int] = ()
 ) -> StateMismatch:
     """The error for something that only the storage of other nodes has. saved_by: the ranks that
@@ -708,7 +708,7 @@ def _not_here(
     )
 
 
-def _cuts_here(
+def _stored_cuts(
     url: str, manifest: CheckpointManifest, key: str, tensor: LogicalTensor, box: Box
 ) -> list[tuple[int, Box]]:
     """(writer, its box) for what is stored of `box` of a tensor that has a layout. Raises
@@ -719,7 +719,7 @@ def _cuts_here(
         return found
     common = (intersection(held, box) for _, held in found)
     if sum(volume(part[1]) for part in common if part is not None) != volume(box[1]):
-        raise _not_here(
+        raise _on_other_nodes(
             url,
             manifest,
             f"component {key!r}: all of the part at {list(box[0])} of shape {list(box[1])} of "

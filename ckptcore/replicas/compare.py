@@ -124,12 +124,12 @@ def decide(replicas: Replicas, reports: Sequence[ReplicaReport | None]) -> Repli
         for number, group in enumerate(replicas.groups[component.key])
         if len({given[rank].whole.get(component.key) for rank in group.members}) > 1
     ]
-    seen: dict[str, str] = {}
+    first: dict[str, str] = {}
     parts = {
         tag
         for each in given
         for tag, digest in each.parts.items()
-        if seen.setdefault(tag, digest) != digest
+        if first.setdefault(tag, digest) != digest
     }
     return ReplicaVerdict(differing, sorted(parts)) if differing or parts else None
 
@@ -170,12 +170,12 @@ def take_digests(component: StateComponent, leaves: Iterable[TensorLeaf]) -> Non
         small = leaf.tensor.is_cpu and 0 < leaf.spec.nbytes <= SAMPLES * SAMPLE_BYTES
         if small and not leaf.tensor.is_complex() and not leaf.tensor.is_neg():
             by_dtype.setdefault(leaf.tensor.dtype, []).append(leaf)
-    for together in by_dtype.values():
+    for batch in by_dtype.values():
         with torch.no_grad():
-            items = torch.cat([leaf.tensor.reshape(-1) for leaf in together])
+            items = torch.cat([leaf.tensor.reshape(-1) for leaf in batch])
         data = items.view(torch.uint8).numpy().data
         at = 0
-        for leaf in together:
+        for leaf in batch:
             leaf.digest = content_hash(data[at : at + leaf.spec.nbytes])
             at += leaf.spec.nbytes
 
@@ -237,29 +237,43 @@ def replica_digest(
         return tensor.digest
     if component.validated is ValidationLevel.QUICK:
         return compared_digest(component, tensor)
-    place = component.key, number
-    if place not in known:
-        known[place] = compared_digest(component, tensor)
-    return known[place]
+    key = component.key, number
+    if key not in known:
+        known[key] = compared_digest(component, tensor)
+    return known[key]
 
 
 def _leaf_digests(
-    component: StateComponent, captured: StateSnapshot, known: dict[tuple[str, int], bytes]
+    component: StateComponent, snapshot: StateSnapshot, known: dict[tuple[str, int], bytes]
 ) -> Iterator[bytes]:
     # The tree holds structure and values; names, dtypes and shapes are the tensors' own.
-    yield content_hash(captured.tree)
-    for number, tensor in enumerate(captured.tensors):
+    yield content_hash(_compared_tree(component, snapshot))
+    for number, tensor in enumerate(snapshot.tensors):
+        if component.ignore and component.ignores(tensor.name):
+            continue
         yield f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {tensor.alias_of}".encode()
         yield replica_digest(
             component, tensor, number if tensor.alias_of is None else tensor.alias_of, known
         )
 
 
+def _compared_tree(component: StateComponent, snapshot: StateSnapshot) -> bytes:
+    """The plain values of a state, without those that are not compared."""
+    if not component.ignore:
+        return snapshot.tree
+    parts: list[list[Any]] = []
+    for name, kind, value in _walk(_decoded(snapshot)):
+        if not component.ignores(name):
+            keys = sorted(map(encode, value)) if isinstance(value, Mapping) else None
+            parts.append([name, kind, value if kind is None else keys or len(value)])
+    return encode(parts)
+
+
 def _explain_whole(
     comm: Communicator,
     component: StateComponent,
     copy: ReplicaGroup,
-    captured: StateSnapshot | None,
+    snapshot: StateSnapshot | None,
     known: dict[tuple[str, int], bytes],
 ) -> None:
     """Find out which keys differ, on which ranks, and for FULL by how much; raise unless that is
@@ -267,15 +281,15 @@ def _explain_whole(
     member = comm.rank in copy.members
     described: dict[str, dict[str, Any]] = {}
     with comm.round(f"compare replicas of {component.key}") as r:
-        if member and captured is not None:
-            described = _described(component, captured, known)
+        if member and snapshot is not None:
+            described = _described(component, snapshot, known)
         found = r.gather(described)
         if r.leads:
             r.verdict = _differing(copy.members, found)
     wrong: list[list[Any]] = r.verdict
     if not wrong:
         return  # equal content: only the order of keys in dicts differs
-    mine = {t.name: t for t in captured.tensors} if captured is not None and member else {}
+    mine = {t.name: t for t in snapshot.tensors} if snapshot is not None and member else {}
     leaves = [(name, copy.members) for part, name, _ in wrong if part == "leaf"]
     numbers, tolerable = distances(comm, component, leaves, mine)
     if tolerable:
@@ -285,7 +299,7 @@ def _explain_whole(
     # Leaves that differ say it better than what they are in.
     wrong = [row for row in wrong if row[0] != "container"] or wrong
     raise _mismatch(
-        component, copy, wrong, _details(comm, copy, wrong, numbers, captured if member else None)
+        component, copy, wrong, _details(comm, copy, wrong, numbers, snapshot if member else None)
     )
 
 
@@ -400,11 +414,11 @@ def _details(
     copy: ReplicaGroup,
     wrong: list[list[Any]],
     numbers: dict[str, Any],
-    captured: StateSnapshot | None,
+    snapshot: StateSnapshot | None,
 ) -> dict[str, Any]:
     """By key, how a tensor differs in numbers, or else what the lowest rank has and what the first
     has that differs."""
-    texts = _texts(captured) if captured is not None else {}
+    texts = _texts(snapshot) if snapshot is not None else {}
 
     with comm.round("describe what differs") as r:
         shown = wrong[:SHOWN_KEYS]
@@ -430,11 +444,13 @@ _PARTS = ("leaf", "tie", "container")
 
 
 def _described(
-    component: StateComponent, captured: StateSnapshot, known: dict[tuple[str, int], bytes]
+    component: StateComponent, snapshot: StateSnapshot, known: dict[tuple[str, int], bytes]
 ) -> dict[str, dict[str, Any]]:
     """What each part of a state is compared by, by name."""
     found: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
-    for name, kind, value in _walk(_decoded(captured)):
+    for name, kind, value in _walk(_decoded(snapshot)):
+        if component.ignores(name):
+            continue
         if kind is None:
             found["leaf"][name] = [
                 "value",
@@ -445,32 +461,34 @@ def _described(
                 sorted(encode(key) for key in value) if isinstance(value, Mapping) else [len(value)]
             )
             found["container"].setdefault(name, []).extend([kind, content_hash(encode(keys))])
-    for number, tensor in enumerate(captured.tensors):
+    for number, tensor in enumerate(snapshot.tensors):
+        if component.ignores(tensor.name):
+            continue
         held = number if tensor.alias_of is None else tensor.alias_of
         digest = replica_digest(component, tensor, held, known)
         found["leaf"][tensor.name] = [f"{tensor.dtype} {list(tensor.shape)}", digest]
-        found["tie"][tensor.name] = _tied(captured, tensor)
+        found["tie"][tensor.name] = _tied(snapshot, tensor)
     return found
 
 
-def _texts(captured: StateSnapshot) -> dict[tuple[str, str], str]:
+def _texts(snapshot: StateSnapshot) -> dict[tuple[str, str], str]:
     """The same for people."""
     texts: dict[tuple[str, str], str] = {}
-    for name, kind, value in _walk(_decoded(captured)):
+    for name, kind, value in _walk(_decoded(snapshot)):
         if kind is None:
             texts["leaf", name] = value_in_words(value)
         elif isinstance(value, Mapping):
             texts["container", name] = f"{kind} with keys {value_in_words([*value], typed=False)}"
         else:
             texts["container", name] = f"{kind} of length {len(value)}"
-    for tensor in captured.tensors:
+    for tensor in snapshot.tensors:
         texts["leaf", tensor.name] = f"{tensor.dtype} {list(tensor.shape)}"
-        texts["tie", tensor.name] = _tied(captured, tensor)
+        texts["tie", tensor.name] = _tied(snapshot, tensor)
     return texts
 
 
-def _tied(captured: StateSnapshot, tensor: TensorLeaf) -> str:
-    other = None if tensor.alias_of is None else captured.tensors[tensor.alias_of].name
+def _tied(snapshot: StateSnapshot, tensor: TensorLeaf) -> str:
+    other = None if tensor.alias_of is None else snapshot.tensors[tensor.alias_of].name
     return "memory of its own" if other is None else f"the memory of {other!r}"
 
 
@@ -500,7 +518,8 @@ def _mismatch(
         hint = (
             "; state that is each rank's own (random streams, data loaders) is PER_RANK, and "
             "state of which rank 0's is the "
-            "truth (BatchNorm statistics under DDP) is GLOBAL"
+            "truth is GLOBAL, or named by ignore= (BatchNorm statistics under DDP: "
+            "StateComponent(..., ignore=['*.running_*', '*.num_batches_tracked']))"
         )
         if component.inferred:
             hint += (
@@ -534,8 +553,8 @@ def in_words(detail: Mapping[str, Any]) -> str:
     return f"{text}, the largest difference is {detail['largest difference']:g}"
 
 
-def _decoded(captured: StateSnapshot) -> Any:
-    return decode(captured.tree, lambda ref: ref, opaque=True)
+def _decoded(snapshot: StateSnapshot) -> Any:
+    return decode(snapshot.tree, lambda ref: ref, opaque=True)
 
 
 def _walk(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, str | None, Any]]:

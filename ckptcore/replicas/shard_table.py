@@ -322,9 +322,9 @@ def table_of(
     ):
         first = found[0]
         if any((c.dtype, c.shape) != (first.dtype, first.shape) for c in found):
-            said = "; ".join(f"{c.dtype} {list(c.shape)} on ranks {c.ranks[:8]}" for c in found)
+            forms = "; ".join(f"{c.dtype} {list(c.shape)} on ranks {c.ranks[:8]}" for c in found)
             raise InvalidState(
-                f"component {key!r}, key {name!r} is not one tensor: {said}",
+                f"component {key!r}, key {name!r} is not one tensor: {forms}",
                 component=key,
                 key=name,
                 ranks=sorted(rank for c in found for rank in c.ranks),
@@ -434,9 +434,9 @@ def _layout(
     best: tuple[int, defaultdict[int, int], int, _Claim] | None = None
     absent: set[int] = set()
     for claim in claims:
-        places: Sequence[int] = claim.ranks
+        writers: Sequence[int] = claim.ranks
         if claim.layout is not None:
-            places = range(claim.layout.replicas)
+            writers = range(claim.layout.replicas)
             if lacking := _lacking(claim.layout, claims):
                 absent |= lacking
                 lost = {
@@ -445,15 +445,15 @@ def _layout(
                     if (at := claim.layout.mesh.coordinates(rank)) is not None
                     and volume(claim.layout.box_at(shape, at)[1])
                 }
-                places = [r for r in places if r not in lost]
-        if places:
+                writers = [r for r in writers if r not in lost]
+        if writers:
             # Bytes by rank, or by replica of one mesh: what each has to write so far.
             load = loads.setdefault(
                 None if claim.layout is None else claim.layout.mesh, defaultdict(int)
             )
-            place = min(places, key=load.__getitem__) if spread else places[0]
-            if best is None or (spread and load[place] < best[0]):
-                best = load[place], load, place, claim
+            writer = min(writers, key=load.__getitem__) if spread else writers[0]
+            if best is None or (spread and load[writer] < best[0]):
+                best = load[writer], load, writer, claim
     if best is None:
         raise InvalidState(
             f"component {key!r}, key {name!r}: ranks {sorted(absent)[:8]} should hold a part of "
@@ -462,12 +462,12 @@ def _layout(
             key=name,
             ranks=sorted(absent),
         )
-    _, load, place, claim = best
-    load[place] += nbytes
+    _, load, writer, claim = best
+    load[writer] += nbytes
     return (
-        WholeLayout(place)
+        WholeLayout(writer)
         if claim.layout is None
-        else MeshLayout(claim.layout.mesh, claim.layout.placements, place)
+        else MeshLayout(claim.layout.mesh, claim.layout.placements, writer)
     )
 
 

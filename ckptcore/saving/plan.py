@@ -285,8 +285,10 @@ class KeptPlans:
         return self._plan
 
     def _writers(self, component: StateComponent, group: ReplicaGroup) -> tuple[int, ...]:
+        """One where the ranks' states may differ, so that all of it is that of one rank."""
         one = component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
-        return tuple(group.members[:1] if one or not self.split else group.members)
+        one = one or bool(component.ignore) or not self.split
+        return tuple(group.members[:1] if one else group.members)
 
 
 def _frozen(snapshot: StateSnapshot) -> frozenset[int]:

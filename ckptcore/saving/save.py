@@ -344,7 +344,8 @@ def _join_report(
     asked["overwrite"] = request.overwrite
     for c in components:
         pattern, level = c.sharing_pattern.value, c.validated.value
-        asked[f"component {c.key!r}"] = [pattern, c.process_group_name, level, c.atol, c.rtol]
+        facts = [pattern, c.process_group_name, level, c.atol, c.rtol, *c.ignore]
+        asked[f"component {c.key!r}"] = facts
     return JoinReport(
         f"save of step {request.step}{job.domains.words}",
         asked,

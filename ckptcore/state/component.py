@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
@@ -111,6 +112,9 @@ class StateComponent:
     atol: float >= 0, absolute difference that FULL validation lets pass (default 0).
     rtol: float >= 0, relative difference that FULL validation lets pass (default 0).
     metadata: dict of anything that JSON holds, for the manifest (default empty).
+    ignore: sequence of text, names or patterns of parts that are not compared, such as
+        "*.running_mean" and "*.num_batches_tracked" of BatchNorm under DDP; the lowest rank of the
+        replicas then stores all of the component, those parts too (default none).
     inferred: bool, set by the engine for what was given without a StateComponent (default False).
 
     Raises InvalidState for a key that cannot name files, a group that is missing or not used, and a
@@ -129,6 +133,7 @@ class StateComponent:
     atol: float = 0.0
     rtol: float = 0.0
     metadata: dict[str, Any] = field(default_factory=dict)
+    ignore: Sequence[str] = field(default=(), kw_only=True)
     # Nobody said the pattern. Not for users to say; it is an argument so that it survives
     # dataclasses.replace.
     inferred: bool = field(default=False, repr=False, compare=False, kw_only=True)
@@ -166,9 +171,25 @@ class StateComponent:
         for name in ("atol", "rtol"):
             if type(value := getattr(self, name)) is not float or not 0 <= value < math.inf:
                 setattr(self, name, check_number(name, value))
+        if self.ignore != ():
+            self.ignore = self._checked_ignore()
         if not isinstance(self.metadata, dict):
             check_mapping("metadata", self.metadata)
             self.metadata = dict(self.metadata or {})
+
+    def _checked_ignore(self) -> tuple[str, ...]:
+        found = self.ignore
+        if not isinstance(found, list | tuple) or not all(isinstance(n, str) and n for n in found):
+            raise InvalidState(
+                "ignore must be a list of names or patterns of parts, such as ['*.running_mean'], "
+                f"not {shown(found)}"
+            )
+        if found and self.sharded:
+            raise InvalidState(
+                "ignore is for state that every rank holds whole, and it is SHARDED: put parts "
+                "that differ between ranks into a component of their own"
+            )
+        return tuple(found)
 
     def _check_group(self) -> None:
         grouped = self.sharing_pattern is SharingPattern.PER_GROUP
@@ -193,6 +214,10 @@ class StateComponent:
     def sharded(self) -> bool:
         """Whether slices of tensors are expected in its state."""
         return self.sharing_pattern is SharingPattern.SHARDED
+
+    def ignores(self, name: str) -> bool:
+        """Whether the part of its state with this name need not be equal in replicas."""
+        return any(fnmatchcase(name, n) or fnmatchcase(name, f"{n}/*") for n in self.ignore)
 
     @property
     def validated(self) -> ValidationLevel:

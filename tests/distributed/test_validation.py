@@ -12,6 +12,7 @@ import torch
 
 from ckptcore import (
     CheckpointManager,
+    InvalidState,
     OptimizerState,
     RankFailed,
     RanksDisagree,
@@ -686,3 +687,90 @@ def test_what_nobody_declared_is_not_called_declared(tmp_path, errors_of, on_all
     ):
         error = on_all(errors_of(2, lambda comm, s=state: program(comm, s)), ReplicationMismatch)
         assert "component 'm' is declared REPLICATED, but 'n' on rank 1" in str(error)
+
+
+STATISTICS = ["*.running_*", "*.num_batches_tracked"]
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_parts_that_are_ignored_may_differ_and_are_all_of_one_rank(
+    tmp_path, level, split_everything
+):
+    def network(rank, weight=1.0):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        for number, tensor in enumerate(model.state_dict().values()):
+            tensor.fill_(weight + number)
+        model[1].running_mean.fill_(100 + rank)
+        model[1].num_batches_tracked.fill_(10 + rank)
+        return model
+
+    def program(comm):
+        model = network(comm.rank)
+        loop = {"steps": [1, torch.ones(2)], "log": {"loss": comm.rank, 2: ()}}
+        state = [
+            StateComponent("model", model, "REPLICATED", validation_level=level, ignore=STATISTICS),
+            StateComponent("loop", loop, "REPLICATED", validation_level=level, ignore=["log/loss"]),
+        ]
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(1, state)
+            ckpt.load(state)
+        return model.state_dict(), loop
+
+    for found, loop in run_ranks(3, program):
+        for name, tensor in network(0).state_dict().items():
+            assert torch.equal(found[name], tensor), name
+        assert loop["log"] == {"loss": 0, 2: ()}
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("what", ["1.weight", "steps", "log"])
+def test_what_is_not_ignored_is_compared(tmp_path, level, what, errors_of, on_all):
+    def program(comm):
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(4))
+        for tensor in model.state_dict().values():
+            tensor.fill_(1)
+        model[1].running_mean.fill_(comm.rank)
+        loop = {"steps": [1, 2], "log": {"loss": comm.rank}}
+        if comm.rank == 1:
+            if what == "1.weight":
+                model[1].weight.data[0] = 2
+            elif what == "steps":
+                loop["steps"].append(3)
+            else:
+                loop["log"]["other"] = 0
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(
+                1,
+                [
+                    StateComponent(
+                        "m", model, "REPLICATED", validation_level=level, ignore=STATISTICS
+                    ),
+                    StateComponent(
+                        "l", loop, "REPLICATED", validation_level=level, ignore=["log/loss"]
+                    ),
+                ],
+            )
+
+    error = on_all(errors_of(2, program), ReplicationMismatch)
+    assert error.ranks == [1]
+    assert {"1.weight": ["1.weight"], "steps": ["steps/2"], "log": ["log/other"]}[
+        what
+    ] == error.keys
+
+
+def test_ignored_parts_are_the_same_on_all_ranks_and_not_of_sharded_state(
+    tmp_path, errors_of, on_all
+):
+    def program(comm):
+        part = StateComponent("m", {"n": 1}, "REPLICATED", ignore=["n"] if comm.rank else [])
+        with CheckpointManager(tmp_path, comm=comm) as ckpt:
+            ckpt.save(1, [part])
+
+    on_all(errors_of(2, program), RanksDisagree)
+    with pytest.raises(InvalidState, match="ignore is for state that every rank holds whole"):
+        StateComponent("m", {}, "SHARDED", ignore=["n"])
+    for wrong in ("n", [1], [""], None, {"n"}):
+        with pytest.raises(InvalidState, match="component 'm': ignore must be a list of names"):
+            StateComponent("m", {}, "REPLICATED", ignore=wrong)
+    for no_replicas in ("GLOBAL", "PER_RANK"):
+        assert StateComponent("m", {}, no_replicas, ignore=["n"]).ignore == ("n",)
