@@ -7,6 +7,7 @@ demo-runs/killed      the same, SIGKILLed inside two of its saves and started ag
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
@@ -15,15 +16,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 
-from ckptcore import scan_root
+from ckptcore import open_checkpoint, scan_root
 
 from .callbacks.loss_record import LOSSES, read_losses
-from .compare import compare_checkpoints
 
 __all__ = ["main"]
 
@@ -36,6 +37,7 @@ LABELS = {
     "loader": "data position",
     "trainer": "step and log",
 }
+CKPT = (sys.executable, "-m", "ckpt_tools.main")
 TIMES = ("tok_per_sec", "mfu", "peak_mem")  # in the log, and never the same twice
 
 
@@ -166,16 +168,25 @@ def kill_and_show(watcher: Watcher, steps: int, number: int, chance: random.Rand
 
 def compare(reference: Path, killed: Path, steps: int) -> bool:
     """Prints what was compared and says whether all of it is equal."""
+    ends = [str(folder / f"checkpoint-{steps}") for folder in (reference, killed)]
+    done = subprocess.run([*CKPT, "diff", *ends, "--json"], stdout=subprocess.PIPE, check=True)
+    found = json.loads(done.stdout)
+    values = [row for row in found["values"] if row["path"].rpartition("/")[2] not in TIMES]
+    sizes: Counter[str] = Counter()
+    with open_checkpoint(ends[0]) as view:
+        for info in view.tensors():
+            sizes[info.component] += 0 if info.alias_of else info.nbytes  # tied ones are one
     equal = True
-    name = f"checkpoint-{steps}"
-    for part in compare_checkpoints(str(reference / name), str(killed / name), TIMES):
-        verdict = "equal" if not part.differences else f"{len(part.differences)} DIFFER"
-        label = LABELS.get(part.name, part.name)
-        size = f"{part.tensors:>5} tensors {part.tensor_bytes:>12,} bytes {part.values:>6} values"
-        say(f"{label:<20}{size}   {verdict}")
-        for line in part.differences[:5]:
-            say(f"    {line}")
-        equal = equal and not part.differences
+    for part in found["components"]:
+        key = part["key"]
+        wrong = [row for row in [*found["tensors"], *values] if row["component"] == key]
+        missing = part["change"].startswith("only")
+        verdict = "equal" if not (wrong or missing) else f"{len(wrong) or 'ALL'} DIFFER"
+        tensors = f"{part['tensors']:>5} tensors {sizes[key]:>12,} bytes"
+        say(f"{LABELS.get(key, key):<20}{tensors}   {verdict}")
+        for row in wrong[:5]:
+            say(f"    {row.get('name') or row['path']}: {row['change']}")
+        equal = equal and verdict == "equal"
     ours, theirs = read_losses(reference), read_losses(killed)
     wrong = [step for step in range(1, steps + 1) if _hex(ours, step) != _hex(theirs, step)]
     same_file = (reference / LOSSES).read_bytes() == (killed / LOSSES).read_bytes()
@@ -184,7 +195,7 @@ def compare(reference: Path, killed: Path, steps: int) -> bool:
         if same_file and not wrong
         else f"{len(wrong)} DIFFER, the first at step {min(wrong, default=0)}"
     )
-    say(f"{'losses of the steps':<20}{len(theirs):>5} steps{'':>36}{verdict}")
+    say(f"{'losses of the steps':<20}{len(theirs):>5} steps{'':>24}{verdict}")
     return equal and same_file and not wrong
 
 
@@ -213,7 +224,7 @@ def say(text: str) -> None:
 
 def ckpt(*words: str) -> bool:
     click.echo(f"\n$ ckpt {' '.join(words)}")
-    return subprocess.run([sys.executable, "-m", "ckpt_tools.main", *words]).returncode == 0
+    return subprocess.run([*CKPT, *words]).returncode == 0
 
 
 @click.command()

@@ -18,13 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ckpt_trainers.arguments import GPTArguments
-from ckpt_trainers.compare import compare_checkpoints
 from ckpt_trainers.model import ByteGPT, next_byte_loss
 from ckpt_trainers.trainer import Trainer
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ckptcore import scan_root
+
+from .comparison import compare_checkpoints
 
 GPT = GPTArguments(n_layer=1, n_head=2, n_embd=8, block_size=8, dropout=0.2)
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "tok_per_sec")

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckpt_trainers.compare import compare_checkpoints, differing_values
 
 from ckptcore import CheckpointManager
+
+from .comparison import compare_checkpoints, differing_values
 
 
 @pytest.mark.parametrize(

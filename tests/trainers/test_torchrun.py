@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 from ckpt_trainers.callbacks.loss_record import read_losses
-from ckpt_trainers.compare import compare_checkpoints
 
 from ckptcore import scan_root
+
+from .comparison import compare_checkpoints
 
 TIMES = ("tok_per_sec",)
 
