@@ -16,9 +16,13 @@ import torch
 from ckpt_trainers.arguments import InvalidArgument, TrainingArguments
 from ckpt_trainers.model import ByteGPT
 from ckpt_trainers.parallel import environment
+from ckpt_trainers.parallel.ddp import DDPTrainer
 from ckpt_trainers.trainer import Trainer
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+from ckptcore import SharingPattern
 
 SHORT = {"max_steps": 4, "save_strategy": "no", "logging_steps": 1}
 
@@ -458,3 +462,23 @@ def test_options_without_a_class_that_has_them_and_those_of_a_factory(tiny: Any)
         "run", optim_args="nesterov=True", optimizer_factory=torch.optim.SGD, **SHORT
     )
     assert type(made.optimizer) is torch.optim.SGD
+
+
+def test_ranks_that_differ_between_averages_keep_their_scaler_and_schedule_too(tiny: Any) -> None:
+    """Each leaves out steps of its own, so what rank 0 has is not what the others have."""
+    trainer = DDPTrainer(
+        tiny.arguments(mixed_precision="fp16"),
+        model_init=lambda: ByteGPT(tiny.gpt),
+        train_dataset=tiny.windows(11),
+        callbacks=[],
+    )
+    shared = {part.key: part.sharing_pattern for part in trainer.get_state_components()}
+    assert shared["scaler"] == shared["scheduler"] == SharingPattern.GLOBAL
+    trainer.averager = PeriodicModelAverager.__new__(PeriodicModelAverager)
+    trainer.local_sgd = None
+    own = {part.key: part.sharing_pattern for part in trainer.get_state_components()}
+    assert {key for key in own if own[key] == SharingPattern.PER_RANK} == {
+        *("model", "optimizer", "scaler", "scheduler"),
+        *("rng", "callbacks_per_rank"),
+    }
+    assert own.keys() - shared.keys() == {"averager"}

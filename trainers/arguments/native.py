@@ -578,7 +578,10 @@ class AccelTrainingArguments(TrainingArguments):
 class DDPTrainingArguments(TrainingArguments):
     """Arguments of `DDPTrainer`."""
 
-    dispatch_batches: Annotated[Flag, "rank 0 reads all data; False: each rank its shard"] = True
+    dispatch_batches: Annotated[
+        Flag | None,
+        "rank 0 reads all data; False: each rank its shard; None: False for map-style data",
+    ] = None
     ddp: Annotated[DDPArguments, "of DistributedDataParallel"] = field(default_factory=DDPArguments)
     post_local_sgd: Annotated[PostLocalSGDArguments, "average parameters now and then"] = field(
         default_factory=PostLocalSGDArguments
@@ -589,7 +592,10 @@ class DDPTrainingArguments(TrainingArguments):
 class FSDP2TrainingArguments(TrainingArguments):
     """Arguments of `FSDP2Trainer`."""
 
-    dispatch_batches: Annotated[Flag, "rank 0 reads all data; False: each rank its shard"] = True
+    dispatch_batches: Annotated[
+        Flag | None,
+        "rank 0 reads all data; False: each rank its shard; None: False for map-style data",
+    ] = None
     fsdp2: Annotated[FSDP2Arguments, "of fully_shard"] = field(default_factory=FSDP2Arguments)
 
 

@@ -40,7 +40,7 @@ def trainer_conflicts(args: Any, kind: str, world_size: int) -> Faults:
     if kind in ("ddp", "fsdp2", "accel") and getattr(args, "fuse_optim_with_backward", False):
         instead = "use Trainer or PipelineTrainer, or do not fuse"
         yield args.fault("fuse_optim_with_backward", f"{trainer} needs whole gradients", instead)
-    if kind in ("single", "pipeline") and getattr(args, "dispatch_batches", True) is not True:
+    if kind in ("single", "pipeline") and getattr(args, "dispatch_batches", None) is not None:
         reason = f"{trainer} has no other ranks to hand batches to"
         instead = "use DDPTrainer, FSDP2Trainer or AccelTrainer"
         yield args.fault("dispatch_batches", reason, instead)

@@ -54,7 +54,7 @@ class Options:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a data set can only be read from its beginning on."""
+    """Whether data can only be read from their beginning on; a DataLoader is so, too."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 

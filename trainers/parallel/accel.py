@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from ..arguments import AccelTrainingArguments, InvalidArgument, resolve_arguments
-from ..data.mapped import is_stream
 from .ddp import DDPTrainer
 from .environment import DistributedEnvironment
 
@@ -125,8 +124,7 @@ class AccelTrainer(DDPTrainer):
         setattr(args, name, value)
 
     def make_train_loader(self) -> Any:
-        wanted = self.accelerator.dataloader_config.dispatch_batches
-        self.args.dispatch_batches = is_stream(self.train_dataset) if wanted is None else wanted
+        self.args.dispatch_batches = self.accelerator.dataloader_config.dispatch_batches
         return super().make_train_loader()
 
     def build_model(self) -> None:

@@ -22,7 +22,6 @@ from ckptcore import RNGState, SharingPattern, StateComponent
 
 from ..arguments import DDPArguments, DDPTrainingArguments
 from ..build import seed_everything
-from ..data.foreign import ForeignLoader
 from ..data.mapped import is_stream
 from ..data.ranks import Agreed, DispatchedLoader
 from ..trainer import Trainer
@@ -51,18 +50,19 @@ class RanksTrainer(Trainer):
 
     def make_train_loader(self) -> Any:
         """dispatch_batches: rank 0 reads for all. Else every rank reads its shard, and they agree
-        on an epoch's end."""
+        on an epoch's end. By default it is so where every rank can find its shard by itself, which
+        gives the same batches."""
         rank, ranks = self.data_parallel
-        size = self.args.per_device_train_batch_size
+        size, dispatch = self.args.per_device_train_batch_size, self.args.dispatch_batches
         if ranks == 1:
             return super().make_train_loader()
-        if self.args.dispatch_batches:
+        reads_on = is_stream(self.train_dataset)
+        if reads_on if dispatch is None else dispatch:
             of_all = self.make_loader(0, 1, size * ranks, shares=ranks) if rank == 0 else None
             return DispatchedLoader(of_all, self.env.cpu_group)
-        if is_stream(self.train_dataset):  # each rank's own already
+        if reads_on:  # each rank's own already
             return Agreed(self.make_loader(0, 1, size), self.env.cpu_group)
-        own = self.make_loader(rank, ranks, size)
-        return Agreed(own, self.env.cpu_group) if isinstance(own, ForeignLoader) else own
+        return self.make_loader(rank, ranks, size)
 
 
 class DDPTrainer(RanksTrainer):
