@@ -349,6 +349,18 @@ def run_validate(folder: Path, given: dict[str, Any]) -> Report:
     )
 
 
+def run_reuse(folder: Path, given: dict[str, Any]) -> Report:
+    from . import reuse
+
+    return reuse.run(
+        folder,
+        size=size_of(given),
+        rounds=given["rounds"] or 5,
+        settle=settle_of(given, 2.0),
+        progress=progress,
+    )
+
+
 ALL: list[Measure] = [
     run_save,
     run_load,
@@ -359,6 +371,7 @@ ALL: list[Measure] = [
     run_calls,
     run_plan,
     run_validate,
+    run_reuse,
     run_inspect,
 ]
 ON_GPU: list[Measure] = [run_save, run_load, run_stall, run_cost, run_background, run_memory]
@@ -530,6 +543,15 @@ def ranks_command(**given: Any) -> None:
 def validate_command(**given: Any) -> None:
     """What comparing replicas adds to a save (256 MiB at most), by level."""
     carry_out([run_validate], given)
+
+
+@main.command("reuse")
+@common
+@size_option
+@settle_option
+def reuse_command(**given: Any) -> None:
+    """The second save of a state of which little has changed."""
+    carry_out([run_reuse], given)
 
 
 @main.command("all")

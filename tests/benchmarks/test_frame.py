@@ -224,6 +224,7 @@ def test_all_from_end_to_end(tmp_path: Path) -> None:
         "calls",
         "plan",
         "validate",
+        "reuse",
         "inspect",
     ]
     for report in found:
