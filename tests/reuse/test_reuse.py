@@ -7,6 +7,7 @@ import copy
 import errno
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckptcore
-from ckptcore import CheckpointManager, InvalidState, KeepLast, SaveEvent, StateComponent
-from ckptcore.testing.faults import FaultStorage, Killed
+from ckptcore import (
+    CheckpointManager,
+    CheckpointWarning,
+    InvalidState,
+    KeepLast,
+    SaveEvent,
+    StateComponent,
+    StorageError,
+)
+from ckptcore.testing.faults import WRITE_OPERATIONS, FaultStorage, Killed
 from ckptcore.testing.power import VolatileStorage
 from ckptcore.testing.ranks import run_ranks
 
@@ -271,6 +280,40 @@ def test_killed_at_every_operation(tmp_path: Path, survives: bool) -> None:
         assert ckptcore.open_checkpoint(root / "checkpoint-30").verify() == []
     # The last operation makes the names durable: before it, only what survives by luck is there.
     assert steps == ({10, 20} if survives else {10})
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["refused", "done and refused"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_every_operation_fails_once(tmp_path: Path, number: int, after: bool) -> None:
+    """A save that fails leaves nothing, and the next one takes over what the last good one has."""
+    faults = FaultStorage(ckptcore.open_storage(tmp_path))
+    model, step, failed, at = Tuned(1.0), 1, 0, 1
+    with CheckpointManager(faults, reuse=True, keep=KeepLast(2), refresh_every=1000) as ckpt:
+        ckpt.save(step, {"model": model})
+        while True:
+            model.step()
+            before, good = faults.count(WRITE_OPERATIONS), step
+            step += 1
+            faults.fail(at, error=number, kind=WRITE_OPERATIONS, after=after)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", CheckpointWarning)
+                    ckpt.save(step, {"model": model})
+            except StorageError:
+                failed += 1
+                assert not (tmp_path / f"checkpoint-{step}").exists()
+                step = good
+            done = faults.count(WRITE_OPERATIONS) - before
+            faults.clear()
+            assert ckpt.latest().step == step
+            assert ckptcore.open_checkpoint(tmp_path / f"checkpoint-{step}").verify() == []
+            if done < at:
+                break
+            at += 1
+            step += 1
+            ckpt.save(step, {"model": model})
+            assert shared(tmp_path, step - 1, step) >= {BASE}
+    assert failed >= 8
 
 
 CHANGES = st.lists(
