@@ -53,6 +53,7 @@ __all__ = [
     "join",
     "mark_attempt",
     "mark_name",
+    "new_attempt",
     "pin_checkpoint",
     "read_manifest",
     "remove_attempt",
@@ -644,3 +645,8 @@ def remove_if_empty(storage: Storage, folder: str) -> None:
     except StorageError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+
+
+def new_attempt(run_id: str) -> str:
+    """This process tries once more to write a checkpoint of the run."""
+    return str(Attempt.new(run_id))

@@ -28,7 +28,7 @@ import torch
 from ..arguments import check_flag, check_hash, check_mapping, checked_step, shown
 from ..catalog.catalog import Ranges
 from ..catalog.domain import Destination, SaveTarget, StorageDomains
-from ..catalog.folder import Attempt, CheckpointInfo, checkpoint_name, in_flight
+from ..catalog.folder import CheckpointInfo, checkpoint_name, in_flight, new_attempt
 from ..catalog.transaction import Transaction, open_transaction
 from ..errors import (
     AsyncSaveError,
@@ -180,7 +180,8 @@ class SaveRequest:
     @classmethod
     def of(cls, call: SaveCall, run: RunFacts) -> SaveRequest:
         step = checked_step(call.step)
-        check_hash(call.training_args_hash)
+        if call.training_args_hash is not None:
+            check_hash(call.training_args_hash)
         given = call.checkpoint_id
         if given is not None and not (isinstance(given, str) and _ID.fullmatch(given)):
             what = "checkpoint_id must be 1 to 64 letters, digits, '_', '-' or '.'"
@@ -389,7 +390,7 @@ def _decide(
     return JoinVerdict(
         "go",
         branch,
-        "" if rehearsal else str(Attempt.new(request.run_id)),
+        "" if rehearsal else new_attempt(request.run_id),
         request.run_id,
         overwrite,
         found,
