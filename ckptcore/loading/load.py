@@ -724,14 +724,14 @@ class _Loading:
         for one, keeper in () if wrong else self.shared.others:
             state = one.live.loaded.component.stateful.state_dict()
             tensors = capture(one.live.key, state, sharded=True).tensors
-            now = next((t for t in tensors if t.name == one.tensor.name), None)
+            now = next((t for t in tensors if t.spec.name == one.tensor.spec.name), None)
             span = memory_span(keeper.tensor.tensor)
             kept = None if now is None else memory_span(now.tensor)
             if span is None or kept is None or span[0] != kept[0]:
                 continue
             if span[1] < kept[2] and kept[1] < span[2] and not same_bytes(one, keeper):
-                wrong = wrong or [f"{one.live.key}/{one.tensor.name}"]
-                also = also or f" with '{keeper.live.key}/{keeper.tensor.name}'"
+                wrong = wrong or [f"{one.live.key}/{one.tensor.spec.name}"]
+                also = also or f" with '{keeper.live.key}/{keeper.tensor.spec.name}'"
         if wrong:
             raise LoadFailed(
                 f"{self.view.url}: {wrong[0]!r} shares memory{also} in the live state, and other "

@@ -266,7 +266,7 @@ class LiveComponent:
         """Who keeps memory that several tensors have: the lowest. OTHER is not read into."""
         owner, layout = self.owner, tensor.spec.layout
         if isinstance(owner, ModelState):
-            return OTHER if layout is None and owner.decides(tensor.name) else MODULE
+            return OTHER if layout is None and owner.decides(tensor.spec.name) else MODULE
         if is_optimizer(owner):
             return OPTIMIZER
         if isinstance(owner, PlainState):
@@ -286,12 +286,12 @@ class Held:
 
     @property
     def name(self) -> tuple[str, str]:
-        return self.live.key, self.tensor.name
+        return self.live.key, self.tensor.spec.name
 
     @property
     def number(self) -> int | None:
         """What the checkpoint calls it, if it has it."""
-        return self.live.numbers.get(self.tensor.name)
+        return self.live.numbers.get(self.tensor.spec.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ def _clusters(components: Iterable[LiveComponent]) -> Iterator[list[Held]]:
 def same_bytes(one: Held, other: Held) -> bool:
     """Whether the same bytes were saved of two live tensors that are one, by their digests."""
     first, second = one.number, other.number
-    if first is None or second is None or one.tensor.shape != other.tensor.shape:
+    if first is None or second is None or one.tensor.spec.shape != other.tensor.spec.shape:
         return False
     return _same_stored(one, first, other, second)
 
@@ -461,13 +461,13 @@ class Destinations:
                 return self._once(tensor.alias_of)
         if live is not None and live.spec.alias_of is not None and self.entry.order(live) != OTHER:
             other = self.entry.snapshot.tensors[live.spec.alias_of]
-            number_of_other = self.entry.numbers.get(other.name)
+            number_of_other = self.entry.numbers.get(other.spec.name)
             if number_of_other is not None and _tied(live, other):
                 one, two = Held(self.entry, live), Held(self.entry, other)
                 if _same_stored(one, number, two, number_of_other):
                     self._once(number_of_other)
                     return live.live
-                return self._two_values(number, tensor, live, repr(other.name))
+                return self._two_values(number, tensor, live, repr(other.spec.name))
         return self._once(number)
 
     def _two_values(self, number: int, tensor: LogicalTensor, live: TensorLeaf, other: str) -> Any:
@@ -511,7 +511,7 @@ class Destinations:
             return live.live
         if (keeper := self.shared.keepers.get((self.key, tensor.name))) is not None:
             if not same_bytes(Held(self.entry, live), keeper):
-                other = f"'{keeper.live.key}/{keeper.tensor.name}'"
+                other = f"'{keeper.live.key}/{keeper.tensor.spec.name}'"
                 return self._two_values(number, tensor, live, other)
             return live.live
         if fits and self._free_for_reading(live):
@@ -528,13 +528,13 @@ class Destinations:
         # The memory of a conjugated or negated view holds other bits than its items say.
         odd = tensor.is_conj() or tensor.is_neg()
         odd = odd or not (tensor.is_contiguous() or not overlaps_itself(tensor))
-        return not (self.host_first or odd or (self.key, live.name) in self.shared.contested)
+        return not (self.host_first or odd or (self.key, live.spec.name) in self.shared.contested)
 
     def _stage(
         self, number: int, tensor: LogicalTensor, live: TensorLeaf, dtype: torch.dtype
     ) -> None:
         """Read into host memory first."""
-        staged = torch.empty(live.shape, dtype=dtype, device="cpu")
+        staged = torch.empty(live.spec.shape, dtype=dtype, device="cpu")
         self.plan.staged.setdefault(self.key, []).append((live.tensor, staged))
         if (self.key, tensor.name) in self.shared.contested:
             self.plan.contested.append((f"{self.key}/{tensor.name}", live.tensor, staged))
@@ -577,11 +577,11 @@ class Destinations:
         name = f"{self.key}/{tensor.name}"
         same_kind = live.tensor.is_complex() == dtype.is_complex
         if self.cast and live.spec.global_shape == tensor.shape and same_kind:
-            self.plan.cast[name] = f"{tensor.dtype} -> {live.dtype}"
+            self.plan.cast[name] = f"{tensor.dtype} -> {live.spec.dtype}"
             return True
         self.plan.mismatched[name] = (
             f"{tensor.dtype} {list(tensor.shape)}",
-            f"{live.dtype} {list(live.spec.global_shape)}",
+            f"{live.spec.dtype} {list(live.spec.global_shape)}",
         )
         return False
 

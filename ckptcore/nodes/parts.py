@@ -133,7 +133,7 @@ def _described(snapshots: Mapping[str, StateSnapshot]) -> dict[str, Any]:
             state.versions,
             [
                 [t.name, t.stored_name, t.dtype, list(t.shape), t.nbytes, t.alias_of]
-                for t in state.tensors
+                for t in (leaf.spec for leaf in state.tensors)
             ],
         ]
         for key, state in snapshots.items()

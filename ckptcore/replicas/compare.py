@@ -186,9 +186,9 @@ def chunk_digests(tensor: TensorLeaf) -> bytes:
     source = TensorBytes(tensor.tensor)
     digests = bytearray()
     scratch: memoryview | None = None
-    for chunk in range(chunk_count(tensor.nbytes)):
+    for chunk in range(chunk_count(tensor.spec.nbytes)):
         start = chunk * CHUNK_BYTES
-        length = min(CHUNK_BYTES, tensor.nbytes - start)
+        length = min(CHUNK_BYTES, tensor.spec.nbytes - start)
         view = source.view(start, start + length)
         if view is None:
             scratch = scratch if scratch is not None else memoryview(bytearray(CHUNK_BYTES))
@@ -200,7 +200,7 @@ def chunk_digests(tensor: TensorLeaf) -> bytes:
 
 def _sample(tensor: TensorLeaf) -> bytes:
     """A digest of bytes spread over the tensor, both ends included."""
-    nbytes = tensor.nbytes
+    nbytes = tensor.spec.nbytes
     if nbytes <= SAMPLES * SAMPLE_BYTES:
         return content_hash(_bytes_of(tensor, 0, nbytes) if nbytes else b"")
     source = TensorBytes(tensor.tensor)
@@ -249,12 +249,12 @@ def _leaf_digests(
     # The tree holds structure and values; names, dtypes and shapes are the tensors' own.
     yield content_hash(_compared_tree(component, snapshot))
     for number, tensor in enumerate(snapshot.tensors):
-        if component.ignore and component.ignores(tensor.name):
+        t = tensor.spec
+        if component.ignore and component.ignores(t.name):
             continue
-        yield f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {tensor.alias_of}".encode()
-        yield replica_digest(
-            component, tensor, number if tensor.alias_of is None else tensor.alias_of, known
-        )
+        yield f"{t.name} {t.dtype} {list(t.shape)} {t.alias_of}".encode()
+        holder = number if t.alias_of is None else t.alias_of
+        yield replica_digest(component, tensor, holder, known)
 
 
 def _compared_tree(component: StateComponent, snapshot: StateSnapshot) -> bytes:
@@ -289,7 +289,7 @@ def _explain_whole(
     wrong: list[list[Any]] = r.verdict
     if not wrong:
         return  # equal content: only the order of keys in dicts differs
-    mine = {t.name: t for t in snapshot.tensors} if snapshot is not None and member else {}
+    mine = {t.spec.name: t for t in snapshot.tensors} if snapshot is not None and member else {}
     leaves = [(name, copy.members) for part, name, _ in wrong if part == "leaf"]
     numbers, tolerable = distances(comm, component, leaves, mine)
     if tolerable:
@@ -331,7 +331,7 @@ def _parts(
     found: dict[str, dict[str, tuple[bytes, tuple[int, ...]]]] = {}
     for at, number, holders, tag in shared:
         digest = replica_digest(component, leaves[at], number, replicas.chunks)
-        found.setdefault(tag, {})[leaves[at].name] = content_hash(digest), holders
+        found.setdefault(tag, {})[leaves[at].spec.name] = content_hash(digest), holders
     return found
 
 
@@ -388,7 +388,7 @@ def _explain_parts(
         if r.leads:
             r.verdict = _differing_parts(found)
     wrong: list[tuple[str, tuple[int, ...], list[int]]] = r.verdict
-    held = {t.name: t for t in replicas.snapshots[component.key].tensors}
+    held = {t.spec.name: t for t in replicas.snapshots[component.key].tensors}
     numbers, tolerable = distances(
         comm, component, [(name, holders) for name, holders, _ in wrong], held
     )
@@ -462,12 +462,12 @@ def _described(
             )
             found["container"].setdefault(name, []).extend([kind, content_hash(encode(keys))])
     for number, tensor in enumerate(snapshot.tensors):
-        if component.ignores(tensor.name):
+        if component.ignores(tensor.spec.name):
             continue
-        held = number if tensor.alias_of is None else tensor.alias_of
+        held = number if tensor.spec.alias_of is None else tensor.spec.alias_of
         digest = replica_digest(component, tensor, held, known)
-        found["leaf"][tensor.name] = [f"{tensor.dtype} {list(tensor.shape)}", digest]
-        found["tie"][tensor.name] = _tied(snapshot, tensor)
+        found["leaf"][tensor.spec.name] = [f"{tensor.spec.dtype} {list(tensor.spec.shape)}", digest]
+        found["tie"][tensor.spec.name] = _tied(snapshot, tensor)
     return found
 
 
@@ -482,13 +482,15 @@ def _texts(snapshot: StateSnapshot) -> dict[tuple[str, str], str]:
         else:
             texts["container", name] = f"{kind} of length {len(value)}"
     for tensor in snapshot.tensors:
-        texts["leaf", tensor.name] = f"{tensor.dtype} {list(tensor.shape)}"
-        texts["tie", tensor.name] = _tied(snapshot, tensor)
+        texts["leaf", tensor.spec.name] = f"{tensor.spec.dtype} {list(tensor.spec.shape)}"
+        texts["tie", tensor.spec.name] = _tied(snapshot, tensor)
     return texts
 
 
 def _tied(snapshot: StateSnapshot, tensor: TensorLeaf) -> str:
-    other = None if tensor.alias_of is None else snapshot.tensors[tensor.alias_of].name
+    other = (
+        None if tensor.spec.alias_of is None else snapshot.tensors[tensor.spec.alias_of].spec.name
+    )
     return "memory of its own" if other is None else f"the memory of {other!r}"
 
 
@@ -616,7 +618,9 @@ def _difference(
 
     with comm.round(f"compare {name}") as r:
         forms = r.gather(
-            None if tensor is None else [tensor.dtype, list(tensor.shape), tensor.nbytes]
+            None
+            if tensor is None
+            else [tensor.spec.dtype, list(tensor.spec.shape), tensor.spec.nbytes]
         )
         if r.leads:
             of_members = [forms[rank] for rank in members]

@@ -142,30 +142,6 @@ class TensorLeaf:
         self.spec, self.tensor, self.live, self.digest = spec, tensor, live, digest
 
     @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def stored_name(self) -> str:
-        return self.spec.stored_name
-
-    @property
-    def dtype(self) -> str:
-        return self.spec.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.spec.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.spec.nbytes
-
-    @property
-    def alias_of(self) -> int | None:
-        return self.spec.alias_of
-
-    @property
     def part(self) -> LocalShard:
         """What this rank holds of the logical tensor."""
         spec = self.spec
