@@ -1,11 +1,10 @@
-"""`ckpt import` and `ckpt export`: from and to what other libraries write. Needs torch.
-
-JSON: docs/cli.md. Exit code: 0; what was left out is listed, and is no error.
-"""
+"""`ckpt import` and `ckpt export`: from and to what other libraries write. Needs torch. What was
+left out is listed, and is no error."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
@@ -20,44 +19,92 @@ from ckptcore import (
     import_checkpoint,
 )
 
+from . import facts
+from .cli import LOCATION, Pair, command, storage_option
 from .failures import not_found
 from .lookup import opened, resolve
-from .render import Block, Cell, Column, Line, Report, Table, count, size
+from .render import Block, Line, Report, count, size, table
 from .subject import Options
 
+FORMATS = [
+    "auto",
+    "dcp",
+    "hf",
+    "hf-trainer",
+    "accelerate",
+    "lightning",
+    "torch",
+    "legacy",
+    "deepspeed-universal",
+]
+NOTHING = Line("nothing was written: without --dry-run it is", "yellow")
 
-def pairs(texts: tuple[str, ...], option: str) -> dict[str, str]:
-    """OLD=NEW by OLD. Raises click.UsageError."""
-    found = {}
-    for text in texts:
-        old, equals, new = text.partition("=")
-        if not equals or not old:
-            raise click.UsageError(f"{option} {text!r} is not OLD=NEW")
-        found[old] = new
-    return found
+
+def shared(what: str) -> Callable[[Any], Any]:
+    """The options of both. what: that is there in the way."""
+
+    def made(function: Any) -> Any:
+        for option in (
+            click.option("--dry-run", is_flag=True, help="Only say what would be done."),
+            storage_option("--target-option", f"As --storage-option, for {what} alone."),
+            click.option(
+                "--map",
+                "maps",
+                multiple=True,
+                type=Pair(),
+                metavar="OLD=NEW",
+                help="Names of tensors that begin with OLD begin with NEW (repeatable).",
+            ),
+        ):
+            function = option(function)
+        return function
+
+    return made
 
 
-def import_from(
+@command(
+    "ckpt import outputs/checkpoint-500 runs/a --dry-run",
+    "ckpt import s3://bucket/llama runs/base --step 0 --map model.=",
+)
+@click.argument("source", type=LOCATION)
+@click.argument("root", type=LOCATION)
+@click.option("--format", "kind", type=click.Choice(FORMATS), default="auto")
+@click.option("--step", type=click.IntRange(0), help="By default what SOURCE says, else 0.")
+@click.option(
+    "--component",
+    "components",
+    multiple=True,
+    type=Pair(),
+    metavar="KEY=NEW",
+    help="Another key for a component; KEY= leaves it out (repeatable).",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
+@shared("ROOT")
+def import_command(
     source: str,
     root: str,
-    options: Options,
     kind: str,
-    step: int | None,
-    maps: tuple[str, ...],
-    components: tuple[str, ...],
-    overwrite: bool,
-    dry_run: bool,
+    components: tuple[Any, ...],
+    maps: tuple[Any, ...],
+    target_option: tuple[Any, ...],
+    options: Options,
+    **how: Any,
 ) -> Report:
-    """Make a checkpoint in `root` of what another library wrote."""
+    """Make a checkpoint in ROOT of what another library wrote in SOURCE: a Hugging Face folder, a
+    checkpoint of its Trainer, what Accelerate or Lightning saved, a folder of
+    torch.distributed.checkpoint, a file of torch.save or a folder of them, a universal folder of
+    DeepSpeed. What is remote is downloaded to a temporary folder.
+
+    An optimizer that numbers its parameters is stored by their names, where config.json and
+    transformers, or the file itself, say them. No pickle is ever executed; what is not understood
+    is listed. When the last name of ROOT is checkpoint-<number>, that is the folder.
+    """
     if not source or not root:
         raise not_found("the path is empty", path="")
-    beginnings = pairs(maps, "--map")
 
     def rename(name: str) -> str:
-        for old, new in beginnings.items():
-            if name.startswith(old):
-                return new + name[len(old) :]
-        return name
+        old, new = next(((o, n) for o, n in maps if name.startswith(o)), ("", ""))
+        return new + name[len(old) :]
 
     start = perf_counter()
     with warnings.catch_warnings():
@@ -66,68 +113,77 @@ def import_from(
             source,
             root,
             format=kind,
-            step=step,
-            components=pairs(components, "--component"),
-            rename=rename if beginnings else None,
-            storage_options=options,
-            overwrite=overwrite,
-            dry_run=dry_run,
+            components=dict(components),
+            rename=rename if maps else None,
+            source_options=options,
+            storage_options=dict(target_option) or options,
+            **how,
         )
-    return Report(*_imported(found, dry_run, perf_counter() - start))
-
-
-def _imported(
-    found: ImportReport, dry_run: bool, took: float
-) -> tuple[dict[str, Any], list[Block]]:
-    document = {
-        "source": found.source,
-        "format": found.format,
-        "step": found.step,
-        "dry_run": dry_run,
-        "checkpoint": None
-        if found.info is None
-        else {"name": found.info.name, "url": found.info.url, "step": found.info.step},
+    seconds = round(perf_counter() - start, 6)
+    info = found.info
+    at = None if info is None else {"name": info.name, "url": info.url, "step": info.step}
+    document = facts.fields(found, "source format step left checks verified") | {
         "components": [asdict(component) for component in found.components],
-        "checks": found.checks,
-        "left": found.left,
-        "verified": found.verified,
-        "seconds": round(took, 6),
+        "checkpoint": at,
+        "dry_run": info is None,
+        "seconds": seconds,
     }
-    columns = [Column("component"), Column("pattern"), Column("tensors", right=True)]
-    columns += [Column("size", right=True), Column("from")]
-    rows: list[list[Cell | str]] = [
+    return Report(document, imported(found))
+
+
+def imported(found: ImportReport) -> list[Block]:
+    rows = [
         [c.key, c.pattern, str(c.tensors), size(c.size_bytes), c.origin] for c in found.components
     ]
-    blocks: list[Block] = [
+    done = NOTHING
+    if found.info is not None:
+        what = f"{count(found.verified, 'tensor')} read back and compared; no pickle was executed"
+        done = Line(f"{found.info.url}  imported, {what}", "green")
+    return [
         Line(f"{found.source}  is of the format {found.format}, step {found.step}"),
-        Table("", columns, rows),
+        table("", "component, pattern, tensors>, size>, from", rows),
         *(Line(f"checked: {text}", "dim") for text in found.checks),
         *(Line(f"left out: {text}", "yellow") for text in found.left),
+        done,
     ]
-    if found.info is None:
-        blocks.append(Line("nothing was written: without --dry-run it is", "yellow"))
-    else:
-        said = f"{count(found.verified, 'tensor')} read back and compared; no pickle was executed"
-        blocks.append(Line(f"{found.info.url}  imported, {said}", "green"))
-    return document, blocks
 
 
-def export_to(
-    url: str,
+@command(
+    "ckpt export runs/a hf-model --dtype bf16",
+    "ckpt export runs/a/checkpoint-500 state.pt --to torch",
+)
+@click.argument("path", type=LOCATION)
+@click.argument("folder", type=LOCATION)
+@click.option(
+    "--to",
+    "kind",
+    type=click.Choice(["hf", "torch", "dcp"]),
+    default="hf",
+    help="A Hugging Face folder (default), a file of torch.save, or a folder of "
+    "torch.distributed.checkpoint.",
+)
+@click.option("--component", metavar="KEY", help="By default model for hf, else all of them.")
+@click.option("--dtype", metavar="DTYPE", help="Of floating point tensors: bf16, fp16, fp32.")
+@click.option("--keys", multiple=True, metavar="PATTERN", help="Which tensors (repeatable).")
+@click.option(
+    "--max-shard-size", default="5GB", metavar="SIZE", help="Of a safetensors file (default 5GB)."
+)
+@shared("FOLDER")
+def export_command(
+    path: str,
     folder: str,
-    options: Options,
     kind: str,
-    component: str | None,
-    dtype: str | None,
-    keys: tuple[str, ...],
-    maps: tuple[str, ...],
-    max_shard_size: str,
-    dry_run: bool,
+    maps: tuple[Any, ...],
+    target_option: tuple[Any, ...],
+    options: Options,
+    **how: Any,
 ) -> Report:
-    """`url` is a checkpoint, or a root: then what restore would take."""
+    """Write the checkpoint PATH as another library reads it, in whatever layout it was saved: what
+    was sharded is put together. FOLDER, local or a URL, must not be there yet, or be empty; with
+    --to torch it is the file."""
     if not folder:
         raise not_found("the path to write to is empty", path="")
-    subject = opened(resolve(url, options), options)
+    subject = opened(resolve(path, options), options)
     start = perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of a save without a process group
@@ -135,35 +191,26 @@ def export_to(
             subject.typed,
             folder,
             format=kind,
-            component=component,
-            dtype=dtype,
-            keys=keys,
-            rename=pairs(maps, "--map"),
-            max_shard_size=max_shard_size,
+            rename=dict(maps),
             storage_options=options,
-            dry_run=dry_run,
+            target_options=dict(target_option) or None,
+            **how,
         )
     found.source = subject.url
-    return Report(*_exported(found, dry_run, perf_counter() - start))
-
-
-def _exported(
-    found: ExportReport, dry_run: bool, took: float
-) -> tuple[dict[str, Any], list[Block]]:
     files = [{"name": name, "size_bytes": nbytes} for name, nbytes in found.files.items()]
-    document = asdict(found) | {"files": files, "dry_run": dry_run, "seconds": round(took, 6)}
-    columns = [Column("file"), Column("size", right=True)]
-    rows: list[list[Cell | str]] = [[name, size(nbytes)] for name, nbytes in found.files.items()]
+    dry, seconds = bool(how["dry_run"]), round(perf_counter() - start, 6)
+    document = asdict(found) | {"files": files, "dry_run": dry, "seconds": seconds}
+    return Report(document, exported(found, dry))
+
+
+def exported(found: ExportReport, dry_run: bool) -> list[Block]:
+    rows = [[name, size(nbytes)] for name, nbytes in found.files.items()]
     cast = f", {found.cast} in another dtype" if found.cast else ""
     what = f"{count(found.tensors, 'tensor')} of {', '.join(found.components)}"
-    blocks: list[Block] = [
+    back = f"{count(found.verified, 'tensor')} read back and compared"
+    return [
         Line(f"{found.source}  {what}, {size(found.size_bytes)}{cast}"),
-        *([Table("", columns, rows)] if rows else []),
+        *([table("", "file, size>", rows)] if rows else []),
         *(Line(f"left out: {text}", "yellow") for text in found.left),
+        NOTHING if dry_run else Line(f"{found.folder}  written, {back}", "green"),
     ]
-    if dry_run:
-        blocks.append(Line("nothing was written: without --dry-run it is", "yellow"))
-    else:
-        said = f"{count(found.verified, 'tensor')} read back and compared"
-        blocks.append(Line(f"{found.folder}  written, {said}", "green"))
-    return document, blocks

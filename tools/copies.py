@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from .failures import Failure, not_found
+from ckptcore import CheckpointManifest, CheckpointView
+
+from .failures import USAGE, Failure, not_found
 from .render import ranks as ranks_text
-
-if TYPE_CHECKING:
-    from ckptcore import CheckpointManifest, CheckpointView
 
 
 class Which(NamedTuple):
@@ -58,20 +57,20 @@ def stored_copies(manifest: CheckpointManifest, key: str) -> list[StoredCopy]:
     """The copies of a component that this checkpoint holds."""
     component, found = manifest.components[key], manifest.copies(key)
     option, noun = OPTIONS.get(str(component.pattern), (None, "all ranks"))
-    result = []
-    for number, copy in enumerate(found):
-        name = noun
+    keys = component.group_keys
+
+    def name(number: int, first: int) -> str:
         if option == "rank":
-            name = f"rank {copy.members[0]}"
-        elif option == "node":
-            name = f"node {number}"
-        elif option == "group":
-            name = (
-                f"group {(component.group_keys or {number: number})[number]} of {component.group}"
-            )
-        if manifest.holds(copy):
-            result.append(StoredCopy(number, len(found), name, list(copy.members), option))
-    return result
+            return f"rank {first}"
+        if option == "node":
+            return f"node {number}"
+        return f"group {keys[number] if keys else number} of {component.group}" if option else noun
+
+    return [
+        StoredCopy(n, len(found), name(n, copy.members[0]), list(copy.members), option)
+        for n, copy in enumerate(found)
+        if manifest.holds(copy)
+    ]
 
 
 def choose_copy(view: CheckpointView, key: str, which: Which) -> StoredCopy:
@@ -117,5 +116,7 @@ def check_fits(view: CheckpointView, components: tuple[str, ...], which: Which) 
                 f"{name} is {view.manifest.components[name].pattern}" for name in components
             )
             raise Failure(
-                "usage", 2, f"--{option} is for components with a copy for each {option}: {said}"
+                "usage",
+                USAGE,
+                f"--{option} is for components with a copy for each {option}: {said}",
             )

@@ -1,14 +1,4 @@
-"""`ckpt cp`: copy a checkpoint between any two storages, verified on the way.
-
-Where DST is decided by its last name alone, whatever lies there: `checkpoint-<number>` is the
-folder that the copy becomes; anything else is a root, and the copy gets the name of SRC in it.
-
-JSON: {"source": url, "target": url, "checkpoint": as in facts.py, "already": whether all was there
-before, "copied_bytes", "kept_bytes" (of an interrupted copy, or of a whole one), "warnings": [text,
-...], "newer": [entry, ...], "seconds"}. "newer" is what lies in the root SRC and was passed over,
-as `restore` would, because it is not usable; then a line on standard error says so. Exit code: 0
-when the target holds the checkpoint, whether it was copied now or before; also with "newer".
-"""
+"""`ckpt cp`: copy a checkpoint between any two storages, verified on the way."""
 
 from __future__ import annotations
 
@@ -16,55 +6,74 @@ import errno
 import re
 import warnings
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import click
+
+from ckptcore import (
+    CheckpointError,
+    CheckpointInfo,
+    CheckpointWarning,
+    StorageError,
+    copy_checkpoint,
+    join_url,
+    open_checkpoint,
+)
 
 from . import facts
-from .failures import BAD, GOOD, STORAGE, Failure, not_found
-from .lookup import Root, child, newest, normal, settled, split, subject_of
-from .output import progress_bar
-from .render import Block, Line, Report, size
+from .cli import LOCATION, command, storage_option
+from .failures import GOOD, STORAGE, Failure, not_found
+from .lookup import Root, chosen, none_usable, normal, settled, split
+from .render import Block, Line, Report, progress_bar, size
 from .subject import Options, Subject
-
-if TYPE_CHECKING:
-    from ckptcore import CheckpointInfo
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
 
 
-def cp(
-    source: str,
-    target: str,
-    options: Options,
-    target_options: Options,
-    threads: int | None,
-    overwrite: bool,
-    pins: bool,
+@command(
+    "ckpt cp runs/a s3://bucket/run-a",
+    "ckpt cp runs/a/checkpoint-500 /mnt/b/checkpoint-500 --overwrite",
+)
+@click.argument("source", metavar="SRC", type=LOCATION)
+@click.argument("target", metavar="DST", type=LOCATION)
+@click.option("--overwrite", is_flag=True, help="Replace another one, or a damaged copy, there.")
+@click.option("--pins", is_flag=True, help="Pin the copy when SRC is pinned.")
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 256),
+    help="How many read and write; by default one for each core.",
+)
+@storage_option("--target-option", "As --storage-option, for DST alone and instead of those.")
+def cp_command(
+    source: str, target: str, target_option: tuple[Any, ...], options: Options, **how: Any
 ) -> Report:
-    """`source` is a checkpoint, or a root: then its newest committed one."""
+    """Copy the checkpoint SRC to DST, verified on the way. When SRC is a root, the checkpoint that
+    restore would take; when a newer one cannot be used, a line on standard error says so, and the
+    exit code is 0.
 
-    def work(found: Subject | Root) -> Report:
-        return _copy(found, target, options, target_options, threads, overwrite, pins)
+    When the last name of DST is checkpoint-<number>, that is the folder that the copy becomes.
+    Anything else is a root, and the copy gets the name of SRC in it.
 
-    return settled(source, options, work)
+    An interrupted copy is no checkpoint; the same command takes up what it had finished. A damaged
+    SRC is refused. When DST is the same checkpoint already, nothing is done; with --overwrite every
+    byte of it is checked.
+    """
+    of_target = dict(target_option) or None
+    return settled(source, options, lambda found: copied(found, target, options, of_target, **how))
 
 
-def _copy(
-    found: Subject | Root,
-    target: str,
-    options: Options,
-    target_options: Options,
-    threads: int | None,
-    overwrite: bool,
-    pins: bool,
+def copied(
+    found: Subject | Root, target: str, options: Options, target_options: Options, **how: Any
 ) -> Report:
-    from ckptcore import CheckpointWarning, StorageError, copy_checkpoint
-
-    subject, newer = _source(found, options)
+    subject, newer = chosen(found, options)
+    if subject is None:
+        raise none_usable(found.url, newer)
+    subject.readable().__exit__(None, None, None)
     url = _target(target, subject)
     counts = [0, 0]
     before = _digest(url, options if target_options is None else target_options)
     start = perf_counter()
-    with warnings.catch_warnings(record=True) as told, progress_bar(subject.name) as advance:
+    with warnings.catch_warnings(record=True) as caught, progress_bar(subject.name) as advance:
         warnings.simplefilter("always", CheckpointWarning)
 
         def progress(copied: int, kept: int, total: int) -> None:
@@ -77,16 +86,12 @@ def _copy(
                 url,
                 storage_options=options,
                 target_options=target_options,
-                threads=threads,
-                overwrite=overwrite,
-                pins=pins,
                 progress=progress,
+                **how,
             )
         except StorageError as error:
-            if error.errno in (
-                errno.ENOENT,
-                errno.ENOTDIR,
-            ):  # the source was there: the target cannot be made
+            # The source was there: the target cannot be made.
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise Failure("storage", STORAGE, str(error), path=error.path) from None
             raise
     document = {
@@ -96,37 +101,13 @@ def _copy(
         "already": counts[0] == 0 and before == _digest(subject.typed, options),
         "copied_bytes": counts[0],
         "kept_bytes": counts[1],
-        "warnings": [str(warning.message) for warning in told],
-        "newer": [facts.entry(info, latest=False) for info in newer],
+        "warnings": [str(warning.message) for warning in caught],
+        "newer": [facts.entry(info) for info in newer],
         "seconds": round(perf_counter() - start, 6),
     }
-    passed = "; ".join(
-        f"{info.name} is {info.status} ({info.reason or 'no reason known'})" for info in newer
-    )
-    return Report(
-        document,
-        describe(document),
-        GOOD,
-        f"warning: took {subject.name}: {passed}" if newer else None,
-    )
-
-
-def _source(found: Subject | Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]:
-    """What to copy, and what is newer in its root and cannot be."""
-    newer: list[CheckpointInfo] = []
-    if isinstance(found, Root):
-        info, newer = newest(found.entries)
-        if info is None:
-            why = "".join(f"; {each.name} is {each.status}: {each.reason}" for each in newer)
-            what = f"no committed checkpoint of the run that saved last in {found.url}{why}"
-            raise Failure("bad", BAD, what, path=found.url)
-        found = subject_of(info, options, found.typed)
-    if found.error is not None:
-        raise found.error
-    if found.view is None:
-        raise Failure("bad", BAD, f"{found.url} is {found.status}: {found.reason}", path=found.url)
-    found.view.__exit__(None, None, None)
-    return found, newer
+    passed = "; ".join(f"{i.name} is {i.status} ({i.reason or 'no reason known'})" for i in newer)
+    warning = f"warning: took {subject.name}: {passed}" if newer else None
+    return Report(document, describe(document), GOOD, warning)
 
 
 def _target(url: str, subject: Subject) -> str:
@@ -137,7 +118,7 @@ def _target(url: str, subject: Subject) -> str:
         return url
     # One that has a name of its own, or was put aside by an overwrite, is found in a root by this
     # one only.
-    return child(
+    return join_url(
         url,
         subject.name if CHECKPOINT_NAME.fullmatch(subject.name) else f"checkpoint-{subject.step}",
     )
@@ -145,8 +126,6 @@ def _target(url: str, subject: Subject) -> str:
 
 def _digest(url: str, options: Options) -> str | None:
     """That of the manifest of the checkpoint there; None where there is none that can be read."""
-    from ckptcore import CheckpointError, open_checkpoint
-
     try:
         return open_checkpoint(url, storage_options=options).manifest.digest
     except CheckpointError:
@@ -154,13 +133,7 @@ def _digest(url: str, options: Options) -> str | None:
 
 
 def _checkpoint(info: CheckpointInfo) -> dict[str, Any]:
-    header = {
-        "name": info.name,
-        "url": info.url,
-        "status": info.status,
-        "reason": None,
-        "pinned": info.pinned,
-    }
+    header = facts.fields(info, "name url status pinned") | {"reason": None}
     return header | (facts.checkpoint(info.manifest) if info.manifest else {})
 
 

@@ -1,35 +1,43 @@
 """`ckpt diff`: what changed between two checkpoints, by the digests in their indexes; with --stats
-by how much, which reads what changed.
-
-JSON: docs/cli.md. Exit code: 0; with --exit-code 1 where anything differs.
-"""
+by how much, which reads what changed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from json import dumps
 from typing import Any
+
+import click
 
 from ckptcore import CheckpointView, StoredBox, TensorInfo, restore_candidates
 
 from . import facts, render
-from .arrays import difference
+from .cli import LOCATION, command
 from .copies import stored_copies
-from .failures import BAD, GOOD, Failure
+from .failures import BAD, GOOD, USAGE, Failure, bad
 from .lookup import Root, opened, resolve, subject_of
-from .render import Block, Cell, Column, Facts, Line, Report, Table, count, size
+from .render import Block, Cell, Facts, Line, Report, count, size, table
 from .subject import Options, Subject
 
 CHUNK, DIGEST = 4 << 20, 8  # bytes that one digest stands for, and its own
-SHOWN = 40  # rows of a table for people; all are in the JSON
+SHOWN = 20  # rows of a table for people; all are in the JSON
 
 
-def diff(url: str, other: str | None, options: Options, stats: bool, exit_code: bool) -> Report:
-    """What `other` has that `url` has not. Without `other`, `url` is a root: what its newest
-    checkpoint has that the one before has not."""
-    a, b = _pair(url, other, options)
-    with a, b:
-        document = compared(a, b, stats)
+@command("ckpt diff runs/a", "ckpt diff runs/a/checkpoint-100 runs/b/checkpoint-100 --stats")
+@click.argument("a", type=LOCATION)
+@click.argument("b", required=False, type=LOCATION)
+@click.option("--stats", is_flag=True, help="Read what changed, and say by how much.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 where they differ.")
+def diff_command(a: str, b: str | None, stats: bool, exit_code: bool, options: Options) -> Report:
+    """What changed from the checkpoint A to the checkpoint B: components, tensors and values. When
+    A is a root and B is not given, from its last but one checkpoint to the last.
+
+    By digests: no tensor is read unless --stats is given.
+    """
+    left, right = _pair(a, b, options)
+    with left, right:
+        document = compared(left, right, stats)
     code = BAD if exit_code and not document["same"] else GOOD
     return Report(document, describe(document), code)
 
@@ -39,19 +47,21 @@ def _pair(url: str, other: str | None, options: Options) -> tuple[Subject, Subje
     if other is not None:
         return opened(found, options), opened(resolve(other, options), options)
     if not isinstance(found, Root):
-        raise Failure("usage", 2, f"{found.url} is one checkpoint: give another to compare it with")
+        raise Failure(
+            "usage", USAGE, f"{found.url} is one checkpoint: give another to compare it with"
+        )
     usable = [info for info in restore_candidates(found.entries) if info.status == "committed"]
     if len(usable) < 2:
         there = count(len(usable), "usable checkpoint")
-        raise Failure("bad", BAD, f"{found.url} has {there} of the run that saved last: give two")
+        raise bad(f"{found.url} has {there} of the run that saved last: give two")
     new, old = (subject_of(info, options, found.typed) for info in usable[:2])
     return opened(old, options), opened(new, options)
 
 
 def compared(a: Subject, b: Subject, stats: bool) -> dict[str, Any]:
     """The whole JSON document."""
-    assert a.view is not None and b.view is not None
-    left, right = a.view.manifest.components, b.view.manifest.components
+    first, second = a.readable(), b.readable()
+    left, right = first.manifest.components, second.manifest.components
     components: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []
     values: list[dict[str, Any]] = []
@@ -63,8 +73,8 @@ def compared(a: Subject, b: Subject, stats: bool) -> dict[str, Any]:
                 {"key": key, "change": only, "tensors": there, "changed": there, "values": 0}
             )
             continue
-        rows, total = changed_tensors(a.view, b.view, key, stats)
-        found = changed_values(a.view, b.view, key)
+        rows, total = changed_tensors(first, second, key, stats)
+        found = changed_values(first, second, key)
         differs = any(row["change"] != "layout" for row in rows) or found
         change = "changed" if differs else "unknown" if rows else "same"
         components.append(
@@ -79,17 +89,13 @@ def compared(a: Subject, b: Subject, stats: bool) -> dict[str, Any]:
         tensors += rows
         values += found
     return {
-        "a": _head(a),
-        "b": _head(b),
+        "a": facts.fields(a, "name url step run_id"),
+        "b": facts.fields(b, "name url step run_id"),
         "same": all(item["change"] == "same" for item in components),
         "components": components,
         "tensors": tensors,
         "values": values,
     }
-
-
-def _head(subject: Subject) -> dict[str, Any]:
-    return {name: getattr(subject, name) for name in ("name", "url", "step", "run_id")}
 
 
 def _copies(view: CheckpointView, key: str) -> dict[str, int]:
@@ -118,7 +124,8 @@ def changed_tensors(
             if row is None:
                 continue
             if stats and one and other and row["change"] in ("changed", "layout", "dtype"):
-                row |= difference(a, b, one, other)
+                # numpy takes longer to load than all else that is done here.
+                row |= import_module(".arrays", __package__).difference(a, b, one, other)
                 if row["change"] == "layout":  # now it is known
                     row["change"] = "changed"
                     if not row["items_differ"]:
@@ -228,12 +235,12 @@ def describe(document: dict[str, Any]) -> list[Block]:
     if document["tensors"]:
         blocks += tensor_table(document["tensors"])
     if document["values"]:
-        rows: list[list[Cell | str]] = [
+        columns = f"value, step {a['step']}, step {b['step']}"
+        rows = [
             [named(item, item["path"]), _side(item, "a"), _side(item, "b")]
             for item in document["values"][:SHOWN]
         ]
-        columns = [Column("value"), Column(f"step {a['step']}"), Column(f"step {b['step']}")]
-        blocks.append(Table("values", columns, rows))
+        blocks.append(table("values", columns, rows))
         blocks += _more(len(document["values"]))
     return blocks
 
@@ -255,10 +262,7 @@ def summary(item: dict[str, Any]) -> str:
 
 def tensor_table(tensors: list[dict[str, Any]]) -> list[Block]:
     stats = any("max_abs" in item for item in tensors)
-    columns = [Column("tensor"), Column("change"), Column("dtype"), Column("bytes", right=True)]
-    if stats:
-        columns += [Column("differ", right=True), Column("max", right=True)]
-        columns += [Column("mean", right=True), Column("NaN", right=True)]
+    columns = "tensor, change, dtype, bytes>" + ", differ>, max>, mean>, NaN>" * stats
     rows: list[list[Cell | str]] = []
     for item in tensors[:SHOWN]:
         change = item["change"].replace("_", " ")
@@ -271,7 +275,7 @@ def tensor_table(tensors: list[dict[str, Any]]) -> list[Block]:
         elif stats:
             row += ["-"] * 4
         rows.append(row)
-    return [Table("tensors", columns, rows), *_more(len(tensors))]
+    return [table("tensors", columns, rows), *_more(len(tensors))]
 
 
 def _more(total: int) -> list[Block]:

@@ -1,34 +1,42 @@
-"""`ckpt doctor`: what is wrong in a root, what `restore` would do, and the command that mends it.
-
-JSON: docs/cli.md. Exit code: 0 when nothing needs doing, else 1.
-"""
+"""`ckpt doctor`: what is wrong in a root, what `restore` would do, and the command that mends
+it."""
 
 from __future__ import annotations
 
 import shlex
 from typing import Any
 
+import click
+
 from ckptcore import (
     CheckpointError,
     CheckpointInfo,
     Leftover,
     find_leftovers,
+    join_url,
     open_storage,
     scan_root,
 )
 
+from .cli import LOCATION, command
 from .failures import BAD, GOOD
-from .lookup import Root, child, newest, resolve, subject_of
+from .lookup import Root, newest, resolve, subject_of
 from .render import Block, Line, Report, count, size
 from .subject import Options, Subject
 
 USABLE = "committed"
 
 
-def doctor(url: str, options: Options, verify: bool, tiers: tuple[str, ...]) -> Report:
-    """`url` is a root, or one checkpoint. verify: read every byte of what restore would take.
-    tiers: other roots that may hold the same commits."""
-    found = resolve(url, options)
+@command("ckpt doctor runs/a", "ckpt doctor runs/a --tier s3://bucket/run-a --verify")
+@click.argument("path", metavar="ROOT", type=LOCATION)
+@click.option("--verify", is_flag=True, help="Read every byte of what restore would take.")
+@click.option(
+    "--tier", "tiers", multiple=True, metavar="ROOT", help="Another root with the same checkpoints."
+)
+def doctor_command(path: str, verify: bool, tiers: tuple[str, ...], options: Options) -> Report:
+    """What is wrong in ROOT, what restore would do now, and the command that mends it. Changes
+    nothing. Exits with 0 when nothing needs doing."""
+    found = resolve(path, options)
     if isinstance(found, Root):
         return _report(found, options, verify, tiers)
     root = Root(found.typed, found.url, [])
@@ -47,12 +55,12 @@ def _report(root: Root, options: Options, verify: bool, tiers: tuple[str, ...]) 
         if info.status in (USABLE, "partial"):
             continue
         subject = subject_of(info, options, root.typed)
-        findings.append(_damage(root, subject, taken, elsewhere, child(root.typed, info.name)))
+        findings.append(_damage(root, subject, taken, elsewhere, join_url(root.typed, info.name)))
     if taken is not None and verify:
         with subject_of(taken, options, root.typed) as subject:
             subject.verify()
             if not subject.good:
-                place = child(root.typed, taken.name)
+                place = join_url(root.typed, taken.name)
                 findings.append(_damage(root, subject, None, elsewhere, place))
     findings += [_leftover(root, left) for left in find_leftovers(root.typed, options)]
     findings += _notes(root, taken, options)
@@ -89,7 +97,7 @@ def _in_tiers(tiers: tuple[str, ...], options: Options) -> dict[str, dict[str, s
     for tier in tiers:
         for info in scan_root(tier, options):
             if info.status == USABLE and info.manifest is not None:
-                at = child(tier, info.name)
+                at = join_url(tier, info.name)
                 found.setdefault(info.name, {}).setdefault(info.manifest.digest, at)
     return found
 
@@ -97,14 +105,8 @@ def _in_tiers(tiers: tuple[str, ...], options: Options) -> dict[str, dict[str, s
 def _finding(
     name: str, kind: str, severity: str, message: str, mend: list[str], nbytes: int | None = None
 ) -> dict[str, Any]:
-    return {
-        "name": name,
-        "kind": kind,
-        "severity": severity,
-        "message": message,
-        "mend": mend,
-        "size_bytes": nbytes,
-    }
+    known = {"name": name, "kind": kind, "severity": severity, "message": message}
+    return known | {"mend": mend, "size_bytes": nbytes}
 
 
 def _damage(

@@ -1,114 +1,50 @@
-"""What the engine says, as the documents that `--json` prints. The keys here are the command's
-contract.
-
-checkpoint  name url status reason pinned step run_id sequence, and when the manifest could be read:
-attempt_id
-            checkpoint_id format_version created world_size nodes groups size_bytes files components
-            digest versions environment metrics metrics_step metadata training_args_hash timings
-            extra storage_mode ("shared" or "node") node (whose part it is; null for a whole
-            checkpoint)
-entry       name url step status reason latest pinned abandoned (the run went back behind it and
-saved again, so that
-            it is never the newest or the best) size_bytes created run_id sequence metrics node
-component   key pattern tensors size_bytes (of tensors) values_bytes (of plain values; null: not
-known) files
-            writers copies group partition group_keys required checksum metadata
-file        name size_bytes digest writer
-tensor      component name full_name dtype shape size_bytes file alias_of
-copy        copy (its number) copies (how many) of ("rank 3", "group 0 of dp", "node 1", "all
-ranks") ranks problem     file kind ("missing" "size" "digest" "header" "format" "storage"
-"version") tensor expected actual
-            expected_size actual_size expected_digest actual_digest message
-fallback    name url step run_id created verified: the nearest older checkpoint that is usable, or
-null
-
-Values: None, bool, int, float, str, list and dict with str keys stand for themselves (NaN and the
-infinities as strings); everything else is an object with "$type": tuple, set, frozenset and dict
-with "items", bytes with "hex", tensor with "name", "dtype" and "shape", and any other type with its
-text as "value". Large bytes and texts, and what a codec of a user's own stored, have what was
-stored (a tensor, a value) as "value".
-"""
+"""What the engine says, as the documents that `--json` prints: docs/cli.md describes their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from ckptcore import CheckpointInfo, CheckpointManifest, Problem, TensorInfo
+from ckptcore import CheckpointInfo, CheckpointManifest, Problem, TensorInfo
 
 
-def entry(info: CheckpointInfo, latest: bool) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "url": info.url,
-        "step": info.step,
-        "status": info.status,
-        "reason": info.reason,
-        "latest": latest,
-        "pinned": info.pinned,
-        "abandoned": info.abandoned,
-        "size_bytes": info.size_bytes,
-        "created": info.created,
-        "run_id": info.run_id,
-        "sequence": info.sequence,
-        "metrics": dict(info.metrics or {}),
-        "node": info.manifest.node if info.manifest else None,
-    }
+def fields(source: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names.split()}
+
+
+def entry(info: CheckpointInfo, latest: bool = False) -> dict[str, Any]:
+    known = fields(info, "name url step status reason pinned abandoned created run_id sequence")
+    node = info.manifest.node if info.manifest else None
+    metrics = dict(info.metrics or {})
+    rest = {"latest": latest, "size_bytes": info.size_bytes, "metrics": metrics, "node": node}
+    return known | rest
 
 
 def checkpoint(manifest: CheckpointManifest) -> dict[str, Any]:
     """The header: everything in the manifest but the components' and files' own tables."""
-    return {
-        "step": manifest.step,
-        "run_id": manifest.run_id,
-        "sequence": manifest.sequence,
-        "attempt_id": manifest.attempt_id,
-        "checkpoint_id": manifest.checkpoint_id,
-        "format_version": manifest.format_version,
-        "created": manifest.created,
-        "world_size": manifest.world_size,
-        "nodes": manifest.nodes,
-        "storage_mode": manifest.storage_mode,
-        "node": manifest.node,
-        "groups": manifest.groups,
-        "size_bytes": manifest.size_bytes,
-        "files": len(manifest.files),
-        "components": len(manifest.components),
-        "digest": manifest.digest,
-        "versions": manifest.versions,
-        "environment": manifest.environment,
-        "metrics": manifest.metrics,
-        "metrics_step": manifest.metrics_step,
-        "metadata": manifest.metadata,
-        "training_args_hash": manifest.training_args_hash,
-        "timings": manifest.timings,
-        "extra": manifest.extra,
-    }
+    known = fields(
+        manifest,
+        "step run_id sequence attempt_id checkpoint_id format_version created world_size nodes "
+        "storage_mode node groups size_bytes digest versions environment metrics metrics_step "
+        "metadata training_args_hash timings extra",
+    )
+    return known | {"files": len(manifest.files), "components": len(manifest.components)}
 
 
 def components(
-    manifest: CheckpointManifest, extents: dict[str, Any] | None = None
+    manifest: CheckpointManifest, extents: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """extents: size of plain values, and dtypes, of the components where they are known."""
     known = extents or {}
     return [
-        {
-            "key": key,
+        fields(item, "key tensors size_bytes group partition group_keys required checksum metadata")
+        | {
             "pattern": str(item.pattern),
-            "tensors": item.tensors,
-            "size_bytes": item.size_bytes,
             "values_bytes": known[key].values_bytes if key in known else None,
             "dtypes": known[key].dtypes if key in known else None,
             "files": list(item.files),
             "writers": list(item.writers),
             "copies": len(manifest.copies(item.key)),
-            "group": item.group,
-            "partition": item.partition,
-            "group_keys": item.group_keys,
-            "required": item.required,
-            "checksum": item.checksum,
-            "metadata": item.metadata,
         }
         for key, item in manifest.components.items()
     ]
@@ -122,64 +58,22 @@ def files(manifest: CheckpointManifest) -> list[dict[str, Any]]:
 
 
 def tensor(info: TensorInfo) -> dict[str, Any]:
-    return {
-        "component": info.component,
-        "name": info.name,
-        "full_name": info.full_name,
-        "dtype": info.dtype,
-        "shape": list(info.shape),
-        "size_bytes": info.nbytes,
-        "file": info.file,
-        "alias_of": info.alias_of,
-        "layout": info.layout,
-    }
+    known = fields(info, "component name full_name dtype file alias_of layout")
+    return known | {"shape": list(info.shape), "size_bytes": info.nbytes}
 
 
-def problem(found: Problem, manifest: CheckpointManifest | None) -> dict[str, Any]:
-    return problem_of(
-        found.file,
-        found.kind,
-        found.message,
-        found.expected,
-        found.actual,
-        found.tensor,
-        manifest=manifest,
-    )
-
-
-def problem_of(
-    file: str | None,
-    kind: str,
-    message: str,
-    expected: str | int | None = None,
-    actual: str | int | None = None,
-    tensor: str | None = None,
-    *,
-    manifest: CheckpointManifest | None = None,
-) -> dict[str, Any]:
+def problem(found: Problem, manifest: CheckpointManifest | None = None) -> dict[str, Any]:
     """What the engine found, and beside it the size and digest that the manifest promises for the
     file."""
-    record = manifest.files.get(file) if manifest and file else None
+    record = manifest.files.get(found.file) if manifest and found.file else None
     size, digest = (record.size, record.digest) if record else (None, None)
-    found_size: str | int | None = None
-    found_digest: str | int | None = None
-    if kind == "size":
-        found_size = actual
-    elif kind in ("digest", "header"):
-        found_size = size  # the engine looks at the content of a file only when its size is right
-    if kind == "digest" and tensor is None:
-        digest, found_digest = str(expected), actual
-    return {
-        "file": file,
-        "kind": kind,
-        "tensor": tensor,
-        "expected": expected,
-        "actual": actual,
+    whole = found.kind == "digest" and found.tensor is None
+    return fields(found, "file kind tensor expected actual message") | {
         "expected_size": size,
-        "actual_size": found_size,
-        "expected_digest": digest,
-        "actual_digest": found_digest,
-        "message": message,
+        # The engine looks at the content of a file only when its size is right.
+        "actual_size": {"size": found.actual, "digest": size, "header": size}.get(found.kind),
+        "expected_digest": str(found.expected) if whole else digest,
+        "actual_digest": found.actual if whole else None,
     }
 
 

@@ -1,8 +1,5 @@
 """`ckpt inspect`: what one checkpoint holds, by its manifest, on one screen; one more
-answer for each question: tensors, plain values, files, who wrote what, metadata.
-
-JSON: docs/cli.md. Exit code: 0 when the checkpoint is good, 1 when it is damaged or uncommitted.
-"""
+answer for each question: tensors, plain values, files, who wrote what, metadata."""
 
 from __future__ import annotations
 
@@ -13,9 +10,10 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
+import click
+
 from ckptcore import (
     CheckpointError,
-    CheckpointInfo,
     CheckpointManifest,
     CheckpointNotFound,
     CheckpointView,
@@ -23,12 +21,24 @@ from ckptcore import (
 )
 
 from . import facts, render
-from .copies import FIRST, StoredCopy, Which, check_fits, choose_copy
+from .cli import ITEM, LOCATION, command
+from .copies import StoredCopy, Which, check_fits, choose_copy
 from .failures import not_found
-from .lookup import Root, fallback, newest, normal, settled, split, subject_of
-from .problems import problem_lines
-from .render import Block, Cell, Column, Facts, Line, Report, Table, count, size, status_cell
-from .subject import Options, Subject
+from .lookup import Root, chosen, fallback, normal, settled, split, subject_of
+from .render import (
+    Block,
+    Cell,
+    Facts,
+    Line,
+    Report,
+    Table,
+    count,
+    for_programs,
+    size,
+    status_cell,
+    table,
+)
+from .subject import Options, Subject, problem_lines
 
 # Indexes of at most so many bytes, in so many files, are read to say how large plain values are and
 # which dtypes there are.
@@ -37,17 +47,16 @@ INDEX_LIMIT, INDEX_FILES = 16 << 20, 64
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What `inspect` is asked beside the overview. tensors: a pattern (see `matching`); depth: that
-    many parts of their names, with totals; values: names of components, and whose copy."""
+    """What `inspect` is asked beside the overview: the options of the command."""
 
-    tensors: str | None = None
-    depth: int | None = None
-    values: tuple[str, ...] = ()
-    which: Which = FIRST
-    files: bool = False
-    ranks: bool = False
-    metadata: bool = False
-    verify: bool = False
+    tensors: str | None
+    depth: int | None
+    values: tuple[str, ...]
+    which: Which
+    ranks: bool
+    files: bool
+    metadata: bool
+    verify: bool
 
     @property
     def overview(self) -> bool:
@@ -55,26 +64,75 @@ class Questions:
         return not (asked or self.files or self.ranks or self.metadata)
 
 
-def inspect(url: str, options: Options, asked: Questions | None = None) -> Report:
-    """What lies at `url`: a checkpoint, its manifest, one of its tensor files, or a root."""
-    asked = asked or Questions()
-    subject, file = file_of(url, options)
+@command("ckpt inspect runs/a", "ckpt inspect runs/a/checkpoint-500 --tensors 'model/*' --depth 2")
+@click.argument("path", required=False, type=LOCATION)
+@click.option(
+    "--tensors",
+    metavar="[PATTERN]",
+    is_flag=False,
+    flag_value="*",
+    help="List tensors whose name matches, with their total.",
+)
+@click.option(
+    "--depth",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Tensors by the first N parts of their names, with totals.",
+)
+@click.option("--values", metavar="COMPONENT", multiple=True, help="Plain values (repeatable).")
+@click.option("--rank", type=ITEM, metavar="N", help="Whose values: those that rank N restores.")
+@click.option("--group", metavar="G", help="Whose values: a group's number, or its key.")
+@click.option("--node", type=ITEM, metavar="N", help="Whose values: those of node N.")
+@click.option("--ranks", is_flag=True, help="Which rank wrote how much of each component.")
+@click.option("--files", is_flag=True, help="List files with size, writer and digest.")
+@click.option("--metadata", is_flag=True, help="Ids, versions, phases, and the user's metadata.")
+@click.option("--verify", is_flag=True, help="Check every byte too.")
+def inspect_command(
+    path: str | None,
+    tensors: str | None,
+    options: Options,
+    rank: int | None,
+    group: str | None,
+    node: int | None,
+    **asked: Any,
+) -> Report:
+    """Show what the checkpoint PATH holds. When PATH is a root, the checkpoint that restore would
+    take, and first what is newer and cannot be used. PATH may also be a checkpoint's manifest, or
+    one of its tensor files.
+
+    Without options it is an overview; each option answers one more question, alone. Where each
+    rank, group or node has values of its own, --values shows those of the first and says so;
+    --rank, --group and --node choose. Reads no tensor data unless --verify is given.
+    """
+    if path is None:
+        # `--tensors PATH`: the path was taken for the option's pattern.
+        path, tensors = tensors, "*"
+    if path is None:
+        raise click.UsageError("Missing argument 'PATH'.")
+    which = Which(rank, group, node)
+    if which.given and not asked["values"]:
+        raise click.UsageError(
+            "--rank, --group and --node choose among the values of a component: give --values too"
+        )
+    questions = Questions(tensors, which=which, **asked)
+    subject, file = file_of(path, options)
     if subject is not None:
-        return inspect_found(subject, file, options, asked)
-    return settled(url, options, lambda found: inspect_found(found, None, options, asked))
+        return inspected(subject, file, options, questions)
+    return settled(path, options, lambda found: inspected(found, None, options, questions))
 
 
-def inspect_found(
+def inspected(
     found: Subject | Root, file: str | None, options: Options, asked: Questions
 ) -> Report:
-    newer: list[CheckpointInfo] = []
-    if isinstance(found, Root):
-        subject, newer = choose(found, options)
-    else:
-        subject = found
+    subject, newer = chosen(found, options)
+    if subject is None:
+        # `restore` would find nothing: the newest of what it would look at, else of all.
+        assert isinstance(found, Root)
+        subject = subject_of(newer.pop() if newer else found.entries[-1], options, found.typed)
+        newer = []
     if subject.error is not None:
         raise subject.error
-    foreign: list[str] | None = None
+    foreign: list[str] = []
     listed = plain = modules = None
     extent: dict[str, Extent] = {}
     with subject:
@@ -91,26 +149,22 @@ def inspect_found(
                 modules = by_module(listed, asked.depth)
             if asked.values:
                 plain = subject.attempt(lambda: values_of(view, asked.values, asked.which))
-            extent = extents(view)
+            extent = extents(view) if asked.overview or for_programs() else {}
     manifest = subject.manifest
     document = {
         "checkpoint": subject.document(),
         "components": facts.components(manifest, extent) if manifest else [],
-        "files": facts.files(manifest) if manifest else [],
-        "foreign_files": sorted(foreign or []),
+        "files": facts.files(manifest) if manifest and (asked.files or for_programs()) else [],
+        "foreign_files": sorted(foreign),
         "tensors": listed,
         "modules": modules,
         "ranks": written_by(manifest) if manifest and asked.ranks else None,
-        "values": {name: facts.value(value) for name, (_, value) in plain.items()}
-        if plain
-        else None,
-        "values_of": {name: copy.document() for name, (copy, _) in plain.items()}
-        if plain
-        else None,
+        "values": {k: facts.value(value) for k, (_, value) in plain.items()} if plain else None,
+        "values_of": {k: copy.document() for k, (copy, _) in plain.items()} if plain else None,
         "verified": asked.verify and view is not None,
         "problems": subject.problems,
         "fallback": None if subject.good else fallback(subject, asked.verify),
-        "newer": [facts.entry(info, latest=False) for info in newer],
+        "newer": [facts.entry(info) for info in newer],
     }
     complaint = None if subject.good else f"{subject.name} is {subject.status}"
     blocks = describe(document, plain, asked, file)
@@ -131,16 +185,6 @@ def file_of(url: str, options: Options) -> tuple[Subject, str] | tuple[None, Non
             subject.view.__exit__(None, None, None)
             raise not_found(f"{name} is no file of the checkpoint {subject.url}", path=normal(url))
     return None, None
-
-
-def choose(root: Root, options: Options) -> tuple[Subject, list[CheckpointInfo]]:
-    """What `restore` would take, and what is newer and would be passed over. Where it would find
-    nothing that is usable, the newest of what it would look at (else of all entries)."""
-    chosen, passed = newest(root.entries)
-    if chosen is None:
-        chosen = passed.pop() if passed else root.entries[-1]
-        passed = []
-    return subject_of(chosen, options, root.typed), passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,22 +320,6 @@ def values_of(
 
 # ---------------------------------------------------------------- for people
 
-FILES = [Column("file"), Column("size", right=True), Column("writer", right=True), Column("digest")]
-TENSORS = [
-    Column("tensor"),
-    Column("dtype"),
-    Column("shape"),
-    Column("size", right=True),
-    Column("file"),
-]
-MODULES = [
-    Column("module"),
-    Column("tensors", right=True),
-    Column("dtype"),
-    Column("size", right=True),
-]
-METRICS = [Column("metric"), Column("value", right=True)]
-
 
 def describe(
     document: dict[str, Any],
@@ -300,7 +328,7 @@ def describe(
     file: str | None,
 ) -> list[Block]:
     checkpoint = document["checkpoint"]
-    problems = problem_lines(document["problems"], document["fallback"], checkpoint)
+    problems = problem_lines(document, document["fallback"])
     if not asked.overview or file is not None:
         blocks: list[Block] = [short_header(checkpoint, document), *problems]
         return blocks + answers(document, values, asked)
@@ -310,10 +338,8 @@ def describe(
     if checkpoint.get("metrics"):
         at = checkpoint["metrics_step"]
         other = "" if at in (None, checkpoint["step"]) else f" (measured at step {at})"
-        rows: list[list[Cell | str]] = [
-            [name, render.number(value)] for name, value in checkpoint["metrics"].items()
-        ]
-        blocks.append(Table(f"metrics{other}", METRICS, rows))
+        rows = [[name, render.number(value)] for name, value in checkpoint["metrics"].items()]
+        blocks.append(table(f"metrics{other}", "metric, value>", rows))
     if document["foreign_files"]:
         title = "foreign files: not part of this checkpoint, ignored when it is loaded"
         blocks.append(Facts(Cell(title, "yellow"), []))
@@ -331,16 +357,17 @@ def answers(
     if asked.ranks and document["ranks"] is not None:
         blocks.append(rank_table(document))
     if asked.files and document["files"]:
-        rows: list[list[Cell | str]] = [
+        rows = [
             [item["name"], size(item["size_bytes"]), str(item["writer"]), item["digest"]]
             for item in document["files"]
         ]
-        blocks.append(Table("files", FILES, rows))
+        blocks.append(table("files", "file, size>, writer>, digest", rows))
     if document["modules"] is not None:
-        rows = [module_row(item) for item in document["modules"]]
-        blocks.append(Table("modules", MODULES, rows))
+        modules = map(module_row, document["modules"])
+        blocks.append(table("modules", "module, tensors>, dtype, size>", modules))
     elif document["tensors"] is not None:
-        blocks.append(Table("tensors", TENSORS, [tensor_row(item) for item in document["tensors"]]))
+        tensors = map(tensor_row, document["tensors"])
+        blocks.append(table("tensors", "tensor, dtype, shape, size>, file", tensors))
     if document["tensors"] is not None:
         own = [item for item in document["tensors"] if item["alias_of"] is None]
         total = size(sum(item["size_bytes"] for item in own))
@@ -357,51 +384,33 @@ def component_table(components: Sequence[dict[str, Any]]) -> Table:
     """A group, or copies, are a column where there are any."""
     groups = any(item["group"] for item in components)
     copies = any(item["copies"] > 1 for item in components)
-    columns = [
-        Column("component", whole=True),
-        Column("pattern"),
-        Column("dtype"),
-        Column("tensors", right=True),
-        Column("size", right=True),
-        *([Column("copies", right=True)] if copies else []),
-        *([Column("group")] if groups else []),
-        Column("written by ranks"),
-    ]
-    rows: list[list[Cell | str]] = []
+    columns = "component!, pattern, dtype, tensors>, size>"
+    columns += ", copies>" * copies + ", group" * groups + ", written by ranks"
+    rows = []
     for item in components:
         dtypes = item["dtypes"]
-        rows.append(
-            [
-                item["key"],
-                item["pattern"] + ("" if item["required"] else ", optional"),
-                "?" if dtypes is None else ",".join(dtypes) or "-",
-                str(item["tensors"]),
-                size(item["size_bytes"] + (item["values_bytes"] or 0)),
-                *([str(item["copies"])] if copies else []),
-                *([item["group"] or "-"] if groups else []),
-                render.ranks(item["writers"]),
-            ]
-        )
-    return Table("components", columns, rows)
+        row = [item["key"], item["pattern"] + ("" if item["required"] else ", optional")]
+        row.append("?" if dtypes is None else ",".join(dtypes) or "-")
+        row += [str(item["tensors"]), size(item["size_bytes"] + (item["values_bytes"] or 0))]
+        row += [str(item["copies"])] * copies + [item["group"] or "-"] * groups
+        rows.append([*row, render.ranks(item["writers"])])
+    return table("components", columns, rows)
 
 
 def rank_table(document: dict[str, Any]) -> Table:
     """Ranks that follow one another and wrote the same are one row."""
-    keys = [item["key"] for item in document["components"]]
-    columns = [Column("rank"), *(Column(key, right=True) for key in keys)]
-    columns += [Column("index", right=True), Column("total", right=True)]
+    keys = [*(item["key"] for item in document["components"]), "index"]
 
     def cells(row: dict[str, Any]) -> list[str]:
-        sizes = [row["components"].get(key) for key in [*keys, "index"]]
-        return [*("-" if nbytes is None else size(nbytes) for nbytes in sizes)]
+        return [size(row["components"].get(key)) for key in keys]
 
-    rows: list[list[Cell | str]] = []
+    rows = []
     for same, group in groupby(document["ranks"], key=cells):
         members = list(group)
-        each = " each" if len(members) > 1 else ""
-        ranks = render.ranks([row["rank"] for row in members])
-        rows.append([ranks + each, *same, size(sum(row["size_bytes"] for row in members))])
-    return Table("who wrote what", columns, rows)
+        ranks = render.ranks([row["rank"] for row in members]) + " each" * (len(members) > 1)
+        rows.append([ranks, *same, size(sum(row["size_bytes"] for row in members))])
+    columns = [render.Column(key, right=True) for key in [*keys, "total"]]
+    return Table("who wrote what", [render.Column("rank"), *columns], rows)
 
 
 def short_header(checkpoint: dict[str, Any], document: dict[str, Any]) -> Facts:

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cause."""
     try:
         # Imported here, so that Ctrl-C is answered while that takes its time.
-        from .commands import run
+        from .cli import run
 
         return run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:

@@ -1,7 +1,4 @@
-"""`ckpt plan`: what a restore on another number of ranks would read, and what it would refuse.
-
-JSON: docs/cli.md. Exit code: 0; 1 where a component would not restore as things are.
-"""
+"""`ckpt plan`: what a restore on another number of ranks would read, and what it would refuse."""
 
 from __future__ import annotations
 
@@ -9,11 +6,14 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+import click
+
 from ckptcore import CheckpointView, StoredBox
 
+from .cli import LOCATION, command
 from .failures import BAD, GOOD
 from .lookup import opened, settled
-from .render import Block, Cell, Column, Line, Report, Table, count, size
+from .render import Block, Cell, Line, Report, count, size, table
 from .subject import Options, Subject
 
 CHUNK = 4 << 20  # bytes that are verified, and so read, together
@@ -32,15 +32,23 @@ class Load(NamedTuple):
         return Load(self.nbytes + nbytes, self.reads + reads)
 
 
-def plan(url: str, options: Options, world_size: int, layout: str) -> Report:
-    """layout: "same": sharded tensors are cut along the dimension that they are cut along in the
-    checkpoint; "whole": every rank wants all of them."""
-    return settled(url, options, lambda found: planned(opened(found, options), world_size, layout))
+@command("ckpt plan runs/a --world-size 16", "ckpt plan runs/a --world-size 1 --layout whole")
+@click.argument("path", type=LOCATION)
+@click.option("--world-size", type=click.IntRange(1), required=True, help="Ranks to restore on.")
+@click.option(
+    "--layout",
+    type=click.Choice(["same", "whole"]),
+    default="same",
+    help="Sharded tensors are cut as they are in the checkpoint (default), or wanted whole.",
+)
+def plan_command(path: str, world_size: int, layout: str, options: Options) -> Report:
+    """What a restore of PATH on another number of ranks would read, at most, and which components
+    it would refuse."""
+    return settled(path, options, lambda found: planned(opened(found, options), world_size, layout))
 
 
 def planned(subject: Subject, world_size: int, layout: str) -> Report:
-    assert subject.view is not None
-    with subject, subject.view as view:
+    with subject.readable() as view:
         manifest = view.manifest
         ranks = chosen_ranks(world_size, sum(c.tensors for c in manifest.components.values()))
         loads = dict.fromkeys(ranks, Load())
@@ -62,7 +70,7 @@ def planned(subject: Subject, world_size: int, layout: str) -> Report:
                 }
             )
         document = {
-            "checkpoint": {"name": subject.name, "url": subject.url, "step": subject.step},
+            "checkpoint": subject.head(),
             "saved_world_size": manifest.world_size,
             "world_size": world_size,
             "layout": layout,
@@ -154,20 +162,9 @@ def _span(box: StoredBox, along: int, first: int, last: int) -> int:
     return min(-(-end // CHUNK) * CHUNK, box.nbytes) - start // CHUNK * CHUNK
 
 
-COLUMNS = [
-    Column("component", whole=True),
-    Column("pattern"),
-    Column("restores"),
-    Column("stored", right=True),
-    Column("a rank reads", right=True),
-    Column("in reads", right=True),
-    Column("why"),
-]
-
-
 def describe(document: dict[str, Any]) -> list[Block]:
     styles = {"yes": "green", "no": "bold red", "depends": "yellow"}
-    rows: list[list[Cell | str]] = [
+    rows = [
         [
             row["key"],
             row["pattern"],
@@ -184,4 +181,5 @@ def describe(document: dict[str, Any]) -> list[Block]:
     loads = [row["size_bytes"] for row in document["ranks"]]
     of = f"{len(loads)} of {wanted} ranks" if document["sampled"] else count(wanted, "rank")
     total = f"{of}: {size(min(loads))} to {size(max(loads))} each, {size(sum(loads))} together"
-    return [Line(head), Table("", COLUMNS, rows), Line(total)]
+    columns = "component!, pattern, restores, stored>, a rank reads>, in reads>, why"
+    return [Line(head), table("", columns, rows), Line(total)]

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TextIO
 from unicodedata import combining, east_asian_width
+
+import click
 
 NAME_WIDTH = 48  # names longer than this do not push the facts of all others to the right
 
@@ -31,10 +36,21 @@ class Column(NamedTuple):
     whole: bool = False  # a terminal too narrow for all columns folds others first
 
 
+Row = Sequence["Cell | str"]
+
+
 class Table(NamedTuple):
     title: str
     columns: list[Column]
-    rows: list[list[Cell | str]]
+    rows: Sequence[Row]
+
+
+def table(title: str, columns: str, rows: Iterable[Row]) -> Table:
+    """columns: their names with commas between them; one of numbers ends in ">", one that is not
+    folded in "!"."""
+    names = [name.strip() for name in columns.split(",")]
+    made = [Column(name.rstrip(">!"), ">" in name, "!" in name) for name in names]
+    return Table(title, made, [*rows])
 
 
 class Facts(NamedTuple):
@@ -169,7 +185,42 @@ def show_json(document: dict[str, Any], stream: TextIO | None = None) -> None:
     (stream or sys.stdout).write(text + "\n")
 
 
-# ---------------------------------------------------------------- plain text
+# ---------------------------------------------------------------- for people
+
+
+def coloured(stream: TextIO) -> bool:
+    return stream.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+def show(blocks: list[Block], stream: TextIO | None = None) -> None:
+    """Draw the blocks in the form that suits the stream (standard output when not given). rich
+    takes longer to load than most commands take in a pipe, so it is for a terminal alone."""
+    stream = stream or sys.stdout
+    if coloured(stream):
+        from .terminal import draw
+
+        draw(blocks, stream)
+    else:
+        stream.write(plain(blocks))
+
+
+def for_programs() -> bool:
+    """Whether the running command is to print JSON."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.find_root().obj)
+
+
+@contextmanager
+def progress_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """What to call with bytes done and bytes in all: it moves a bar on standard error, where
+    that is a terminal and no JSON is asked for."""
+    if for_programs() or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from .terminal import bar
+
+    with bar(printable(name)) as advance:
+        yield advance
 
 
 def _width(text: str) -> int:
@@ -204,13 +255,13 @@ def plain(blocks: list[Block]) -> str:
     return "".join(f"{line}\n" for line in out)
 
 
-def plain_table(table: Table) -> list[str]:
-    lines = [[column.name for column in table.columns]]
-    lines += [[_text(cell) for cell in row] for row in table.rows]
+def plain_table(block: Table) -> list[str]:
+    lines = [[column.name for column in block.columns]]
+    lines += [[_text(cell) for cell in row] for row in block.rows]
     widths = [max(map(_width, cells)) for cells in zip(*lines, strict=True)]
-    shape = list(zip(widths, (column.right for column in table.columns), strict=True))
-    title = [printable(table.title)] if table.title else []
-    indent = "  " if table.title else ""
+    shape = list(zip(widths, (column.right for column in block.columns), strict=True))
+    title = [printable(block.title)] if block.title else []
+    indent = "  " if block.title else ""
     for cells in lines:
         padded = (
             _pad(text, width, right) for text, (width, right) in zip(cells, shape, strict=True)

@@ -1,8 +1,5 @@
 """`ckpt report`: one checkpoint and its run as one self-contained page. It has no script, so that
-it works from the keyboard, in print, and wherever scripts are not let run.
-
-JSON: docs/cli.md. Exit code: 0.
-"""
+it works from the keyboard, in print, and wherever scripts are not let run."""
 
 from __future__ import annotations
 
@@ -12,13 +9,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ckptcore import CheckpointInfo, KeepBest, StorageError, kept_by, restore_candidates
+import click
+
+from ckptcore import CheckpointInfo, KeepBest, kept_by, restore_candidates
 
 from . import facts, render
+from .cli import LOCATION, command
 from .diff import compared, named, summary
 from .failures import not_found
 from .inspection import by_module, extents, written_by
-from .lookup import opened, resolve, scan, split, subject_of
+from .lookup import around, opened, resolve, split, subject_of
 from .render import Line, Report, count, moment, printable, size, status_cell
 from .subject import Options, Subject
 
@@ -31,39 +31,42 @@ COLOURS = ("#3b6ea5", "#b3541e", "#3f7d3a", "#8a4f8f", "#b23a48", "#2a7f7f", "#7
 Box = tuple[float, float, float, float]  # left, top, width, height
 
 
-def report(url: str, options: Options, target: str) -> Report:
-    """Write the page of a checkpoint, of a root of the one that restore would take."""
-    path = Path(target)
-    if path.is_dir() or not path.parent.is_dir():
-        raise not_found(f"{path} cannot be written: it is a folder, or in none", path=target)
-    subject = opened(resolve(url, options), options)
-    folder, _ = split(subject.typed)
-    try:
-        entries = scan(folder, options) if folder else []
-    except StorageError:  # the folder around a checkpoint need not be readable
-        entries = []
+@command("ckpt report runs/a -o report.html", "ckpt report runs/a/checkpoint-5 -o a.html")
+@click.argument("path", type=LOCATION)
+@click.option(
+    "-o", "--output", "target", required=True, metavar="FILE", help="The page that is written."
+)
+def report_command(path: str, target: str, options: Options) -> Report:
+    """Write the checkpoint PATH and its run as one self-contained HTML page: bytes by module, who
+    wrote what, phases of the save, metrics over the run, what changed since the one before."""
+    file = Path(target)
+    if file.is_dir() or not file.parent.is_dir():
+        raise not_found(f"{file} cannot be written: it is a folder, or in none", path=target)
+    subject = opened(resolve(path, options), options)
+    entries = around(subject)
     before = _previous(subject, entries)
     with subject:
         document = gathered(subject, entries)
         document["changes"] = None
         if before is not None:
-            with opened(subject_of(before, options, folder or ""), options) as older:
+            folder = split(subject.typed)[0] or ""
+            with opened(subject_of(before, options, folder), options) as older:
                 document["changes"] = compared(older, subject, stats=False)
     page = html(document)
-    building = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    building = file.with_name(f"{file.name}.partial-{os.getpid()}")
     try:
         building.write_text(page, encoding="utf-8")
-        os.replace(building, path)
+        os.replace(building, file)
     finally:
         building.unlink(missing_ok=True)
     nbytes = len(page.encode())
     result = {
-        "checkpoint": {"name": subject.name, "url": subject.url, "step": subject.step},
-        "report": str(path.absolute()),
+        "checkpoint": subject.head(),
+        "report": str(file.absolute()),
         "size_bytes": nbytes,
         "compared_with": before.name if before else None,
     }
-    return Report(result, [Line(f"{path}  written, {size(nbytes)}", "green")])
+    return Report(result, [Line(f"{file}  written, {size(nbytes)}", "green")])
 
 
 def _previous(subject: Subject, entries: list[CheckpointInfo]) -> CheckpointInfo | None:
@@ -74,12 +77,10 @@ def _previous(subject: Subject, entries: list[CheckpointInfo]) -> CheckpointInfo
 
 def gathered(subject: Subject, entries: list[CheckpointInfo]) -> dict[str, Any]:
     """All that the page shows."""
-    assert subject.view is not None
-    manifest = subject.view.manifest
+    view = subject.readable()
+    manifest = view.manifest
     keys = {k + copy.label: k for k in manifest.components for copy in manifest.copies(k)}
-    tensors = [
-        facts.tensor(info) | {"component": keys[info.component]} for info in subject.view.tensors()
-    ]
+    tensors = [facts.tensor(info) | {"component": keys[info.component]} for info in view.tensors()]
     names = sorted({name for info in entries for name in info.metrics})
     rules = {
         **{f"lowest {name}": KeepBest(name, "min") for name in names},
@@ -88,12 +89,10 @@ def gathered(subject: Subject, entries: list[CheckpointInfo]) -> dict[str, Any]:
     kept = kept_by(entries, rules, manifest.run_id) if entries else {}
     return {
         "checkpoint": subject.document(),
-        "components": facts.components(manifest, extents(subject.view)),
+        "components": facts.components(manifest, extents(view)),
         "modules": modules_of(tensors),
         "ranks": written_by(manifest),
-        "entries": [
-            facts.entry(info, False) | {"kept": kept.get(info.name, [])} for info in entries
-        ],
+        "entries": [facts.entry(info) | {"kept": kept.get(info.name, [])} for info in entries],
         "metrics": names,
     }
 

@@ -1,8 +1,5 @@
 """`ckpt show`: one tensor or one value of a checkpoint, whole; with --stats what its numbers
-are like.
-
-JSON: docs/cli.md. Exit code: 0, or 3 where there is nothing of that name.
-"""
+are like."""
 
 from __future__ import annotations
 
@@ -10,31 +7,62 @@ from difflib import get_close_matches
 from json import dumps
 from typing import Any
 
+import click
+
 from ckptcore import CheckpointView, TensorInfo
 
 from . import facts, render
 from .arrays import first, statistics
+from .cli import ITEM, LOCATION, command
 from .copies import StoredCopy, Which, choose_copy, stored_copies
 from .failures import not_found
 from .lookup import opened, settled
-from .render import Block, Cell, Column, Facts, Line, Report, Table, size
+from .render import Block, Cell, Facts, Line, Report, size, table
 from .subject import Options, Subject
 
 BOXES = 20  # rows for people; all are in the JSON
 WIDTH = 40  # of a bar of the histogram
 
 
-def show(url: str, name: str, options: Options, which: Which, stats: bool, count: int) -> Report:
-    """`name` is "component", "component/tensor" or "component/path of a value". count: of the first
-    numbers of a tensor."""
+@command("ckpt show runs/a model/layers.0.weight --stats", "ckpt show runs/a rng/torch --rank 3")
+@click.argument("path", type=LOCATION)
+@click.argument("name")
+@click.option("--rank", type=ITEM, metavar="N", help="That which rank N restores.")
+@click.option("--group", metavar="G", help="Of a PER_GROUP component: a group's number or key.")
+@click.option("--node", type=ITEM, metavar="N", help="Of a PER_NODE component.")
+@click.option("--stats", is_flag=True, help="Read all of it: range, mean, NaN, a histogram.")
+@click.option(
+    "--first",
+    "count",
+    type=click.IntRange(0, 10_000),
+    default=8,
+    help="How many of its numbers are shown (default 8).",
+)
+def show_command(
+    path: str,
+    name: str,
+    rank: int | None,
+    group: str | None,
+    node: int | None,
+    stats: bool,
+    count: int,
+    options: Options,
+) -> Report:
+    """Show the tensor or the value NAME of the checkpoint PATH, whole: NAME is COMPONENT,
+    COMPONENT/TENSOR or COMPONENT/path/of/a/value.
+
+    Where each rank, group or node has its own, the first, unless --rank, --group or --node choose.
+    Of a tensor: dtype, shape, how it is cut over ranks, who wrote which part, and its first
+    numbers. Memory is bounded, whatever its size.
+    """
+    which = Which(rank, group, node)
     return settled(
-        url, options, lambda found: shown(opened(found, options), name, which, stats, count)
+        path, options, lambda found: shown(opened(found, options), name, which, stats, count)
     )
 
 
 def shown(subject: Subject, name: str, which: Which, stats: bool, count: int) -> Report:
-    assert subject.view is not None
-    with subject, subject.view as view:
+    with subject.readable() as view:
         key, copy, path = place_of(view, name, which)
         item = find(view.values(key, copy.number), path)
         if item is MISSING:
@@ -44,7 +72,7 @@ def shown(subject: Subject, name: str, which: Which, stats: bool, count: int) ->
             described(view, key, copy, tensor, stats, count) if facts.is_tensor(tensor) else None
         )
         document = {
-            "checkpoint": {"name": subject.name, "url": subject.url, "step": subject.step},
+            "checkpoint": subject.head(),
             "name": name,
             "component": key,
             "of": copy.document(),
@@ -108,14 +136,8 @@ def described(
     small = info.nbytes > 0
     return facts.tensor(info) | {
         "boxes": [
-            {
-                "offset": list(box.offset),
-                "shape": list(box.shape),
-                "size_bytes": box.nbytes,
-                "file": box.file,
-                "start": box.start,
-                "writer": box.writer,
-            }
+            facts.fields(box, "file start writer")
+            | {"offset": [*box.offset], "shape": [*box.shape], "size_bytes": box.nbytes}
             for box in boxes
         ],
         "first": [facts.value(item) for item in first(view, info, count)] if small else [],
@@ -177,9 +199,7 @@ def bars(found: dict[str, Any]) -> list[Block]:
 
 
 def box_table(boxes: list[dict[str, Any]]) -> list[Block]:
-    columns = [Column("offset"), Column("shape"), Column("size", right=True)]
-    columns += [Column("rank", right=True), Column("file")]
-    rows: list[list[Cell | str]] = [
+    rows = [
         [
             ",".join(map(str, box["offset"])),
             "x".join(map(str, box["shape"])),
@@ -191,4 +211,4 @@ def box_table(boxes: list[dict[str, Any]]) -> list[Block]:
     ]
     more = len(boxes) - BOXES
     rest: list[Block] = [Line(f"  ... and {more} more: --json has all")] if more > 0 else []
-    return [Table("boxes", columns, rows), *rest]
+    return [table("boxes", "offset, shape, size>, rank>, file", rows), *rest]

@@ -1,12 +1,9 @@
 """`ckpt pin`, `unpin`, `rm` and `prune`: what stays in a root and what goes. Nothing is deleted
-without --yes.
-
-JSON: docs/cli.md. Exit code: 0; 1 where something could not be deleted.
-"""
+without --yes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -19,6 +16,7 @@ from ckptcore import (
     RetentionPolicy,
     delete_checkpoint,
     find_leftovers,
+    join_url,
     kept_by,
     pin_checkpoint,
     scan_root,
@@ -26,98 +24,113 @@ from ckptcore import (
     unpin_checkpoint,
 )
 
-from .failures import BAD, GOOD, USAGE, Failure
-from .lookup import Root, child, one_checkpoint, resolve
-from .render import Block, Cell, Column, Line, Report, Table, count, size
+from . import facts
+from .cli import LOCATION, command
+from .failures import BAD, GOOD, USAGE, Failure, bad, not_found
+from .lookup import Root, one_checkpoint, resolve
+from .render import Block, Cell, Line, Report, count, size, table
 from .subject import Options
 
-UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+UNITS = {"min": 60, "s": 1, "h": 3600, "d": 86400}
+PATHS = click.argument("paths", nargs=-1, required=True, type=LOCATION)
+YES = click.option("--yes", is_flag=True, help="Do it; without, only say what would go.")
 
 
-def pin(urls: tuple[str, ...], options: Options, wanted: bool) -> Report:
-    """Pin checkpoints, or let retention have them again."""
-    subjects = [one_checkpoint(url, options) for url in urls]
+@command("ckpt pin runs/a/checkpoint-500", "ckpt pin s3://bucket/run/checkpoint-500")
+@PATHS
+def pin_command(paths: tuple[str, ...], options: Options) -> Report:
+    """Keep the checkpoints PATHS, whatever retention says, until they are unpinned."""
+    return pinned(paths, options, pin_checkpoint, True)
+
+
+@command("ckpt unpin runs/a/checkpoint-500", "ckpt unpin runs/a/checkpoint-{100,200}")
+@PATHS
+def unpin_command(paths: tuple[str, ...], options: Options) -> Report:
+    """Let retention have the checkpoints PATHS again."""
+    return pinned(paths, options, unpin_checkpoint, False)
+
+
+def pinned(
+    paths: tuple[str, ...], options: Options, change: Callable[..., None], wanted: bool
+) -> Report:
+    subjects = [one_checkpoint(path, options) for path in paths]
     for subject in subjects:
-        (pin_checkpoint if wanted else unpin_checkpoint)(subject.typed, options)
-    rows = [{"name": each.name, "url": each.url, "pinned": wanted} for each in subjects]
-    said = "pinned: retention and delete leave it alone" if wanted else "not pinned"
-    return Report({"checkpoints": rows}, [Line(f"{row['name']}  {said}") for row in rows])
+        change(subject.typed, options)
+    rows = [facts.fields(each, "name url") | {"pinned": wanted} for each in subjects]
+    now = "pinned: retention and delete leave it alone" if wanted else "not pinned"
+    return Report({"checkpoints": rows}, [Line(f"{row['name']}  {now}") for row in rows])
 
 
-def rm(urls: tuple[str, ...], options: Options, damaged: bool, yes: bool) -> Report:
-    """Delete checkpoints. damaged: also what has no manifest that says what is its own."""
-    subjects = [one_checkpoint(url, options) for url in urls]
-    rows: list[dict[str, Any]] = []
-    for subject in subjects:
-        if subject.pinned:
-            raise Failure("bad", BAD, f"{subject.url} is pinned: ckpt unpin {subject.url}")
-        if not subject.good and not damaged:
-            raise Failure(
-                "bad",
-                BAD,
-                f"{subject.url} is {subject.status}: --damaged removes what is named like ours",
-                path=subject.url,
-            )
-        nbytes = subject.manifest.size_bytes if subject.manifest else None
-        rows.append(
-            {
-                "name": subject.name,
-                "url": subject.url,
-                "step": subject.step,
-                "status": subject.status,
-                "size_bytes": nbytes,
-                "removed": yes,
-            }
-        )
+@command("ckpt rm runs/a/checkpoint-500", "ckpt rm runs/a/checkpoint-{100,200} --yes")
+@PATHS
+@click.option("--damaged", is_flag=True, help="Also what is damaged, or was never committed.")
+@YES
+def rm_command(paths: tuple[str, ...], damaged: bool, yes: bool, options: Options) -> Report:
+    """Delete the checkpoints PATHS: their manifests first, then their own files. What others have
+    put in the folder stays. A pinned one is refused."""
+    subjects = [one_checkpoint(path, options) for path in paths]
+    for each in subjects:
+        if each.pinned:
+            raise bad(f"{each.url} is pinned: ckpt unpin {each.url}")
+        if not each.good and not damaged:
+            what = f"{each.url} is {each.status}: --damaged removes what is named like ours"
+            raise bad(what, path=each.url)
+    rows = [
+        facts.fields(each, "name url step status")
+        | {"size_bytes": each.manifest.size_bytes if each.manifest else None, "removed": yes}
+        for each in subjects
+    ]
     for subject in subjects if yes else ():
         delete_checkpoint(subject.typed, options, damaged=damaged)
     word = "removed" if yes else "would be removed"
-    blocks: list[Block] = [
-        Line(f"{row['name']}  {word}, {size(row['size_bytes'])}") for row in rows
-    ]
-    document = {
-        "dry_run": not yes,
-        "checkpoints": rows,
-        "frees_bytes": sum(row["size_bytes"] or 0 for row in rows),
-    }
+    blocks: list[Block] = [Line(f"{r['name']}  {word}, {size(r['size_bytes'])}") for r in rows]
+    freed = sum(row["size_bytes"] or 0 for row in rows)
+    document = {"dry_run": not yes, "checkpoints": rows, "frees_bytes": freed}
     return Report(document, [*blocks, *_dry(yes)])
 
 
-def prune(
-    url: str, options: Options, keep: tuple[str, ...], partials: bool, run: str | None, yes: bool
+@command(
+    "ckpt prune runs/a --keep last=3 --keep best=eval_loss:min:2",
+    "ckpt prune runs/a --partials --yes",
+)
+@click.argument("root", type=LOCATION)
+@click.option(
+    "--keep",
+    metavar="RULE",
+    multiple=True,
+    help="last=N, best=METRIC[:min|max][:N], every=STEPS or every=6h (repeatable).",
+)
+@click.option("--partials", is_flag=True, help="What interrupted saves and copies have left.")
+@click.option("--run", metavar="RUN", help="Of this run, not of the one that saved last.")
+@YES
+def prune_command(
+    root: str, keep: tuple[str, ...], partials: bool, run: str | None, yes: bool, options: Options
 ) -> Report:
-    """Delete what the rules do not keep, and with `partials` what interrupted saves have left."""
+    """Delete the checkpoints of ROOT that no RULE keeps. The newest and pinned ones always stay.
+
+    Partials go where nobody can be writing them any more; those of another machine stay.
+    """
     if not keep and not partials:
         raise click.UsageError("say what stays (--keep last=3), or give --partials")
     rules = {text: rule_of(text) for text in split_rules(keep)}
-    found = resolve(url, options)
+    found = resolve(root, options)
     if not isinstance(found, Root):
         raise Failure("usage", USAGE, f"{found.url} is one checkpoint, not a root: ckpt rm")
     kept = kept_by(found.entries, rules, run) if rules else {}
     if rules and not kept:
-        raise Failure("not_found", 3, f"no committed checkpoint of that run in {found.url}")
-    rows: list[dict[str, Any]] = [
-        {
-            "name": info.name,
-            "step": info.step,
-            "size_bytes": info.size_bytes,
-            "keep": bool(kept[info.name]),
-            "reasons": kept[info.name],
-        }
+        raise not_found(f"no committed checkpoint of that run in {found.url}")
+    rows = [
+        facts.fields(info, "name step size_bytes")
+        | {"keep": bool(kept[info.name]), "reasons": kept[info.name]}
         for info in found.entries
         if info.name in kept
     ]
-    leftovers: list[dict[str, Any]] = [
-        {
-            "name": left.name,
-            "reason": left.reason,
-            "size_bytes": left.nbytes,
-            "writer": left.writer,
-            "abandoned": left.abandoned,
-        }
+    leftovers = [
+        facts.fields(left, "name reason writer abandoned") | {"size_bytes": left.nbytes}
         for left in (find_leftovers(found.typed, options) if partials else ())
     ]
     going = [row for row in rows if not row["keep"]]
+    frees = [*going, *(left for left in leftovers if left["abandoned"])]
     removed, failed = _remove(found, going, partials, options) if yes else ([], [])
     document = {
         "root": found.url,
@@ -125,8 +138,7 @@ def prune(
         "rules": list(rules),
         "checkpoints": rows,
         "leftovers": leftovers,
-        "frees_bytes": sum(row["size_bytes"] for row in going)
-        + sum(left["size_bytes"] for left in leftovers if left["abandoned"]),
+        "frees_bytes": sum(each["size_bytes"] for each in frees),
         "removed": removed,
         "failed": failed,
     }
@@ -142,16 +154,16 @@ def _remove(
     failed: list[str] = []
     for row in going:
         try:
-            delete_checkpoint(child(root.typed, row["name"]), options)
+            delete_checkpoint(join_url(root.typed, row["name"]), options)
             removed.append(row["name"])
         except CheckpointError as error:
             failed.append(f"{row['name']}: {error}")
     if partials:
         before = {info.name for info in scan_root(root.typed, options)}
-        _, told = sweep_root(root.typed, options)
+        _, warned = sweep_root(root.typed, options)
         # Some entries are only mended: one that was put aside by an overwrite takes its place.
         removed += sorted(before - {info.name for info in scan_root(root.typed, options)})
-        failed += told
+        failed += warned
     return removed, failed
 
 
@@ -167,7 +179,7 @@ def rule_of(text: str) -> RetentionPolicy:
         if kind == "last":
             return KeepLast(int(rest))
         if kind == "every":
-            unit = next((u for u in ("min", "s", "h", "d") if rest.endswith(u)), None)
+            unit = next((unit for unit in UNITS if rest.endswith(unit)), None)
             if unit is None:
                 return KeepEvery(steps=int(rest))
             return KeepEvery(seconds=float(rest.removesuffix(unit)) * UNITS[unit])
@@ -188,20 +200,11 @@ def _dry(yes: bool) -> list[Block]:
     return [] if yes else [Line("nothing was removed: --yes does it", "yellow")]
 
 
-COLUMNS = [
-    Column("step", right=True),
-    Column("name", whole=True),
-    Column("size", right=True),
-    Column("fate", whole=True),
-    Column("kept by"),
-]
-
-
 def describe(document: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = []
-    gone = "removed" if not document["dry_run"] else "would go"
+    gone, frees = ("would go", "would be freed") if document["dry_run"] else ("removed", "freed")
     if document["checkpoints"]:
-        rows: list[list[Cell | str]] = [
+        rows = [
             [
                 "-" if row["step"] is None else str(row["step"]),
                 row["name"],
@@ -211,16 +214,11 @@ def describe(document: dict[str, Any]) -> list[Block]:
             ]
             for row in document["checkpoints"]
         ]
-        blocks.append(Table("", COLUMNS, rows))
+        blocks.append(table("", "step>, name!, size>, fate!, kept by", rows))
     for left in document["leftovers"]:
         fate = gone if left["abandoned"] else "stays"
-        blocks.append(
-            Line(
-                f"{left['name']}  {fate}, {size(left['size_bytes'])}: {left['reason']}; "
-                f"{left['writer']}"
-            )
-        )
-    frees = "freed" if not document["dry_run"] else "would be freed"
+        what = f"{size(left['size_bytes'])}: {left['reason']}; {left['writer']}"
+        blocks.append(Line(f"{left['name']}  {fate}, {what}"))
     blocks.append(Line(f"{size(document['frees_bytes'])} {frees}"))
     blocks += [Line(text, "red") for text in document["failed"]]
     return blocks + _dry(not document["dry_run"])

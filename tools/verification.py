@@ -1,53 +1,55 @@
-"""`ckpt verify`: read every byte of checkpoints and say what is not as it was saved.
-
-JSON: {"path", "ok", "restores": name or null, "checkpoints": [{"checkpoint", "ok", "problems",
-"fallback", "seconds"}, ...], "skipped": [entry, ...]}, parts as in facts.py. Of a root,
-"checkpoints" are those that `restore` would pass over, the newest first, then the one that it would
-take; with --all all, the oldest first. "restores" is the name of that one; null where there is
-none, and where PATH is no root. "skipped" are leftovers of saves that never became a checkpoint.
-Exit code: 0 when all that was looked at is good, 4 when the storage alone was in the way, else 1.
-"""
+"""`ckpt verify`: read every byte of checkpoints and say what is not as it was saved."""
 
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import click
+
+from ckptcore import restore_candidates
 
 from . import facts
+from .cli import LOCATION, command
 from .failures import BAD, GOOD
 from .lookup import PUBLISHED, Root, fallback, settled, subject_of
-from .output import progress_bar
-from .problems import problem_lines
-from .render import Block, Line, Report, count, size
-from .subject import Options, Subject
-
-if TYPE_CHECKING:
-    from ckptcore import CheckpointInfo
+from .render import Block, Line, Report, count, progress_bar, size
+from .subject import Options, Subject, problem_lines
 
 
-def verify(url: str, options: Options, everything: bool = False) -> Report:
-    """`url` is a checkpoint, or a root: then what `restore` would take and what it would pass over
-    for that, or all checkpoints with `everything`."""
-    return settled(url, options, lambda found: verify_found(found, options, everything))
+@command("ckpt verify runs/a", "ckpt verify runs/a --all --json")
+@click.argument("path", type=LOCATION)
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Every checkpoint of a root, not only what restore would look at.",
+)
+def verify_command(path: str, everything: bool, options: Options) -> Report:
+    """Read and check every byte of the checkpoint PATH. When PATH is a root, of the checkpoint that
+    restore would take.
+
+    What restore would pass over for it, because it is damaged or was never committed, is named, and
+    the exit code is 1.
+    """
+    return settled(path, options, lambda found: verified(found, options, everything))
 
 
-def verify_found(found: Subject | Root, options: Options, everything: bool) -> Report:
-    skipped: list[CheckpointInfo] = []
-    taken: Subject | None = None
+def verified(found: Subject | Root, options: Options, everything: bool) -> Report:
+    """Of a root: what `restore` would pass over, the newest first, then what it would take; with
+    `everything` all, the oldest first."""
     seconds: dict[str, float] = {}
+    skipped = []
+    taken: Subject | None = None
     if isinstance(found, Root):
-        passed, taken = tried(found, options, seconds)
-        subjects = [*passed, *([taken] if taken else [])]
+        subjects, taken = tried(found, options, seconds)
         if everything:
-            names = {subject.name for subject in subjects}
-            rest = [
-                info
+            known = {subject.name: subject for subject in subjects}
+            subjects = [
+                known.get(info.name) or checked(subject_of(info, options, found.typed), seconds)
                 for info in found.entries
-                if info.status in PUBLISHED and info.name not in names
+                if info.status in PUBLISHED or info.name in known
             ]
-            subjects += [checked(subject_of(info, options, found.typed), seconds) for info in rest]
-            order = [info.name for info in found.entries]
-            subjects.sort(key=lambda subject: order.index(subject.name))
         # What was committed and is damaged now is a finding; what was never committed is a
         # leftover, unless it is what `restore` would look at first.
         names = {subject.name for subject in subjects}
@@ -56,36 +58,33 @@ def verify_found(found: Subject | Root, options: Options, everything: bool) -> R
         subjects = [checked(found, seconds)]
     if len(subjects) == 1 and subjects[0].error is not None:
         raise subjects[0].error
-    bad = [subject for subject in subjects if not subject.good]
+    wrong = [subject for subject in subjects if not subject.good]
     document = {
         "path": found.url,
-        "ok": bool(subjects) and not bad,
+        "ok": bool(subjects) and not wrong,
         "restores": taken.name if taken else None,
         "checkpoints": [outcome(subject, subjects, seconds) for subject in subjects],
-        "skipped": [facts.entry(info, latest=False) for info in skipped],
+        "skipped": [facts.entry(info) for info in skipped],
     }
     if not subjects:
         return Report(document, describe(document), BAD, f"no committed checkpoint in {found.url}")
     # Damage is certain, a storage that refuses may be a passing matter: the former decides the exit
     # code.
-    code = min((subject.exit_code for subject in bad), default=GOOD)
-    complaint = ", ".join(f"{subject.name} is {subject.status}" for subject in bad)
+    code = min((subject.exit_code for subject in wrong), default=GOOD)
+    complaint = ", ".join(f"{subject.name} is {subject.status}" for subject in wrong)
     return Report(document, describe(document), code, complaint or None)
 
 
 def tried(
     root: Root, options: Options, seconds: dict[str, float]
 ) -> tuple[list[Subject], Subject | None]:
-    """What `restore` would look at before it finds one whose bytes verify, and that one."""
-    from ckptcore import restore_candidates
-
-    passed: list[Subject] = []
+    """What `restore` would look at until it finds one whose bytes verify, and that one."""
+    subjects: list[Subject] = []
     for info in restore_candidates(root.entries):
-        subject = checked(subject_of(info, options, root.typed), seconds)
-        if subject.good:
-            return passed, subject
-        passed.append(subject)
-    return passed, None
+        subjects.append(checked(subject_of(info, options, root.typed), seconds))
+        if subjects[-1].good:
+            return subjects, subjects[-1]
+    return subjects, None
 
 
 def checked(subject: Subject, seconds: dict[str, float]) -> Subject:
@@ -117,15 +116,10 @@ def describe(document: dict[str, Any]) -> list[Block]:
             blocks.append(Line(f"{checkpoint['name']}  ok  {what}", "green"))
         else:
             blocks.append(Line(f"{checkpoint['name']}  {checkpoint['status']}", "bold red"))
-            blocks += problem_lines(each["problems"], each["fallback"], checkpoint)
+            blocks += problem_lines(each, each["fallback"])
     if document["restores"] and any(not each["ok"] for each in document["checkpoints"]):
         blocks.append(Line(f"restore would take {document['restores']}"))
     for entry in document["skipped"]:
-        blocks.append(
-            Line(
-                f"{entry['name']}  {entry['status']}, not checked: "
-                f"{entry['reason'] or 'no manifest'}",
-                "yellow",
-            )
-        )
+        why = f"{entry['status']}, not checked: {entry['reason'] or 'no manifest'}"
+        blocks.append(Line(f"{entry['name']}  {why}", "yellow"))
     return blocks

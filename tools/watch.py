@@ -1,8 +1,5 @@
 """`ckpt watch`: the checkpoints of a root as they are committed, with the seconds that each
-phase took.
-
-JSON: one document a line; docs/cli.md. Exit code: 0; 1 where the last thing seen was a failure.
-"""
+phase took."""
 
 from __future__ import annotations
 
@@ -12,41 +9,47 @@ from collections.abc import Iterator
 from json import dumps
 from typing import Any
 
+import click
+
 from ckptcore import CheckpointInfo, StorageError, masked_url, open_storage
 
+from .cli import LOCATION, SCHEMA, command
 from .failures import BAD, GOOD
 from .lookup import normal, scan
-from .render import Report, metrics, printable, seconds, size, strict
+from .render import Report, coloured, for_programs, metrics, printable, seconds, size, strict
 from .subject import Options
 
 Seen = dict[str, tuple[str, str]]
 
 
-def watch(
-    url: str,
-    options: Options,
-    interval: float,
-    timeout: float | None,
-    events: int | None,
-    as_json: bool,
-    schema: int,
+@command("ckpt watch runs/a", "ckpt watch s3://bucket/run --interval 30 --json")
+@click.argument("root", type=LOCATION)
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.01),
+    default=2.0,
+    help="Seconds between looks (default 2).",
+)
+@click.option("--timeout", type=click.FloatRange(0), help="Seconds after which it ends.")
+@click.option("--events", type=click.IntRange(1), help="How many events to wait for.")
+def watch_command(
+    root: str, interval: float, timeout: float | None, events: int | None, options: Options
 ) -> Report:
-    """Print what happens in the root `url`, first its newest checkpoint, until `events` things have
-    happened or `timeout` seconds have passed."""
-    url = normal(url)
-    last: dict[str, Any] | None = None
+    """Follow a run: a line for each checkpoint that is committed in ROOT, with the seconds of each
+    phase of the save, and for each that is begun, deleted or damaged. Until Ctrl-C.
+
+    Exits with 1 where the last event was a failure."""
+    url, last = normal(root), ""
     for number, event in enumerate(happenings(url, options, interval, timeout), 1):
-        if as_json:
-            line = dumps(strict({"schema": schema, **event}), allow_nan=False)
+        if for_programs():
+            line = dumps(strict({"schema": SCHEMA, **event}), allow_nan=False)
         else:
-            line = printable(text_of(event))
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
-        last = event
+            line = text_of(event)
+        click.echo(line, color=coloured(sys.stdout))
+        last = event["event"]
         if events is not None and number >= events:
             break
-    bad = last is not None and last["event"] in ("damaged", "unreachable")
-    return Report({}, [], BAD if bad else GOOD)
+    return Report({}, [], BAD if last in ("damaged", "failed", "unreachable") else GOOD)
 
 
 def happenings(
@@ -79,12 +82,25 @@ def happenings(
                 yield _event(event, info, last, info.reason, url)
                 last = info if event == "committed" else last
             if before is not None:
-                for name in before.keys() - now.keys():
-                    yield {**_event("deleted", None, None, None, url), "name": name}
+                for name in sorted(before.keys() - now.keys()):
+                    if became := gone(name, before[name][0], now):
+                        why = GONE if became == "failed" else None
+                        yield {**_event(became, None, None, why, url), "name": name}
             before = now
         if end is not None and time.monotonic() + interval > end:
             return
         time.sleep(interval)
+
+
+GONE = "what it was built in is gone, and no checkpoint of it is there: the save failed"
+
+
+def gone(name: str, status: str, now: Seen) -> str | None:
+    """What it means that `name` is there no more; None: it has become a checkpoint."""
+    if status != "partial":
+        return "deleted"
+    became = now.get(name.partition(".partial-")[0])
+    return None if became is not None and became[0] == "committed" else "failed"
 
 
 def folders(storage: Any) -> dict[str, Any]:
@@ -131,11 +147,8 @@ def _event(
         "event": event,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "root": masked_url(url),
-        "name": info.name if info else None,
-        "step": info.step if info else None,
+        **{name: getattr(info, name, None) for name in ("name", "step", "run_id", "size_bytes")},
         "steps_since": steps,
-        "run_id": info.run_id if info else None,
-        "size_bytes": info.size_bytes if info else None,
         "seconds": round(took, 6) if timings else None,
         "bytes_per_second": round((info.size_bytes or 0) / took) if took and info else None,
         "timings": timings,
@@ -144,19 +157,22 @@ def _event(
     }
 
 
+COLOURS = {"committed": "green", "writing": "cyan", "deleted": "yellow"}
+
+
 def text_of(event: dict[str, Any]) -> str:
-    words = [event["time"][11:19], event["event"]]
-    if event["name"]:
-        words.append(event["name"])
-    if event["event"] == "committed":
-        if event["steps_since"]:
-            words.append(f"+{event['steps_since']} steps")
+    """One line; of the phases of a save those that took a hundredth of it."""
+    kind, took = event["event"], event["seconds"]
+    name = printable((event["name"] or "").partition(".partial-")[0])
+    words = [event["time"][11:19], click.style(f"{kind:9}", COLOURS.get(kind, "red")), name]
+    if kind == "committed":
+        words.append(f"+{event['steps_since']} steps" if event["steps_since"] else "")
         words.append(size(event["size_bytes"]))
-        if event["seconds"]:
-            rate = size(event["bytes_per_second"])
-            words.append(f"in {event['seconds']:.3g} s ({rate}/s): {seconds(event['timings'])}")
-        if event["metrics"]:
-            words.append(metrics(event["metrics"]))
-    elif event["reason"]:
-        words.append(f": {event['reason']}")
-    return "  ".join(words)
+        if took:
+            phases = {n: value for n, value in event["timings"].items() if value >= took / 100}
+            words[-1] += f" in {took:.3g} s, {size(event['bytes_per_second'])}/s"
+            words.append(printable(seconds(phases)))
+        words.append(printable(metrics(event["metrics"]) if event["metrics"] else ""))
+    elif kind != "writing":
+        words.append(printable(event["reason"] or ""))
+    return "  ".join(filter(None, words))

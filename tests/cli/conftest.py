@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import pytest
+from ckpt_tools.cli import cli
 from ckpt_tools.main import main
+from ckpt_tools.render import Report
 
 
 class Outcome(NamedTuple):
@@ -39,6 +42,17 @@ def ckpt(capsys: pytest.CaptureFixture[str]) -> Ckpt:
         return Outcome(code, captured.out, captured.err)
 
     return run
+
+
+def report_of(*words: str | Path) -> Report:
+    """What a command finds, before it is printed."""
+    with click.Context(cli, obj=False) as context:
+        name, arguments = str(words[0]), [str(word) for word in words[1:]]
+        command = cli.get_command(context, name)
+        assert command is not None
+        with command.make_context(name, arguments, parent=context) as inner:
+            report: Report = command.invoke(inner)
+    return report
 
 
 def values_of_step(step: int) -> dict[str, Any]:

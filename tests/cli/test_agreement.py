@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_tools.cp import cp
-from ckpt_tools.inspection import inspect
-from ckpt_tools.ls import ls
 from ckpt_tools.subject import Subject
-from ckpt_tools.verification import verify
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore import CheckpointManager, CheckpointWarning, NoUsableCheckpoint
 
-from .conftest import Ckpt, save_run, state_of_step
+from .conftest import Ckpt, report_of, save_run, state_of_step
 
 # In the order of their commits: two runs in one root, each of which goes back, too.
 COMMITS = [("a", 10), ("b", 20), ("a", 30), ("b", 25), ("a", 40), ("b", 5)]
@@ -85,7 +81,7 @@ def test_the_command_says_what_a_restore_does(
 
 def check(root: Path) -> None:
     taken, passed = restored(root)
-    report = verify(str(root), None)
+    report = report_of("verify", root)
     document = report.document
     assert document["restores"] == taken
     assert {c["checkpoint"]["name"] for c in document["checkpoints"] if not c["ok"]} == passed
@@ -96,14 +92,14 @@ def check(root: Path) -> None:
     # These two go by a listing: a flipped byte is found only where all are read.
     with CheckpointManager(root) as manager:
         latest = manager.latest()
-    assert ls(str(root), None).document["latest"] == (latest and latest.name)
-    shown = inspect(str(root), None).document
+    assert report_of("ls", root).document["latest"] == (latest and latest.name)
+    shown = report_of("inspect", root).document
     if latest is not None:
         assert shown["checkpoint"]["name"] == latest.name
         assert {entry["name"] for entry in shown["newer"]} <= passed
     if latest is not None and latest.name == taken:
         assert {entry["name"] for entry in shown["newer"]} == passed
-        copied = cp(str(root), str(root.parent / "copy"), None, None, 1, False, False)
+        copied = report_of("cp", root, root.parent / "copy", "--threads", "1")
         assert copied.document["checkpoint"]["name"] == taken and copied.exit_code == 0
         assert (copied.complaint is None) == (not passed)
         assert {entry["name"] for entry in copied.document["newer"]} == passed

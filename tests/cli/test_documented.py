@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckpt_tools.commands import cli
+from ckpt_tools.cli import COMMANDS
 
 from ckptcore import CheckpointManager
 
@@ -105,7 +105,7 @@ def test_documented_and_printed_keys_are_the_same(
         for document in map(json.loads, several):
             assert document["schema"] == 1
             walk(document, line[0], printed)
-    assert commands == set(cli.commands) - {"completion"}
+    assert commands == set(COMMANDS) - {"completion"}
     for section, keys in printed.items():
         missing = SECTIONS[section].keys() - keys
         assert not missing, f"{section}: {sorted(missing)} are documented, and never printed"
@@ -114,7 +114,7 @@ def test_documented_and_printed_keys_are_the_same(
 
 def test_every_command_is_in_the_table_and_has_two_examples(ckpt: Ckpt) -> None:
     table = DOCUMENT.read_text().split("Exit codes:")[0]
-    for name in cli.commands:
+    for name in COMMANDS:
         assert f"`{name} " in table or f"`{name}`" in table, name
         said = ckpt(name, "--help").out
         assert len(re.findall(rf"^ .*\bckpt {name}\b", said.split("Examples:")[1], re.M)) == 2, name

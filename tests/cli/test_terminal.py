@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 
 from ckpt_tools import render, terminal
-from ckpt_tools.inspection import Questions, inspect
-from ckpt_tools.ls import ls
-from ckpt_tools.verification import verify
 from rich.console import Console
 
 from ckptcore import open_checkpoint
+
+from .conftest import report_of
 
 
 def drawn(blocks: list[render.Block], width: int) -> list[str]:
@@ -30,7 +29,7 @@ def drawn(blocks: list[render.Block], width: int) -> list[str]:
 
 def test_ls_on_a_wide_terminal(root: Path) -> None:
     (root / "checkpoint-10" / "checkpoint_manifest.json").unlink()
-    lines = drawn(ls(str(root), None).blocks, 140)
+    lines = drawn(report_of("ls", root).blocks, 140)
     assert lines[0].split() == ["step", "name", "status", "size", "created", "run", "metrics"]
     last = re.split(r"\s{2,}", lines[4].strip())
     assert last[0:3] == ["30", "checkpoint-30", "committed (latest)"]
@@ -40,19 +39,19 @@ def test_ls_on_a_wide_terminal(root: Path) -> None:
 
 
 def test_ls_on_a_narrow_terminal_keeps_names_whole(root: Path) -> None:
-    lines = drawn(ls(str(root), None).blocks, 80)
+    lines = drawn(report_of("ls", root).blocks, 80)
     assert all(len(line) <= 80 for line in lines)
     assert any("checkpoint-30  committed (latest)" in line for line in lines)
 
 
-def cells_of(root: Path, asked: Questions) -> set[tuple[str, ...]]:
-    lines = drawn(inspect(str(root / "checkpoint-20"), None, asked).blocks, 120)
+def cells_of(root: Path, *asked: str) -> set[tuple[str, ...]]:
+    lines = drawn(report_of("inspect", root / "checkpoint-20", *asked).blocks, 120)
     assert lines[0].startswith("checkpoint-20")
     return {tuple(re.split(r"\s{2,}", line.strip())) for line in lines}
 
 
 def test_inspect_is_one_screen(root: Path) -> None:
-    cells = cells_of(root, Questions(verify=True))
+    cells = cells_of(root, "--verify")
     assert len(cells) < 24
     assert ("status", "committed, every byte verified") in cells
     assert ("step", "20") in cells and ("world size", "1") in cells
@@ -65,13 +64,13 @@ def test_inspect_is_one_screen(root: Path) -> None:
 
 
 def test_each_question_has_one_answer(root: Path) -> None:
-    cells = cells_of(root, Questions(tensors="*", values=("train",)))
+    cells = cells_of(root, "--tensors", "*", "--values", "train")
     assert ("model/layer.bias", "BF16", "3", "6 B", "model.safetensors") in cells
     assert ("nested/none", "None") in cells and ("total: 3 tensors, 30 B",) in cells
     assert ("world size", "1") not in cells
-    assert ("metadata/note", '"step 20 é"') in cells_of(root, Questions(metadata=True))
-    assert ("model/layer", "2", "BF16,F32", "30 B") in cells_of(root, Questions(depth=1))
-    files = {cell[0] for cell in cells_of(root, Questions(files=True))}
+    assert ("metadata/note", '"step 20 é"') in cells_of(root, "--metadata")
+    assert ("model/layer", "2", "BF16,F32", "30 B") in cells_of(root, "--depth", "1")
+    files = {cell[0] for cell in cells_of(root, "--files")}
     assert {"model.safetensors", "index.rank00000.msgpack"} <= files
 
 
@@ -89,7 +88,7 @@ def test_a_very_long_table_is_drawn_plainly(root: Path) -> None:
 def test_damage_is_told_on_a_terminal(root: Path) -> None:
     shard = root / "checkpoint-30" / "model.safetensors"
     shard.write_bytes(shard.read_bytes() + b"x")
-    lines = drawn(verify(str(root), None).blocks, 200)
+    lines = drawn(report_of("verify", root).blocks, 200)
     assert lines[0] == "checkpoint-30  damaged"
     assert any("nearest older usable step: 20" in line for line in lines)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckpt_tools.watch import gone
 
 from ckptcore import scan_root
 
@@ -164,17 +165,37 @@ def test_watch_follows_a_run(ckpt: Ckpt, tmp_path: Path) -> None:
         assert sum(seen[1]["timings"].values()) == pytest.approx(seen[1]["seconds"], abs=1e-5)
 
 
+def test_an_attempt_becomes_a_checkpoint_or_has_failed(ckpt: Ckpt, root: Path) -> None:
+    attempt = root / "checkpoint-40.partial-a-b-1-2-3"
+    attempt.mkdir()
+
+    leaves = threading.Timer(0.2, attempt.rmdir)
+    leaves.start()
+    done = ckpt("watch", root, "--interval", "0.02", "--timeout", "60", "--events", "3")
+    leaves.join()
+    kinds = [line.split()[1:3] for line in done.out.splitlines()]
+    assert kinds == [
+        ["committed", "checkpoint-30"],
+        ["writing", "checkpoint-40"],
+        ["failed", "checkpoint-40"],
+    ]
+    assert done.code == 1 and "the save failed" in done.out
+    assert gone("checkpoint-9.partial-x", "partial", {"checkpoint-9": ("committed", "d")}) is None
+    assert gone("checkpoint-9", "committed", {}) == "deleted"
+
+
 def test_watch_tells_damage_and_deletion_and_ends_in_time(ckpt: Ckpt, root: Path) -> None:
     (root / "checkpoint-30" / MANIFEST).write_text("{}")
     done = ckpt("watch", root, "--timeout", "0")
     assert done.code == 1
     lines = done.out.splitlines()
-    assert "committed  checkpoint-20" in lines[0] and "damaged  checkpoint-30" in lines[1]
-    gone = threading.Timer(0.05, shutil.rmtree, (root / "checkpoint-30",))
-    gone.start()
+    assert lines[0].split()[1:3] == ["committed", "checkpoint-20"]
+    assert lines[1].split()[1:3] == ["damaged", "checkpoint-30"]
+    leaves = threading.Timer(0.05, shutil.rmtree, (root / "checkpoint-30",))
+    leaves.start()
     done = ckpt("watch", root, "--interval", "0.02", "--timeout", "60", "--events", "3")
-    gone.join()
-    assert done.code == 0 and done.out.splitlines()[-1].endswith("deleted  checkpoint-30")
+    leaves.join()
+    assert done.code == 0 and done.out.split()[-2:] == ["deleted", "checkpoint-30"]
     assert ckpt("watch", root / "nowhere", "--timeout", "0").code == 0
 
 

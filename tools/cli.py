@@ -1,0 +1,217 @@
+"""The command line of `ckpt`: its commands by name, the options that all have, and one run of it
+from words to exit code.
+
+A command lies in the module that does it, which is imported when it is asked for. What it found is
+printed here and nowhere else, so an error in the middle leaves no half document behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from io import TextIOWrapper
+from json import loads
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from ckptcore import __version__
+
+from .failures import USAGE, expected_errors, failure_of
+from .render import Report, printable, show, show_json
+
+SCHEMA = 1  # of what --json prints: see docs/cli.md
+
+# Each with its module, and what it answers.
+COMMANDS = {
+    "ls": ("ls", "Which checkpoints are there, which is the latest, why is one not usable."),
+    "inspect": ("inspection", "What does one hold: an overview, or one question more."),
+    "show": ("show", "One tensor or one value, whole."),
+    "diff": ("diff", "What changed from one to another."),
+    "plan": ("plan", "What would a restore on so many ranks read, what would it refuse."),
+    "verify": ("verification", "Is every byte as it was saved."),
+    "doctor": ("doctor", "What is wrong here, and the command that mends it."),
+    "watch": ("watch", "What is being saved now, at which rate."),
+    "report": ("report", "All of it as one HTML page."),
+    "cp": ("cp", "Copy one, verified on the way."),
+    "pin": ("upkeep", "Keep some, whatever retention says."),
+    "unpin": ("upkeep", "Let retention have them again."),
+    "rm": ("upkeep", "Delete some."),
+    "prune": ("upkeep", "Delete what no rule keeps."),
+    "import": ("convert", "Make one of what another library wrote."),
+    "export": ("convert", "Write one as another library reads it."),
+    "completion": ("cli", "Complete commands, options and paths in a shell."),
+}
+
+EXIT_CODES = """\b
+Exit codes:
+  0    good
+  1    bad: damaged, uncommitted, of a newer format, or problems were found
+  2    usage
+  3    not found
+  4    storage error: permission denied, unreachable
+  130  interrupted;  141  the reader of the output went away
+"""
+
+
+class Commands(click.Group):
+    """Those above, imported one at a time."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f".{COMMANDS[cmd_name][0]}", __package__)
+        found: click.Command = getattr(module, f"{cmd_name}_command")
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, answer) for name, (_, answer) in COMMANDS.items()])
+
+
+class Location(click.ParamType[str]):
+    """A local path or a URL; a shell completes it as a path."""
+
+    name = "path"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+LOCATION = Location()
+ITEM = click.IntRange(0)  # the number of a rank or a node
+
+
+class Pair(click.ParamType[tuple[str, Any]]):
+    """KEY=VALUE. as_json: VALUE is decoded where it is JSON, otherwise it is text."""
+
+    name = "pair"
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Any]:
+        key, equals, text = value.partition("=")
+        if not key or not equals:
+            self.fail(f"{value!r} is not {param.metavar if param else 'KEY=VALUE'}", param, ctx)
+        try:
+            return key, loads(text) if self.as_json else text
+        except ValueError:
+            return key, text
+
+
+def storage_option(name: str, help: str) -> Callable[[Any], Any]:
+    return click.option(
+        name, multiple=True, type=Pair(as_json=True), metavar="KEY=VALUE", help=help
+    )
+
+
+def command(*examples: str) -> Callable[[Callable[..., Report]], click.Command]:
+    """A command of `ckpt`, named as in its examples, which end its help. `--storage-option` reaches
+    it as the dict `options`, or None."""
+
+    def made(function: Callable[..., Report]) -> click.Command:
+        @wraps(function)
+        def run(storage_option: tuple[Any, ...], json: bool, **arguments: Any) -> Report:
+            return function(options=dict(storage_option) or None, **arguments)
+
+        for option in (
+            click.option("--json", is_flag=True, help="One JSON document; errors too."),
+            storage_option(
+                "--storage-option",
+                "Passed to the storage of a URL (repeatable). VALUE is JSON where it can be.",
+            ),
+        ):
+            option(run)
+        shown = "".join(f"  {example}\n" for example in examples)
+        epilog = f"{EXIT_CODES}\n\b\nExamples:\n{shown}"
+        return click.command(examples[0].split()[1], epilog=epilog)(run)
+
+    return made
+
+
+def show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(f"ckpt {__version__}")
+        context.exit()
+
+
+@click.group(
+    cls=Commands,
+    no_args_is_help=True,
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.option("--json", is_flag=True, help="One JSON document; may stand after the command too.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_version,
+    help="Show the version and exit.",
+)
+def cli(json: bool) -> None:
+    """Look at checkpoints; compare, copy, convert, mend and delete them.
+
+    Paths are local folders or any fsspec URL."""
+
+
+COMPLETION = """\b
+Examples:
+  eval "$(ckpt completion bash)"
+  ckpt completion fish > ~/.config/fish/completions/ckpt.fish
+"""
+
+
+@click.command("completion", epilog=COMPLETION)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> int:
+    """Print what makes SHELL complete commands, options and paths."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, "ckpt", "_CKPT_COMPLETE").source())
+    return 0
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code. Raises KeyboardInterrupt, and OSError for
+    standard output."""
+    as_json = "--json" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks is escaped, never an error.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        outcome = cli.main(arguments, prog_name="ckpt", standalone_mode=False, obj=as_json)
+    except click.exceptions.NoArgsIsHelpError as error:  # `ckpt` alone
+        click.echo(error.format_message())
+        return USAGE
+    except click.Abort:
+        raise KeyboardInterrupt from None
+    except expected_errors() as error:
+        failure = failure_of(error)
+        message = failure.message
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            message = f"{message.rstrip('.')} (see {error.ctx.command_path} --help)"
+        outcome = Report(failure.document(), [], failure.exit_code, message)
+    if not isinstance(outcome, Report):
+        return int(outcome or 0)  # --help and --version
+    if as_json and outcome.document:
+        show_json({"schema": SCHEMA} | outcome.document)
+    elif not as_json:
+        show(outcome.blocks)
+    sys.stdout.flush()
+    if outcome.complaint and not as_json:
+        sys.stderr.write(f"ckpt: {printable(outcome.complaint)}\n")
+    return outcome.exit_code
