@@ -21,7 +21,8 @@ from click.shell_completion import CompletionItem, get_completion_class
 from ckptcore import __version__
 
 from .failures import USAGE, expected_errors, failure_of
-from .render import Report, printable, show, show_json
+from .output import show
+from .render import Report, printable, show_json
 
 SCHEMA = 1  # of what --json prints: see docs/cli.md
 

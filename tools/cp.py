@@ -24,7 +24,8 @@ from . import facts
 from .cli import LOCATION, command, storage_option
 from .failures import GOOD, STORAGE, Failure, not_found
 from .lookup import Root, chosen, none_usable, normal, settled, split
-from .render import Block, Line, Report, progress_bar, size
+from .output import progress_bar
+from .render import Block, Line, Report, size
 from .subject import Options, Subject
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")

@@ -47,6 +47,7 @@ def _pair(url: str, other: str | None, options: Options) -> tuple[Subject, Subje
     if other is not None:
         return opened(found, options), opened(resolve(other, options), options)
     if not isinstance(found, Root):
+        found.readable()
         raise Failure(
             "usage", USAGE, f"{found.url} is one checkpoint: give another to compare it with"
         )

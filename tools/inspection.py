@@ -25,19 +25,8 @@ from .cli import ITEM, LOCATION, command
 from .copies import StoredCopy, Which, check_fits, choose_copy
 from .failures import not_found
 from .lookup import Root, chosen, fallback, normal, settled, split, subject_of
-from .render import (
-    Block,
-    Cell,
-    Facts,
-    Line,
-    Report,
-    Table,
-    count,
-    for_programs,
-    size,
-    status_cell,
-    table,
-)
+from .output import for_programs
+from .render import Block, Cell, Facts, Line, Report, Table, count, size, status_cell, table
 from .subject import Options, Subject, problem_lines
 
 # Indexes of at most so many bytes, in so many files, are read to say how large plain values are and

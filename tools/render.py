@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TextIO
 from unicodedata import combining, east_asian_width
-
-import click
 
 NAME_WIDTH = 48  # names longer than this do not push the facts of all others to the right
 
@@ -185,42 +181,7 @@ def show_json(document: dict[str, Any], stream: TextIO | None = None) -> None:
     (stream or sys.stdout).write(text + "\n")
 
 
-# ---------------------------------------------------------------- for people
-
-
-def coloured(stream: TextIO) -> bool:
-    return stream.isatty() or bool(os.environ.get("FORCE_COLOR"))
-
-
-def show(blocks: list[Block], stream: TextIO | None = None) -> None:
-    """Draw the blocks in the form that suits the stream (standard output when not given). rich
-    takes longer to load than most commands take in a pipe, so it is for a terminal alone."""
-    stream = stream or sys.stdout
-    if coloured(stream):
-        from .terminal import draw
-
-        draw(blocks, stream)
-    else:
-        stream.write(plain(blocks))
-
-
-def for_programs() -> bool:
-    """Whether the running command is to print JSON."""
-    context = click.get_current_context(silent=True)
-    return context is not None and bool(context.find_root().obj)
-
-
-@contextmanager
-def progress_bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """What to call with bytes done and bytes in all: it moves a bar on standard error, where
-    that is a terminal and no JSON is asked for."""
-    if for_programs() or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from .terminal import bar
-
-    with bar(printable(name)) as advance:
-        yield advance
+# ---------------------------------------------------------------- plain text
 
 
 def _width(text: str) -> int:

@@ -70,6 +70,8 @@ def rm_command(paths: tuple[str, ...], damaged: bool, yes: bool, options: Option
     put in the folder stays. A pinned one is refused."""
     subjects = [one_checkpoint(path, options) for path in paths]
     for each in subjects:
+        if each.error is not None:
+            raise each.error
         if each.pinned:
             raise bad(f"{each.url} is pinned: ckpt unpin {each.url}")
         if not each.good and not damaged:

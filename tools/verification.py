@@ -13,7 +13,8 @@ from . import facts
 from .cli import LOCATION, command
 from .failures import BAD, GOOD
 from .lookup import PUBLISHED, Root, fallback, settled, subject_of
-from .render import Block, Line, Report, count, progress_bar, size
+from .output import progress_bar
+from .render import Block, Line, Report, count, size
 from .subject import Options, Subject, problem_lines
 
 

@@ -16,7 +16,8 @@ from ckptcore import CheckpointInfo, StorageError, masked_url, open_storage
 from .cli import LOCATION, SCHEMA, command
 from .failures import BAD, GOOD
 from .lookup import normal, scan
-from .render import Report, coloured, for_programs, metrics, printable, seconds, size, strict
+from .output import coloured, for_programs
+from .render import Report, metrics, printable, seconds, size, strict
 from .subject import Options
 
 Seen = dict[str, tuple[str, str]]
