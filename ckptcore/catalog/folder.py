@@ -106,8 +106,8 @@ class CheckpointInfo:
     url: text, its path or URL.
     status: "committed", "uncommitted" (no manifest), "damaged" (it does not verify, or a listed
         file is missing or of another size), "unsupported" (of a newer format), "unreadable" (the
-        storage refuses), "partial" (an attempt, overwrite or deletion not finished) or "elsewhere"
-        (another node has it, this one has not).
+        storage refuses), "partial" (an attempt, overwrite or deletion not finished) or
+        "incomplete" (of node-local roots, some have it and others have not).
     step: int of the manifest; None where none was read.
     reason: text, why it is not committed; None where it is.
     manifest: CheckpointManifest; None where none was read.

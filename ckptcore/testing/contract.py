@@ -259,6 +259,12 @@ class StorageContract:
             ("folder2", True, None),
         ]
 
+    def test_entries_of_a_folder_and_of_none(self, storage: Storage) -> None:
+        assert storage.entries("folder") is None
+        put(storage, "folder/file", b"x")
+        assert [entry.name for entry in storage.entries("folder") or ()] == ["file"]
+        assert storage.entries("folder/none") is None
+
     def test_a_list_is_never_old(self, storage: Storage) -> None:
         put(storage, "folder/a", b"1")
         assert sizes(storage, "folder") == {"a": 1}

@@ -6,8 +6,8 @@
 A save is committed in the manager's own root, which may go with the machine. After that rank 0
 copies it to each tier, in threads of low priority that training never waits for. What
 waits to be uploaded is held: retention does not delete it. A failed upload stays waiting and is
-tried again after the next commit; it is told like the failure of a save in the background. What the
-process leaves unfinished, the next one of the run finishes.
+tried again after the next commit; it is raised, or warned of, like that of a save in the
+background. What the process leaves unfinished, the next one of the run finishes.
 """
 
 from __future__ import annotations
