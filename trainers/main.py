@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -46,8 +46,6 @@ from .arguments import (
 )
 from .arguments.command_line import CommandLine, parse_command_line, show_help
 from .arguments.kinds import Count, Flag, Text, arguments_of
-from .control import control
-from .diloco.command import Training, diloco
 from .job import Job
 
 if TYPE_CHECKING:
@@ -186,16 +184,17 @@ def make_program(said: CommandLine, world_size: int = 1) -> Program:
     return Program(args, kind, settings)
 
 
-OTHERS = {"control": control, "diloco": diloco}
+OTHERS = {"control": ".control", "diloco": ".diloco.command"}  # imported when they are asked for
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code."""
     said = list(sys.argv[1:] if words is None else words)
-    if said and (other := OTHERS.get(said[0])) is not None:
+    if said and said[0] in OTHERS:
         try:
-            lent = Training(build_model, main)
-            other.main(said[1:], prog_name=f"ckpt-train {said[0]}", obj=lent)
+            home = import_module(OTHERS[said[0]], __package__)
+            lent = home.Training(build_model, main) if said[0] == "diloco" else None
+            getattr(home, said[0]).main(said[1:], prog_name=f"ckpt-train {said[0]}", obj=lent)
         except SystemExit as left:
             return int(left.code or 0)
     job: Job = Job()
@@ -217,7 +216,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if "help" in line.flags:
                 print(show_help(OPTIONS), end="")
             elif "version" in line.flags:
-                print(f"ckpt-train {version('ckptcore')}")
+                print(f"ckpt-train {metadata.version('ckptcore')}")
             else:
                 program = make_program(line, job.world_size)
                 if line.flags:
