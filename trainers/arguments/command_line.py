@@ -80,6 +80,8 @@ def parse_command_line(words: Sequence[str], classes: Sequence[type[Arguments]])
         return CommandLine({}, False, frozenset(flags))
     values: dict[str, Any] = {}
     for file in files:
+        if not file:
+            raise InvalidArgument("config", None, "no file", "write --config FILE")
         if not os.path.exists(file):
             hint = "no such file (and no argument: these are --name value)"
             raise DataNotFound(f"{file}: {hint}", path=file)

@@ -1,4 +1,5 @@
-"""Hugging Face's names that are no native arguments, and what becomes of each: one table.
+"""Hugging Face's names that are no native arguments, and what becomes of each: one table, in
+hugging_face.txt.
 
 A name stands for a native argument, has no effect, or is refused with its replacement. With the
 value that a dump of untouched arguments holds for it, it is never refused and never remarked on.
@@ -6,16 +7,20 @@ value that a dump of untouched arguments holds for it, it is never refused and n
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from .errors import InvalidArgument
 
 __all__ = ["NAMES", "UNSET_IN_HF", "Name", "Wish", "accelerator_faults", "wishes"]
+
+
+Kind = Literal["alias", "no effect", "refused"]
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,10 @@ class Name:
     """
 
     name: str
-    kind: Literal["alias", "no effect", "refused"]
-    untouched: tuple[Any, ...]
+    kind: Kind
+    untouched: Sequence[Any]
     target: str = ""
-    values: tuple[tuple[Any, Any], ...] = ()
+    values: Mapping[Any, Any] = field(default_factory=dict)
     reason: str = ""
     instead: str = ""
 
@@ -44,27 +49,6 @@ def _same(value: object, default: object) -> bool:
     if isinstance(value, Mapping) and isinstance(default, Mapping):
         return all(key in default and _same(value[key], default[key]) for key in value)
     return type(value) is type(default) and value == default
-
-
-def _alias(
-    target: str, values: tuple[tuple[Any, Any], ...] = (), reason: str = "", **names: Any
-) -> Iterator[Name]:
-    for name, untouched in names.items():
-        yield Name(name, "alias", _tuple(untouched), target, values, reason)
-
-
-def _silent(reason: str, **names: Any) -> Iterator[Name]:
-    for name, untouched in names.items():
-        yield Name(name, "no effect", _tuple(untouched), reason=reason)
-
-
-def _refused(reason: str, instead: str, **names: Any) -> Iterator[Name]:
-    for name, untouched in names.items():
-        yield Name(name, "refused", _tuple(untouched), reason=reason, instead=instead)
-
-
-def _tuple(untouched: Any) -> tuple[Any, ...]:
-    return untouched if isinstance(untouched, tuple) else (untouched,)
 
 
 # Keys of accelerator_config, and the values that hold in AccelTrainer. Its loaders are this
@@ -96,216 +80,36 @@ _FSDP_UNTOUCHED = {
     "xla_fsdp_v2": False,
     "xla_fsdp_grad_ckpt": False,
 }
-_CALLBACK = "use a callback (on_prediction_step, on_evaluate)"
+_UNTOUCHED_MAPPINGS = {
+    "accelerator_config": [_ACCELERATOR_UNTOUCHED],
+    "fsdp_config": ["", _FSDP_UNTOUCHED],
+}
 _LAYERS = "set fsdp2.transformer_layers_path"
 
-# In each row names are followed by the value that is untouched; a tuple holds several.
-NAMES: dict[str, Name] = {
-    row.name: row
-    for rows in (
-        _alias("learning_rate", lr=5e-5),
-        _alias("eval_strategy", evaluation_strategy="no"),
-        _alias("use_cpu", no_cuda=False),
-        _alias("per_device_train_batch_size", per_gpu_train_batch_size=None),
-        _alias("per_device_eval_batch_size", per_gpu_eval_batch_size=None),
-        _alias("gradient_checkpointing", activation_checkpointing=False),
-        _alias("gradient_checkpointing_kwargs", activation_checkpointing_kwargs=None),
-        _alias("mixed_precision", ((True, "bf16"),), bf16=False),
-        _alias("mixed_precision", ((True, "fp16"),), fp16=False),
-        _alias("float32_matmul_precision", ((True, "high"), (False, "highest")), tf32=None),
-        _alias("torch_compile_backend", reason="turns torch_compile on, too", torchdynamo=None),
-        _alias("optim", ((True, "adafactor"),), adafactor=False),
-        _alias("ddp.bucket_cap_mb", ddp_bucket_cap_mb=None),
-        _alias("ddp.find_unused_parameters", ddp_find_unused_parameters=None),
-        _alias("ddp.broadcast_buffers", ddp_broadcast_buffers=None),
-        _alias("ddp.gradient_as_bucket_view", ddp_gradient_as_bucket_view=None),
-        _alias("ddp.static_graph", ddp_static_graph=None),
-        _alias("accelerator_config.split_batches", split_batches=False),
-        _alias("accelerator_config.dispatch_batches", dispatch_batches=None),
-        _alias("accelerator_config", accelerator_config=_ACCELERATOR_UNTOUCHED),
-        _alias("fsdp2", fsdp=("", [], False)),
-        _alias("fsdp2", fsdp_config=("", _FSDP_UNTOUCHED)),
-        _silent("a flag of scripts; call train()", do_train=False),
-        _silent("a flag of scripts; call evaluate()", do_eval=False, do_predict=False),
-        _silent("the rank comes from the launcher's environment", local_rank=-1),
-        _silent("use `device`", use_mps_device=False),
-        _silent("memory is reported by the PeakMemory callback", skip_memory_metrics=True),
-        _silent("DefaultMetrics always logs tok_per_sec", include_tokens_per_second=False),
-        _silent(
-            "a loss that the trainer computes is always normalised over all ranks",
-            average_tokens_across_devices=(True, False),
-        ),
-        _silent("names a project of a tracker that is not used", project="huggingface"),
-        _silent(
-            "names a space of a tracker that is not used",
-            trackio_space_id="trackio",
-            trackio_bucket_id=None,
-            trackio_static_space_id=None,
-        ),
-        _refused(
-            "it is derived from the batch size of a device",
-            "set per_device_train_batch_size",
-            train_batch_size=None,
-        ),
-        _refused(
-            "it is derived from the batch size of a device",
-            "set per_device_eval_batch_size",
-            eval_batch_size=None,
-        ),
-        _refused("DeepSpeed is not supported", "use FSDP2Trainer", deepspeed=""),
-        _refused("removed upstream", "use FSDP2Trainer", sharded_ddp=("", [])),
-        _refused("modules are not wrapped by size", _LAYERS, fsdp_min_num_params=0),
-        _refused(
-            "modules are not wrapped by class", _LAYERS, fsdp_transformer_layer_cls_to_wrap=None
-        ),
-        _refused("no external model parallelism", "use PipelineTrainer", mp_parameters=""),
-        _refused("no TPU", "train on CUDA or CPU", tpu_num_cores=None, tpu_metrics_debug=False),
-        _refused("no XPU", "set ddp_backend", xpu_backend=None),
-        _refused("no IPEX", "set torch_compile", use_ipex=False),
-        _refused("no jit trace", "set torch_compile", jit_mode_eval=False),
-        _refused("no hyperparameter search", "use an external driver", ray_scope="last"),
-        _refused(
-            "no recurrent memory outputs",
-            "use compute_loss_func, or do it in the model",
-            past_index=-1,
-        ),
-        _refused(
-            "only torch's own mixed precision",
-            "set mixed_precision",
-            fp16_backend="auto",
-            half_precision_backend="auto",
-        ),
-        _refused(
-            "a setting of Apex, which is not used", "set mixed_precision", fp16_opt_level="O1"
-        ),
-        _refused(
-            "evaluation uses the precision of training",
-            "set mixed_precision or default_dtype",
-            bf16_full_eval=False,
-            fp16_full_eval=False,
-        ),
-        _refused(
-            "nothing is uploaded",
-            "upload output_dir afterwards",
-            push_to_hub=False,
-            hub_model_id=None,
-            hub_strategy="every_save",
-            hub_token="<HUB_TOKEN>",
-            hub_private_repo=None,
-            hub_always_push=False,
-            hub_revision=None,
-            push_to_hub_model_id=None,
-            push_to_hub_organization=None,
-            push_to_hub_token="<PUSH_TO_HUB_TOKEN>",
-        ),
-        _refused("batches go to the model as collated", "use data_collator", label_names=None),
-        _refused(
-            "batches are not grouped by length",
-            "give your own sampler or DataLoader, or pack the sequences",
-            group_by_length=False,
-            length_column_name="length",
-            sortish_sampler=False,
-            train_sampling_strategy="random",
-        ),
-        _refused(
-            "the loaders have no such setting",
-            "give a DataLoader of your own as train_dataset",
-            dataloader_in_order=True,
-            dataloader_multiprocessing_context=None,
-        ),
-        # Theirs is True, which is refused all the same: columns are not removed.
-        _refused(
-            "columns are never removed",
-            "set False, and drop columns in the dataset or collator",
-            remove_unused_columns=False,
-        ),
-        _refused(
-            "evaluation already returns the loss only", "leave it out", prediction_loss_only=False
-        ),
-        _refused(
-            "there is no compute_metrics",
-            _CALLBACK,
-            include_inputs_for_metrics=False,
-            include_for_metrics=[],
-            batch_eval_metrics=False,
-        ),
-        _refused(
-            "predictions are not accumulated",
-            _CALLBACK,
-            eval_accumulation_steps=None,
-            eval_do_concat_batches=True,
-            eval_use_gather_object=False,
-        ),
-        _refused(
-            "evaluation does not generate",
-            "generate in the on_evaluate of a callback of your own",
-            predict_with_generate=False,
-            generation_config=None,
-            generation_max_length=None,
-            generation_num_beams=None,
-        ),
-        _refused(
-            "would break exact resumption",
-            "set per_device_train_batch_size, gradient_accumulation_steps",
-            auto_find_batch_size=False,
-        ),
-        _refused(
-            "no noise is added to embeddings",
-            "put a hook on the embedding in model_init",
-            neftune_noise_alpha=None,
-        ),
-        _refused(
-            "models are not patched",
-            "patch in model_init, or give a fused_loss_factory",
-            use_liger_kernel=False,
-            liger_kernel_config=None,
-        ),
-        _refused("a model decides so itself", "set it in the model's config", use_cache=False),
-        _refused(
-            "for low-rank optimizers only",
-            "use optimizer_groups or optimizer_factory",
-            optim_target_modules=None,
-        ),
-        _refused(
-            "torch's AdamW has no such switch", "use optimizer_factory", adam_bias_correction=True
-        ),
-        _refused(
-            "no such debugging modes",
-            "set detect_anomaly, or add a DivergenceDetector",
-            debug=("", []),
-        ),
-        _refused(
-            "levels are set by rank", "set log_level and log_level_replica", log_on_each_node=True
-        ),
-        _refused(
-            "where a model is built has another name",
-            "set construct_model_on",
-            low_cpu_mem_usage=True,
-        ),
-        _refused(
-            "no such low-precision optimizers",
-            "set fp8_recipe or mixed_precision",
-            optim_target_precision=None,
-        ),
-        _refused(
-            "no built-in profiler", "use torch.profiler in a callback of your own", profile=False
-        ),
-        _refused(
-            "the order of the data has another argument", "set data_seed", dataloader_seed=None
-        ),
-        _refused(
-            "stopping early is a callback's",
-            "add an EarlyStopping callback",
-            early_stopping_patience=None,
-        ),
-        _refused(
-            "no other parallelism than that of the trainer",
-            "use FSDP2Trainer or PipelineTrainer",
-            parallelism_config=None,
-        ),
-    )
-    for row in rows
-}
+
+def _read_table() -> Iterator[Name]:
+    table = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+    for line in table.splitlines():
+        if line.startswith("#"):
+            continue
+        name, untouched, what, more = [*map(str.strip, line.split("|")), ""][:4]
+        silent = ast.literal_eval(f"[{untouched}]")
+        silent += {
+            "accelerator_config": [_ACCELERATOR_UNTOUCHED],
+            "fsdp_config": ["", _FSDP_UNTOUCHED],
+        }.get(name, [])
+        kind, reason = _KINDS.get(what[0], "refused"), what.lstrip("=~ ")
+        if kind == "alias":
+            values = ast.literal_eval(f"{{{more}}}") if ":" in more else {}
+            yield Name(
+                name, kind, silent, target=reason, values=values, reason="" if values else more
+            )
+        else:
+            yield Name(name, kind, silent, reason=reason, instead=more)
+
+
+_KINDS: dict[str, Kind] = {"=": "alias", "~": "no effect"}
+NAMES = {row.name: row for row in _read_table()}
 
 # Native names that Hugging Face leaves open: None is no value there, and leaves our default.
 _UNSET = (
@@ -342,7 +146,7 @@ def wishes(row: Name, value: Any) -> Iterator[Wish | InvalidArgument]:
         read = _read_mapping(name, value)
         yield read if isinstance(read, InvalidArgument) else Wish(name, value, name, read)
     elif row.values:
-        meaning = next((to for given, to in row.values if _same(value, given)), None)
+        meaning = next((to for given, to in row.values.items() if _same(value, given)), None)
         if meaning is not None:
             yield Wish(name, value, row.target, meaning)
         elif not isinstance(value, bool):

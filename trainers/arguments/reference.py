@@ -64,7 +64,7 @@ def _lines() -> Iterator[str]:
     yield "## Hugging Face's other names of the same\n"
     kinds: dict[str, list[tuple[str, ...]]] = {"alias": [], "no effect": [], "refused": []}
     for row in NAMES.values():
-        values = ", ".join(f"{given} is {meaning}" for given, meaning in row.values)
+        values = ", ".join(f"{given} is {meaning}" for given, meaning in row.values.items())
         what = f"`{row.target}`" + (f" ({values or row.reason})" if values or row.reason else "")
         cells = (what,) if row.kind == "alias" else (row.reason, row.instead)
         kinds[row.kind].append((f"`{row.name}`", *(cell for cell in cells if cell)))
