@@ -43,8 +43,10 @@ def alone() -> None:
         done = run(sys.executable, "-c", example[0])
         assert done.returncode == 0, done.stderr
     assert [info.step for info in ckptcore.scan_root("runs/example")] == [50, 100]
-    done = run(str(BIN / "ckpt"), "--help")
-    assert done.returncode == 2 and "pip install 'ckptcore[cli]'" in done.stderr, done.stderr
+    for command, extra in (("ckpt", "cli"), ("ckpt-train", "trainers")):
+        done = run(str(BIN / command), "--help")
+        needs = f"pip install 'ckptcore[{extra}]'"
+        assert done.returncode == 2 and needs in done.stderr, done.stderr
 
 
 def whole() -> None:

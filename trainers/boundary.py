@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from ckptcore import CheckpointManager, PreemptionGuard
@@ -14,7 +15,13 @@ from ckptcore import CheckpointManager, PreemptionGuard
 from .callbacks.protocol import TrainerControl, TrainerState
 from .parallel.environment import DistributedEnvironment
 
-__all__ = ["Agreement", "due_after_epoch", "due_after_step", "preemption_guard"]
+__all__ = [
+    "Agreement",
+    "due_after_epoch",
+    "due_after_step",
+    "lasting_interrupt",
+    "preemption_guard",
+]
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +80,33 @@ class Agreement:
         for flag in due:
             setattr(control, flag, True)
         self.saves = max(self.saves, -ended)
+
+
+@contextmanager
+def lasting_interrupt() -> Iterator[Callable[[], None]]:
+    """Ctrl-C raises KeyboardInterrupt at once. Python prints and drops one that comes inside a
+    `__del__` or a callback of native code; what this gives raises it again at the next step."""
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or before is not signal.default_int_handler:
+        yield lambda: None
+        return
+    came = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        signal.default_int_handler(number, frame)
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

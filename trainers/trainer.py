@@ -22,7 +22,13 @@ from ckptcore import CheckpointNotFound, PreemptionGuard, RNGState, SharingPatte
 
 from . import callbacks as shipped
 from .arguments import InvalidArgument, Process, TrainingArguments, resolve_arguments, steps_of
-from .boundary import Agreement, due_after_epoch, due_after_step, preemption_guard
+from .boundary import (
+    Agreement,
+    due_after_epoch,
+    due_after_step,
+    lasting_interrupt,
+    preemption_guard,
+)
 from .build import ModelBuilder, apply_settings, computing, free_memory, fuse_optimizer
 from .callbacks.log_paths import choose_logging_dir, relative_to_root
 from .callbacks.protocol import CallbackHandler, TrainerControl, TrainerState
@@ -264,6 +270,7 @@ class Trainer:
                 self.load_best()
                 return TrainResult(self.state.global_step, 0, resumed_from, self.state.log_history)
             until_the_end.callback(self.loader.close)
+            self.check_interrupt = until_the_end.enter_context(lasting_interrupt())
             try:
                 self.guard: PreemptionGuard | None = until_the_end.enter_context(
                     preemption_guard(self.args, self.checkpoints.manager)
@@ -448,6 +455,7 @@ class Trainer:
         """Let `control` be what all ranks know of: what any of them asked for, and what is due
         everywhere."""
         control = self.control
+        self.check_interrupt()
         self.agreement.reach(control, due, self.checkpoints.ended(), at_once)
         stops = self.guard is not None and self.guard.should_stop(self.state.global_step)
         if stops and not control.should_abort_without_save:

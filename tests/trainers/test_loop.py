@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument
+from ckpt_trainers.callbacks import TrainerCallback
 from ckpt_trainers.model import next_byte_loss
 from ckpt_trainers.trainer import Trainer
 
@@ -400,3 +401,26 @@ def test_what_cannot_work_is_said_before_anything_is_built(tiny: Any) -> None:
     with pytest.raises(InvalidArgument, match="nothing to train on"):
         Trainer(tiny.arguments(), model=torch.nn.Linear(1, 1), callbacks=[]).train()
     assert built == []
+
+
+class Dropping(TrainerCallback):
+    """Has Ctrl-C come inside a `__del__`, where Python prints and drops what is raised."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+
+            class Last:
+                def __del__(self) -> None:
+                    signal.raise_signal(signal.SIGINT)
+
+            Last()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_comes_again(tiny: Any) -> None:
+    trainer = tiny.trainer(callbacks=[Dropping()], max_steps=50, **QUIET)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert signal.getsignal(signal.SIGINT) is before
