@@ -537,10 +537,8 @@ def capture(job: SaveJob, joined: JoinedSave, record: SaveRecord) -> Snapshotted
             reports = r.gather(job.kept.tables.report(described))
             if r.leads:
                 r.verdict = shard_table.decide(reports, spread=job.kept.split)
-    shards: Shards | None = None
-    if sharded:
-        with record.phase("layouts"):
-            shards = _shards(job, described, r.verdict)
+    with record.phase("layouts"):
+        shards = _shards(job, described, r.verdict) if sharded else None
     one = [key for key, pattern in patterns.items() if pattern is SharingPattern.GLOBAL]
     passed_on: dict[str, StateSnapshot] = {}
     if one and len(joined.domains) > 1:  # rank 0 has it, and each domain stores it
