@@ -60,3 +60,13 @@ def test_the_picture_is_what_its_script_draws() -> None:
     images = REPO / "docs" / "images"
     drawn = runpy.run_path(str(images / "draw.py"))["picture"]()
     assert (images / "life-of-a-checkpoint.svg").read_text() == drawn
+
+
+def test_every_case_that_tests_are_named_after_is_explained() -> None:
+    used = {
+        name.upper()
+        for path in (REPO / "tests").rglob("test_*.py")
+        for name in re.findall(r"def test_(b\d\d)_", path.read_text())
+    }
+    explained = re.findall(r"^\| (B\d\d) \|", (REPO / "tests" / "CASES.md").read_text(), re.M)
+    assert explained == sorted(used)
