@@ -49,9 +49,12 @@ __all__ = [
     "decode",
     "encode",
     "join_path",
+    "key_leaves",
+    "key_names",
     "keyed",
     "largest_part",
     "only_plain",
+    "part_of",
     "register_codec",
     "revived",
     "tensor_wires",
@@ -235,6 +238,30 @@ def keyed(value: Any) -> Mapping[Any, Any] | None:
     elif codec is not None and isinstance(value, Mapping):
         value = codec.encode(value)
     return value if isinstance(value, Mapping) else None
+
+
+def key_names(state: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
+    """Names of all leaves of nested dicts; lists and everything else count as leaves."""
+    for name, _, _ in key_leaves(state, path):
+        yield name
+
+
+def key_leaves(
+    state: Any, path: tuple[Any, ...] = (), keys: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    """The same with the keys that lead to the leaves, and the leaves."""
+    items = keyed(state)
+    if items is None or (path and not items):
+        yield join_path(path) if path else "value", keys, state
+        return
+    for key, item in items.items():
+        yield from key_leaves(item, (*path, part_of(key)), (*keys, key))
+
+
+def part_of(key: Any) -> Any:
+    """A key as a part of a name: 0 and "0" are different keys, though tensors below them have the
+    same name in a file."""
+    return key if isinstance(key, str) else Numbered(key)
 
 
 def revived(value: Any, file: str = "") -> Any:

@@ -18,7 +18,16 @@ from ..arguments import shown
 from ..errors import InvalidState, StateMismatch
 from ..format.digest import content_digest
 from ..format.layout import Box, LogicalTensor
-from ..format.values import Numbered, TensorRef, codec_of, decode, encode, join_path, keyed
+from ..format.values import (
+    TensorRef,
+    codec_of,
+    decode,
+    encode,
+    join_path,
+    key_leaves,
+    keyed,
+    part_of,
+)
 from ..state.component import StateComponent
 from ..state.modules import ModelState
 from ..state.optimizers import OptimizerState
@@ -246,17 +255,21 @@ def _whole(wanted: _Wanted) -> _Source | None:
     return source if all(wanted.selection.asks_for(f"{key}/{name}") for name in saved) else None
 
 
+def _tree_names(state: Any) -> dict[str, Path]:
+    return {name: keys for name, keys, _ in key_leaves(state)}
+
+
 def _live_names(owner: Any, state: Any) -> dict[str, Path]:
     """Names of a state's parts, and where they are in it. Those of an optimizer are the names of
     its parameters."""
     if isinstance(owner, OptimizerState):
         return {name: (name,) for name in state["group_of"]}
-    return dict(_leaves(state))
+    return _tree_names(state)
 
 
 def _saved_names(owner: Any, state: Any) -> dict[str, Path]:
     if not isinstance(owner, OptimizerState):
-        return dict(_leaves(state))
+        return _tree_names(state)
     groups = state.get("group_of") if isinstance(state, dict) else None
     wanted = ("state", "shapes", "groups")
     if not isinstance(groups, dict) or not all(
@@ -268,21 +281,10 @@ def _saved_names(owner: Any, state: Any) -> dict[str, Path]:
     return {name: (name,) for name in groups}
 
 
-def _leaves(state: Any, path: Path = (), keys: Path = ()) -> Iterator[tuple[str, Path]]:
-    """Name and path of all leaves of nested dicts, named as in `key_names`."""
-    items = keyed(state)
-    if items is None or (path and not items):
-        yield (join_path(path) if path else "value"), keys
-        return
-    for key, item in items.items():
-        step = key if isinstance(key, str) else Numbered(key)
-        yield from _leaves(item, (*path, step), (*keys, key))
-
-
 def _inner(state: Any, path: Path = (), keys: Path = ()) -> Iterator[tuple[str, Path]]:
     """Name and path of the dicts in a state that is a dict."""
     for key, item in (keyed(state) or {}).items():
-        step = key if isinstance(key, str) else Numbered(key)
+        step = part_of(key)
         if keyed(item) is not None:
             yield join_path((*path, step)), (*keys, key)
             yield from _inner(item, (*path, step), (*keys, key))
@@ -303,7 +305,7 @@ def _put(tree: dict[Any, Any], path: Path, value: Any) -> None:
 def _part_of_tree(wanted: _Wanted) -> LoadedComponent | None:
     """A part of nested dicts, leaf by leaf."""
     key, held = wanted.component.key, wanted.held
-    paths = {k: dict([*_inner(s.state), *_leaves(s.state)]) for k, s in held.items()}
+    paths = {k: {**dict(_inner(s.state)), **_tree_names(s.state)} for k, s in held.items()}
     taken: dict[Path, Any] = {}
     for name, saved_name in wanted.chosen.items():
         saved_key, _, rest = saved_name.partition("/")
@@ -361,7 +363,7 @@ def _only_saved(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
         return
     here = set(wanted.names.values())
     above = {path[:n] for path in here for n in range(len(path))}
-    for name, path in _leaves(wanted.held[key].state):
+    for name, path, _ in key_leaves(wanted.held[key].state):
         known = path in above or any(path[:n] in here for n in range(len(path) + 1))
         if not known and wanted.selection.asks_for(f"{key}/{name}"):
             yield name, path

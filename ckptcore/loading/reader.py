@@ -102,6 +102,13 @@ class StoredFiles:
             raise self.corrupt(name, what, "size", expected=size, actual=reader.size)
         return reader
 
+    def first_bytes(self, name: str, size: int, count: int) -> bytearray:
+        """Of a file that must have `size` bytes, the first `count`. Raises as `open` does."""
+        with self.open(name, size) as reader:
+            found = bytearray(count)
+            reader.read_into(0, [memoryview(found)])
+        return found
+
     def lost(
         self,
         name: str,
@@ -119,9 +126,7 @@ class StoredFiles:
     def check_header(self, name: str, known: FileEntry) -> bytearray:
         """The header of a tensor file. Raises CheckpointCorrupt when the file is missing, or its
         size or header is not what was saved."""
-        with self.open(name, known.size) as reader:
-            head = bytearray(known.header_size)
-            reader.read_into(0, [memoryview(head)])
+        head = self.first_bytes(name, known.size, known.header_size)
         actual, expected = content_hash(head).hex(), known.header_digest.hex()
         if actual != expected:
             what = f": the header is damaged: digest {actual}, {expected} was saved"

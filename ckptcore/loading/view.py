@@ -237,9 +237,7 @@ class CheckpointView:
             raise self._corrupt(
                 name, f"of {record.size:,} bytes is larger than such a file ever is", "size"
             )
-        with self.files.open(name, record.size) as reader:
-            data = bytearray(record.size)
-            reader.read_into(0, [memoryview(data)])
+        data = self.files.first_bytes(name, record.size, record.size)
         actual = content_digest(data)
         if actual != record.digest:
             raise self._corrupt(

@@ -7,7 +7,7 @@ import ctypes
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,9 +87,8 @@ def dtype_name(dtype: torch.dtype) -> str | None:
     return _NAMES.get(dtype)
 
 
-def torch_dtype(name: str) -> torch.dtype | None:
-    """The installed torch's dtype of that name, if it has one."""
-    return _DTYPES.get(name)
+# The installed torch's dtype of a name in files; None where it has none.
+torch_dtype: Callable[[str], torch.dtype | None] = _DTYPES.get
 
 
 def why_not_storable(tensor: torch.Tensor) -> str | None:

@@ -13,9 +13,19 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..format.values import BY_NAME, Opaque, TensorRef, encode, join_path, keyed
+from ..format.values import (
+    BY_NAME,
+    Opaque,
+    TensorRef,
+    encode,
+    join_path,
+    key_leaves,
+    key_names,
+    keyed,
+    part_of,
+)
 from .layout import Shard, is_dtensor
-from .tree import Differences, holds_tensors, key_leaves, key_names, part_of
+from .tree import Differences, holds_tensors
 
 __all__ = ["PlainState", "Value", "changeable", "only_own", "has_other_owner"]
 
@@ -43,7 +53,10 @@ class PlainState:
         and where not all need be there (not strict)."""
         fixed = fixed_parts(self.value, every_tensor=sharded)
         self._inside = fixed.inside
-        there, held = dict.fromkeys(key_names(self.value)), dict(key_leaves(saved))
+        there, held = (
+            dict.fromkeys(key_names(self.value)),
+            {name: item for name, _, item in key_leaves(saved)},
+        )
         needed = fixed.names if self.strict else there
         missing = [name for name in needed if name not in held]
         strays: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,12 +17,11 @@ from ..format.digest import content_hash
 from ..format.layout import Box, MeshLayout
 from ..format.manifest import SIZE_LIMIT
 from ..format.values import (
-    Numbered,
     Opaque,
     TensorRef,
     encode,
     join_path,
-    keyed,
+    key_names,
     largest_part,
     register_codec,
     tensor_wires,
@@ -50,9 +49,6 @@ __all__ = [
     "check_values_fit",
     "differences",
     "holds_tensors",
-    "key_leaves",
-    "key_names",
-    "part_of",
     "with_versions",
 ]
 
@@ -589,28 +585,6 @@ def differences(saved: Any, live: Any) -> Differences:
     return Differences(
         missing, [n for n in held if n not in wanted], len(wanted) - len(missing), {}
     )
-
-
-def key_names(state: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
-    """Names of all leaves of nested dicts; lists and everything else count as leaves."""
-    for name, _ in key_leaves(state, path):
-        yield name
-
-
-def key_leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The same with the leaves."""
-    items = keyed(state)
-    if items is not None and (items or not path):
-        for key, item in items.items():
-            yield from key_leaves(item, (*path, part_of(key)))
-    else:
-        yield join_path(path) if path else "value", state
-
-
-def part_of(key: Any) -> Any:
-    """A key as a part of a name: 0 and "0" are different keys, though tensors below them have the
-    same name in a file."""
-    return key if isinstance(key, str) else Numbered(key)
 
 
 def holds_tensors(saved: Any) -> bool:
