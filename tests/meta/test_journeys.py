@@ -16,7 +16,7 @@ import pytest
 
 LIMITS = {
     "save to the first byte": {"modules": 20, "moves": 174, "closures": 4},
-    "restore": {"modules": 21, "moves": 340, "closures": 8},
+    "restore": {"modules": 21, "moves": 328, "closures": 8},
     "talk": {
         "rounds of a save": 4,
         "messages of a save": 13,
