@@ -19,7 +19,7 @@ from ..arguments import InvalidArgument
 from .position import BatchLoader, Counted
 from .randomness import seed_random, seeded_random
 
-__all__ = ["MapReader", "Options", "is_stream", "shut_down", "torch_loader"]
+__all__ = ["MapReader", "Options", "as_it_is", "is_stream", "shut_down", "torch_loader"]
 
 
 @dataclass
@@ -58,7 +58,7 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def _as_it_is(item: Any) -> Any:
+def as_it_is(item: Any) -> Any:
     return item
 
 
@@ -69,7 +69,7 @@ def torch_loader(dataset: Any, options: Options, sampler: Any = None) -> DataLoa
         dataset,
         batch_size=None,
         sampler=sampler,
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         generator=torch.Generator(),
         **options.loader,
     )

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckptcore import StateMismatch
 
 from ..arguments import InvalidArgument
-from .mapped import Options, shut_down, torch_loader
-from .position import BatchLoader, Counted
+from .mapped import Options, as_it_is, shut_down
+from .position import BatchLoader, Counted, refuse_mismatch
 from .randomness import seeded_random
 
 __all__ = ["StreamReader"]
@@ -23,51 +24,69 @@ __all__ = ["StreamReader"]
 
 class _Stream(IterableDataset[Any]):
     """Cuts a stream into batches, in each worker the part of the stream that the data set gives
-    it."""
+    it. Its state, one in each worker, is how many it has made, and that of the data set."""
 
     def __init__(self, dataset: Any, options: Options) -> None:
-        self.dataset = dataset
-        self.options = options
-        # Seed, which pass, its first batch, batches to skip. Shared: workers that persist must see
-        # it change.
-        self.start = torch.zeros(4, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.dataset, self.options = dataset, options
+        self.stateful = all(
+            callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
+        )
+        self.beginning = copy.deepcopy(dataset.state_dict()) if self.stateful else None
+        self.made = 0
+        self.resume: dict[str, Any] | None = None
+        # Seed and which pass. Shared: workers that persist must see it change.
+        self.start = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def start_at(self, *values: int) -> None:
         """Where the next iteration starts."""
-        self.start.copy_(
-            torch.from_numpy(np.array([v & (2**64 - 1) for v in values], np.uint64).view(np.int64))
-        )
+        unsigned = np.array([value & (2**64 - 1) for value in values], np.uint64)
+        self.start.copy_(torch.from_numpy(unsigned.view(np.int64)))
 
-    def __iter__(self) -> Iterator[Counted | None]:
+    def state_dict(self) -> dict[str, Any]:
+        data = copy.deepcopy(self.dataset.state_dict()) if self.stateful else None
+        return {"made": self.made, "data": data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.resume = state
+
+    def __iter__(self) -> Iterator[Counted]:
         options, info = self.options, get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        seed, number, first, skip = self.start.tolist()
+        seed, number = self.start.tolist()
+        resume, self.resume = self.resume or {"made": 0, "data": self.beginning}, None
+        if self.stateful:
+            self.dataset.load_state_dict(copy.deepcopy(resume["data"]))
         if options.call_set_epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(number)
         with seeded_random(seed, number, worker):
             stream = iter(self.dataset)
-        place = (
-            first + worker
-        )  # of the batch in the pass, or after it: workers that have no more data are passed over
+        self.made = resume["made"] if self.stateful else 0  # else it is read again up to there
         while True:
-            # The stream is the same on all ranks, so the rank counts only from here on.
+            # Of the batch in the pass, or after it: workers without data are passed over. The
+            # stream is the same on all ranks, so the rank counts only from there on.
+            place = worker + self.made * workers
             with seeded_random(seed, number, place, 0):
                 every = list(islice(stream, options.of_all_ranks))
             if not every or (options.drop_last and len(every) < options.of_all_ranks):
-                return
-            if place < first + skip:
-                made = None
-            else:
+                break
+            self.made += 1
+            if self.made > resume["made"]:
                 mine = every[options.rank :: options.world_size]
                 with seeded_random(seed, number, place, 1, options.rank):
-                    made = options.collate(mine or every[:1]), len(mine), len(every)
-            yield made
-            place += workers
+                    batch = options.collate(mine or every[:1]), len(mine), len(every)
+                yield batch
+        if self.made < resume["made"]:
+            facts = {"batches": (f"at least {resume['made']}", str(self.made))}
+            raise StateMismatch(
+                f"the checkpoint's data position is after batch {resume['made']} of a pass, but "
+                f"the data end after {self.made}",
+                mismatched=facts,
+            )
 
 
 class StreamReader(BatchLoader):
-    """Positions in a stream: the epoch and its batches so far, the pass over the data and its
-    batches so far.
+    """Positions in a stream: the epoch and its batches so far, the pass over the data, its batches
+    so far, and what a StatefulDataLoader says of that.
 
     An epoch is a pass, or `epoch_steps` batches of passes that follow one another.
     """
@@ -82,16 +101,18 @@ class StreamReader(BatchLoader):
         self.dataset, self.options = dataset, options
         self.passes = 0
         self.batches = 0
-        self.own_state = options.num_workers == 0 and all(
-            callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
-        )
-        self._beginning = copy.deepcopy(dataset.state_dict()) if self.own_state else None
-        # The data set's state after the batches handed out, if it had to read on since.
-        self._here: Any = None
         self._stream = _Stream(dataset, options)
-        self._loader = torch_loader(self._stream, options)
+        self._loader = StatefulDataLoader(
+            self._stream,
+            batch_size=None,
+            collate_fn=as_it_is,
+            generator=torch.Generator(),
+            # torchdata 0.11 gets the turns of workers that persist wrong from the second pass on.
+            **{**options.loader, "persistent_workers": False},
+        )
         self._iterator: Any = None
         self._ahead: Counted | None = None
+        self._here: Any = None  # the loader's state after the batches handed out, if it read on
         self._resume: Any = None
 
     def next_group(self, count: int) -> list[Counted]:
@@ -112,14 +133,14 @@ class StreamReader(BatchLoader):
                 epoch = self.epoch if not taken else epoch
                 continue
             taken.append(item)
+            self._here = None
             self.position += 1
             self.batches += 1
             if self.position == self.epoch_steps:
                 self.epoch, self.position = self.epoch + 1, 0
-        if taken and self.batches and (self.own_state or self.epoch_steps is None):
-            # Only reading on tells whether this was the end: of the epoch, and of what the data's
-            # own state is about.
-            self._here = copy.deepcopy(self.dataset.state_dict()) if self.own_state else None
+        if taken and self.batches:
+            # Only reading on tells whether this was the end: of the epoch, and of the pass.
+            self._here = self._loader.state_dict()
             self._ahead = self._pull()
             if self._ahead is None:
                 self._next_pass()
@@ -127,69 +148,52 @@ class StreamReader(BatchLoader):
 
     def _next_pass(self) -> None:
         self._drop()
-        self.passes, self.batches, self._resume = self.passes + 1, 0, None
+        self.passes, self.batches = self.passes + 1, 0
         if self.epoch_steps is None:
             self.epoch, self.position = self.epoch + 1, 0
 
     def _pull(self) -> Counted | None:
         if self._iterator is None:
-            self._open()
+            self._stream.start_at(self.options.seed, self.passes)
+            if self._resume is not None:
+                self._loader.load_state_dict(copy.deepcopy(self._resume))
+            self._iterator, self._resume = iter(self._loader), None
         item: Counted | None = next(self._iterator, None)
         return item
 
-    def _open(self) -> None:
-        direct = self._resume is not None
-        if self.own_state:
-            self.dataset.load_state_dict(copy.deepcopy(self._resume if direct else self._beginning))
-        skip = 0 if direct else self.batches
-        self._stream.start_at(self.options.seed, self.passes, self.batches if direct else 0, skip)
-        self._iterator = iter(self._loader)
-        self._resume = None
-        for done in range(skip):
-            try:
-                next(self._iterator)
-            except StopIteration:
-                facts = {"batches": (f"at least {skip}", str(done))}
-                raise StateMismatch(
-                    f"the checkpoint's data position is after batch {skip} of a pass, but the "
-                    f"data end after {done}",
-                    mismatched=facts,
-                ) from None
-
     def _drop(self) -> None:
-        if self._iterator is not None and not self._loader.persistent_workers:
-            shut_down(self._iterator)
-        self._iterator = self._ahead = self._here = None
+        """Let go of what was read ahead, and of the workers."""
+        shut_down(self._iterator)
+        self._iterator = self._loader._iterator = None
+        self._ahead = self._here = self._resume = None
 
     def go_to_epoch(self, epoch: int) -> None:
         self._drop()
         self.epoch = self.passes = epoch
         self.position = self.batches = 0
-        self._resume = None
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
+        return {
             "epoch": self.epoch,
             "position": self.position,
             "passes": self.passes,
             "batches": self.batches,
             "world_size": self.options.world_size,
             "num_workers": self.options.num_workers,
+            "within": copy.deepcopy(self._resume or self._here) if self.batches else None,
         }
-        here = self._resume if self._resume is not None else self._here
-        if here is None and self.own_state and self._iterator is not None:
-            here = self.dataset.state_dict()
-        if here is not None and self.batches:
-            state["dataset_state"] = copy.deepcopy(here)
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        refuse_mismatch({"loader": "with_a_state"}, {"loader": _kind(state)})
         self._drop()
         self.epoch, self.position = state["epoch"], state["position"]
         self.passes, self.batches = state["passes"], state["batches"]
-        self._resume = copy.deepcopy(state.get("dataset_state")) if self.own_state else None
+        self._resume = copy.deepcopy(state["within"])
 
     def close(self) -> None:
-        kept = self._loader._iterator if self._iterator is None else self._iterator
-        self._iterator = self._ahead = self._loader._iterator = None
-        shut_down(kept)
+        self._drop()
+
+
+def _kind(state: dict[str, Any]) -> str:
+    """Positions of an earlier version count batches alone."""
+    return "with_a_state" if "within" in state else "that counts batches"
