@@ -50,10 +50,10 @@ class ResumableLoader(BatchLoader):
     rank, counted as none, and can take part in the step all the same.
 
     Iterable data: every rank reads the whole stream and keeps what is dealt to it. A position is a
-    number of batches and the state of a StatefulDataLoader: reached again through the `state_dict()`
-    of the data set if it has one, in workers too, else by reading on. With workers the data set
-    shares the stream among them, as torch wants it. Data that are cut into shards of different
-    lengths by rank are read with world_size 1 and a loader of ranks.py around it.
+    number of batches and the state of a StatefulDataLoader: it is reached again through the
+    `state_dict()` of the data set if it has one, in workers too, else by reading on. With workers
+    the data set shares the stream among them, as torch wants it. Data that are cut into shards of
+    different lengths by rank are read with world_size 1 and a loader of ranks.py around it.
 
     Random numbers drawn while a batch is made (augmentation, masking in `collate_fn`) are a
     function of (seed, epoch, batch), in workers as in this process, whose own generators are left
