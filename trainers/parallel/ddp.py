@@ -53,9 +53,9 @@ class RanksTrainer(Trainer):
         on an epoch's end. By default it is so where every rank can find its shard by itself, which
         gives the same batches."""
         rank, ranks = self.data_parallel
-        size, dispatch = self.args.per_device_train_batch_size, self.args.dispatch_batches
         if ranks == 1:
             return super().make_train_loader()
+        size, dispatch = self.args.per_device_train_batch_size, self.args.dispatch_batches
         reads_on = is_stream(self.train_dataset)
         if reads_on if dispatch is None else dispatch:
             of_all = self.make_loader(0, 1, size * ranks, shares=ranks) if rank == 0 else None

@@ -47,10 +47,11 @@ class _Stage(nn.Module):
     def __init__(self, module: nn.Module, trainer: PipelineTrainer) -> None:
         super().__init__()
         self.module, self.computing = module, trainer.computing
+        self.shared: dict[str, Any] = {}  # what all micro-batches of a batch get as it is
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.computing(training=self.training):
-            return self.module(*args, **kwargs)
+            return self.module(*args, **kwargs, **self.shared)
 
 
 class PipelineTrainer(RanksTrainer):
@@ -215,6 +216,21 @@ class PipelineTrainer(RanksTrainer):
         }
         return batch["input_ids"], batch["labels"], others
 
+    def share_whole(self, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """`split_batch`, but for what is not one row for each sample: torch would cut any tensor
+        into micro-batches. That goes to the stages as it is."""
+        first, labels, others = self.split_batch(batch)
+        whole = getattr(self.model_splitter, "shared_inputs", ())
+        rows = {
+            name: value
+            for name, value in others.items()
+            if name not in whole and is_by_sample(value, first)
+        }
+        shared = {name: value for name, value in others.items() if name not in rows}
+        for stage in self.callable.values():
+            stage.shared = shared
+        return first, labels, rows
+
     def micro_loss(self, outputs: Any, labels: Tensor) -> Tensor:
         assert self.loss_function is not None
         with self.computing():
@@ -223,7 +239,7 @@ class PipelineTrainer(RanksTrainer):
 
     def run_schedule(self, batch: Any, items: float) -> Tensor:
         """The batch's part in the mean loss, on the last stage's rank; 0 on others."""
-        first, labels, others = self.split_batch(self.move_batch(batch))
+        first, labels, others = self.share_whole(self.move_batch(batch))
         losses: list[Tensor] = []
         self._items = items
         self.schedule.step(
@@ -328,14 +344,11 @@ class PipelineTrainer(RanksTrainer):
     # Looking.
 
     def evaluate_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        first, labels, others = self.split_batch(self.move_batch(batch))
+        first, labels, others = self.share_whole(self.move_batch(batch))
         count = min(self.args.n_microbatches, len(first))
-        parts = {
-            n: v.tensor_split(count) if is_by_sample(v, first) else [v] * count
-            for n, v in others.items()
-        }
+        parts = {name: value.tensor_split(count) for name, value in others.items()}
         chunks = [
-            (x, {n: part[i] for n, part in parts.items()})
+            (x, {name: part[i] for name, part in parts.items()})
             for i, x in enumerate(first.tensor_split(count))
         ]
         outputs = self.stages.forward(self.callable, chunks)

@@ -34,7 +34,9 @@ class ModelSplitter(Protocol):
 
     The first stage is called with `input_ids`, every other one with what the stage before it
     returned (a tensor or a tuple of them), and all with the other entries of the batch, but the
-    labels, by name. What the last one returns goes to the loss function. A splitter may bring that:
+    labels, by name; those that have one row for each sample are cut into micro-batches. A splitter
+    names in `shared_inputs` what only happens to have as many rows as there are samples. What the
+    last one returns goes to the loss function. A splitter may bring that:
     `loss(outputs, labels, num_items_in_batch)`, used where the trainer is given none.
     """
 

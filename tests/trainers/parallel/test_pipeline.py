@@ -4,12 +4,16 @@ of its checkpoints."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument
+from ckpt_trainers.parallel import pipeline
+from ckpt_trainers.parallel.pipeline import PipelineTrainer
 from ckpt_trainers.parallel.splitting import ByteGPTSplitter, place_stages
 from safetensors.numpy import load_file
 from torch import nn
@@ -257,6 +261,37 @@ def test_a_resumed_run_is_the_same_from_every_step(resumed: Any) -> None:
                 seen += resumed(2, [(kind, args, list(range(1, steps)))])
     assert seen == 2 * 2 * (17 + 5)
     print(f"{seen} resumed runs of two pipelines, all equal to the uninterrupted ones")
+
+
+def test_what_is_no_row_of_a_sample_is_not_cut() -> None:
+    """A mask of all positions, and one that only happens to have as many rows as the batch."""
+    seen: list[dict[str, Any]] = []
+
+    class Notes(nn.Module):
+        def forward(self, x: torch.Tensor, **named: Any) -> torch.Tensor:
+            seen.append(named)
+            return x
+
+    trainer = PipelineTrainer.__new__(PipelineTrainer)
+    trainer.device, trainer.args = torch.device("cpu"), SimpleNamespace(n_microbatches=2)
+    trainer.computing = lambda training=True: nullcontext()  # type: ignore[method-assign]
+    trainer.model_splitter = SimpleNamespace(shared_inputs=("square",))  # type: ignore[assignment]
+    stage = pipeline._Stage(Notes(), trainer)
+    trainer.callable = {0: stage}
+    batch = {
+        "input_ids": torch.zeros(4, 3),
+        "labels": torch.zeros(4, 3),
+        "weights": torch.arange(4.0),
+        "square": torch.eye(4),
+        "mask": torch.eye(3),
+        "scale": torch.tensor(2.0),
+        "flag": True,
+    }
+    first, _, rows = trainer.share_whole(batch)
+    assert list(rows) == ["weights"] and first is batch["input_ids"]
+    stage(first, **rows)
+    assert seen[0].keys() == batch.keys() - {"input_ids", "labels"}
+    assert torch.equal(seen[0]["square"], torch.eye(4)) and seen[0]["flag"] is True
 
 
 # What cannot be.
