@@ -434,11 +434,11 @@ def check_target(
         there = {entry.name for entry in entries}
         # Half of an upload was never anybody's file.
         files = {name for name in there if not is_half_uploaded(name)}
-        own = files <= {PIN_NAME} or WITHDRAWN_NAME in there or bool(attempts)
+        of_run = files <= {PIN_NAME} or WITHDRAWN_NAME in there or bool(attempts)
         if manifest is not None:
-            own = manifest.run_id == run_id or manifest.digest == digest
+            of_run = manifest.run_id == run_id or manifest.digest == digest
         if not overwrite:
-            _refuse_uncommitted(where, step, there, own, manifest, error)
+            _refuse_uncommitted(where, step, there, of_run, manifest, error)
         return isinstance(error, CheckpointCorrupt) or bool(entries) or storage.atomic_rename
     except StorageError as error:
         if error.errno != errno.ENOENT:
@@ -464,7 +464,7 @@ def _refuse_uncommitted(
     where: str,
     step: int | None,
     there: set[str],
-    own: bool,
+    of_run: bool,
     manifest: CheckpointManifest | None,
     error: CheckpointError,
 ) -> None:
@@ -472,7 +472,7 @@ def _refuse_uncommitted(
     if PIN_NAME in there and WITHDRAWN_NAME not in there and there != {PIN_NAME}:
         what = f"is pinned, and damaged ({error}); pass overwrite=True to replace it"
         raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
-    if not own:
+    if not of_run:
         whose = (
             "has no manifest that can be read"
             if manifest is None

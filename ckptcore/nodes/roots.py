@@ -116,13 +116,13 @@ class _Held:
         return bool(self.lacking) or not self.names
 
     def revised(
-        self, catalog: Catalog, own: Sequence[CheckpointInfo], node: int
+        self, catalog: Catalog, entries: Sequence[CheckpointInfo], node: int
     ) -> list[CheckpointInfo]:
         """One node's entries with the status that they have on all nodes together, and those that
         only others have."""
         here = {row[node] for row in self.names}
-        result = [self._revised(info, info.name in here) for info in own]
-        there = {info.name for info in own}
+        result = [self._revised(info, info.name in here) for info in entries]
+        there = {info.name for info in entries}
         others = [each for each in self.lacking.values() if node not in each.nodes]
         result += [
             CheckpointInfo(o.name, catalog.storage.at(o.name), o.status, o.step, o.reason)

@@ -296,7 +296,7 @@ class BoardCommunicator(Communicator):
                     f"{topic}: a {self._turn.doing} is under way on this thread, in the middle of "
                     "a round"
                 )
-            own: Exception | None = None
+            raised: Exception | None = None
             try:
                 self._in_round, self._answered = True, False
                 self.at = self.at.next_round()
@@ -304,11 +304,11 @@ class BoardCommunicator(Communicator):
                 try:
                     yield now
                 except Exception as error:
-                    own = error
-                now.end(own)
+                    raised = error
+                now.end(raised)
             except BaseException as error:
-                if own is not None:  # what takes its place has come about where it has
-                    error.__context__ = own.__context__
+                if raised is not None:  # what takes its place has come about where it has
+                    error.__context__ = raised.__context__
                 raise
             finally:
                 self._in_round = False
@@ -407,19 +407,19 @@ class _BoardRound(Round):
         self.data = packed(report)
         self.report = report
 
-    def end(self, own: Exception | None) -> None:
-        """Post what is due when the block is left, by `own` if by an error; and raise what all
+    def end(self, raised: Exception | None) -> None:
+        """Post what is due when the block is left, by `raised` if by an error; and raise what all
         ranks raise."""
         comm = self.comm
         try:
-            if self.report is None and own is None:
+            if self.report is None and raised is None:
                 try:
                     self.gather()
                 except Exception as error:
-                    own = error
-            if own is not None and (self.report is None or not self.leads):
-                self._bring(failure=Failure.of(own))
-            verdict = self._lead(own) if self.leads else self._follow()
+                    raised = error
+            if raised is not None and (self.report is None or not self.leads):
+                self._bring(failure=Failure.of(raised))
+            verdict = self._lead(raised) if self.leads else self._follow()
         except BoardLost as error:
             raise RankLost(
                 f"{comm._named_as(self.topic)}: rank {comm.rank} lost the connection to the store "
@@ -431,12 +431,12 @@ class _BoardRound(Round):
             self.verdict = verdict.value
             return
         failed = verdict.failure.error()
-        if isinstance(own, CheckpointError):
+        if isinstance(raised, CheckpointError):
             # It says the same as the one that takes its place, and would be printed twice.
-            for note in getattr(own, "__notes__", ()):
+            for note in getattr(raised, "__notes__", ()):
                 failed.add_note(note)
-            own = own.__cause__  # type: ignore[assignment]
-        raise self._of_all(failed) from own
+            raised = raised.__cause__  # type: ignore[assignment]
+        raise self._of_all(failed) from raised
 
     def _of_all(self, error: CheckpointError) -> CheckpointError:
         """Mark what all ranks raise, so that it is not posted once more when the call is left."""
@@ -472,7 +472,7 @@ class _BoardRound(Round):
             self.failed = error
             raise
 
-    def _lead(self, own: Exception | None) -> Verdict:
+    def _lead(self, raised: Exception | None) -> Verdict:
         """Post the verdict, or the failure."""
         comm = self.comm
         if not self.reports and self.failed is None:
@@ -481,7 +481,7 @@ class _BoardRound(Round):
                 self._gathered()
         if isinstance(self.failed, BoardLost):
             raise self.failed
-        error = self.failed or own
+        error = self.failed or raised
         verdict = Verdict(comm.nodes, self.call, self.verdict)
         if error is None:
             try:
