@@ -257,7 +257,7 @@ def scan(
             memory.files = {n: read for n, read in memory.files.items() if n in listed}
         found = {name: info for name, info in found.items() if name in listed}
         new = [name for name in listed if name not in found]
-        for name in sorted(new, key=_newest_first):  # these are the first that others replace
+        for name in new:
             info = inspect_folder(storage, name, listed[name], memory)
             if info is not None:
                 found[name] = info
@@ -284,17 +284,16 @@ def scan(
 
 
 def _checkpoint_folders(storage: Storage) -> dict[str, Sequence[Entry] | None]:
+    """The newest first: these are the first that others replace."""
     try:
         folders = storage.list_folders("checkpoint-")
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
         return {}
-    return {name: listed for name, listed in folders.items() if FOLDER.fullmatch(name)}
-
-
-def _newest_first(name: str) -> tuple[int, str]:
-    return -step_of(name), name
+    ours = [found for name in folders if (found := FOLDER.fullmatch(name))]
+    names = [name for _, name in sorted((-int(found[1]), found[0]) for found in ours)]
+    return {name: folders[name] for name in names}
 
 
 def _in_order(found: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
@@ -492,9 +491,8 @@ def copies(infos: Sequence[CheckpointInfo], info: CheckpointInfo) -> list[str]:
 def newest_run(infos: Iterable[CheckpointInfo]) -> str | None:
     """The run that committed last in this root, by commit sequence; also when what it committed is
     damaged now."""
-    last = max(
-        (i for i in infos if i.manifest), key=lambda i: (i.sequence or 0, *i.order), default=None
-    )
+    commits = [info.manifest for info in infos if info.manifest]
+    last = max(commits, key=lambda commit: (commit.sequence, commit.step), default=None)
     return last.run_id if last else None
 
 
@@ -583,7 +581,7 @@ def branch_from(
     else:
         newer = [i.sequence or 0 for i in mine if i.order > (loaded.step, loaded.sequence)]
         abandoned = merged([*left_by_last(mine, run_id), *([number, number] for number in newer)])
-    left = [i for i in committed(mine, run_id) if within(i.sequence or 0, abandoned)]
+    left = [i for i in committed(mine, None) if within(i.sequence or 0, abandoned)]
     return Branch(last, abandoned, left)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,7 @@ class FileWriter(ABC):
         """Give up: whatever was written must not be found under the file's name. Never raises."""
 
 
-class FileReader(ABC):
+class FileReader(AbstractContextManager["FileReader"]):
     """An open file of `size` bytes: what it reads is of one file even if the name is replaced
     meanwhile."""
 
@@ -65,9 +66,6 @@ class FileReader(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
-
-    def __enter__(self) -> FileReader:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
