@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "save to the first byte": {"modules": 20, "moves": 174, "closures": 4},
-    "restore": {"modules": 21, "moves": 328, "closures": 8},
+    "save to the first byte": {"modules": 20, "moves": 172, "closures": 4},
+    "restore": {"modules": 21, "moves": 316, "closures": 8},
     "talk": {
         "rounds of a save": 4,
         "messages of a save": 13,

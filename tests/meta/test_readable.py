@@ -115,7 +115,7 @@ OLD_WORDS_IN_DEFINITIONS: dict[str, int] = {
     "found": 15,
     "here": 0,
     "its": 0,
-    "own": 12,
+    "own": 8,
     "piece": 2,
     "pieces": 3,
     "share": 2,
