@@ -120,14 +120,17 @@ class DiLoCoCallback(TrainerCallback):
             logs.update(self.worker.sync_metrics)
 
     def on_train_end(self, **kwargs: Any) -> None:
-        self.close()
+        self._leave(wait=True)
 
     def close(self) -> None:
-        """Leave the server."""
+        """Leave the server, and wait for nobody."""
+        self._leave(wait=False)
+
+    def _leave(self, wait: bool) -> None:
         if self.worker is not None:
             self._held = self.worker.state_dict()
             worker, self.worker = self.worker, None
-            worker.stop()
+            worker.stop(wait)
 
     def reset(self) -> None:
         """A run that starts from its beginning takes the global parameters."""

@@ -195,7 +195,11 @@ class DiLoCoServer:
             ]
         )
         runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=1.0, lingering_time=self.access.patience
+            app,
+            access_log=None,
+            shutdown_timeout=1.0,
+            lingering_time=self.access.patience,
+            handler_cancellation=True,  # nobody waits for a round whose connection is gone
         )
         await runner.setup()
         try:
@@ -406,8 +410,14 @@ class DiLoCoServer:
         response.content_length = len(header) + layout.nbytes
         await response.prepare(request)
         await response.write(header)
-        for piece in pieces:
-            await response.write(piece)
+        try:
+            for piece in pieces:
+                async with asyncio.timeout(self.access.patience):
+                    await response.write(piece)
+        except TimeoutError:  # who does not read must not hold parameters of long ago
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("a worker does not read its answer") from None
         await response.write_eof()
         return response
 

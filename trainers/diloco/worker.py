@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -139,7 +140,8 @@ class DiLoCoWorker:
         self.layouts = split_layout(self.layout, self.options.num_fragments)
         self.optimizer, self.group = optimizer, group
         self.target = Target(server_addr, token or os.environ.get("DILOCO_TOKEN"), ca_file)
-        name = self.options.worker_id or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
+        name = self.options.worker_id or f"on-{host}-{uuid.uuid4().hex[:8]}"
         self.progress = Progress(name, self.options.sync_every)
         self.lock = threading.RLock()
         self.should_stop = False  # the server wants the run to be saved and stopped
@@ -178,8 +180,8 @@ class DiLoCoWorker:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.stop(wait=kind is None)
 
     def start(self, state: Mapping[str, Any] | None = None) -> None:
         """Register, take the global parameters, and hook the optimizer.
@@ -205,15 +207,18 @@ class DiLoCoWorker:
         self._hook = self.optimizer.register_step_post_hook(self._after_step)
         self._since = time.monotonic()
 
-    def stop(self) -> None:
-        """Wait for a fragment that is on its way, deregister, and let go of the optimizer."""
+    def stop(self, wait: bool = True) -> None:
+        """Wait for a fragment that is on its way, deregister, and let go of the optimizer.
+
+        wait: bool, else the fragment is dropped (default True).
+        """
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
         if self._client is None:
             return
         try:
-            if self._in_flight is not None and self._in_flight.future is not None:
+            if wait and self._in_flight is not None and self._in_flight.future is not None:
                 self._in_flight.future.exception(self.options.timeout)
             self._client.deregister()
         except (DiLoCoError, FutureTimeout) as error:

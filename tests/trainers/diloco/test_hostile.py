@@ -203,6 +203,46 @@ def test_the_newer_of_two_bodies_of_a_worker_is_read(server: DiLoCoServer) -> No
             until(lambda: "a" in server.rounds.fragments[0].received)
 
 
+def test_who_does_not_read_its_answer() -> None:
+    """It is cut off, so that it does not hold parameters of long ago."""
+    with DiLoCoServer({"w": torch.zeros(1 << 23)}, access=Access(port=0, patience=0.3)) as server:
+        assert ask(server, "POST", "/register", json.dumps(WORKER).encode())[0] == 200
+        host, port = server.address.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(10)
+            connection.connect((host, int(port)))
+            connection.sendall(b"GET /parameters?worker=a HTTP/1.1\r\nHost: h\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            until(lambda: handlers(server, "start") == 0)  # aiohttp: one for a connection
+            found = 0
+            while piece := connection.recv(1 << 20):
+                found += len(piece)
+            assert found < 1 << 25
+
+
+def test_who_is_gone_waits_no_longer(server: DiLoCoServer) -> None:
+    host, port = server.address.removeprefix("http://").split(":")
+    head = f"POST {SUBMIT} HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer secret\r\n"
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(f"{head}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY)
+        until(lambda: "a" in server.rounds.fragments[0].received)
+        assert handlers(server, "_submit") == 1
+    until(lambda: handlers(server, "_submit") == 0)
+
+
+def handlers(server: DiLoCoServer, name: str) -> int:
+    """Requests that are in this function of the server."""
+
+    def names(coroutine: Any) -> Iterator[str]:
+        while coroutine is not None:
+            yield getattr(coroutine, "__name__", "")
+            coroutine = getattr(coroutine, "cr_await", None)
+
+    tasks = asyncio.all_tasks(server._loop)
+    return sum(name in names(task.get_coro()) for task in tasks)
+
+
 @pytest.mark.parametrize("number", [200, pytest.param(1000, marks=pytest.mark.stress)])
 def test_a_crowd(number: int) -> None:
     """Connections that say nothing, that have no token, and that ask: a worker trains meanwhile."""
