@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,16 +33,10 @@ from ..errors import (
 from ..format.digest import content_hash
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest
 from ..format.values import decode, revived
-from ..ranks.communicator import Communicator, check_same_call, view_of_group
+from ..ranks.communicator import Communicator, view_of_group
 from ..ranks.communicator import partitions as partitions_of
 from ..ranks.messages import message
-from ..state.component import (
-    StateComponent,
-    differing_components,
-    is_optimizer,
-    metadata_of,
-    owner_of,
-)
+from ..state.component import StateComponent, check_equal, is_optimizer, metadata_of, owner_of
 from ..state.layout import Shard, copy_into, memory_span, synchronize, words
 from ..state.modules import ModelState, one_walk
 from ..state.plain import PlainState, only_own
@@ -181,33 +176,25 @@ class LoadJob:
         rank, size = self.comm.rank, self.comm.world_size
         views = {n: view_of_group(n, ranks, rank, size) for n, ranks in self.process_groups.items()}
         keys = None if request.keys is None else Selection(request.keys).text
-        return LoadCall(words + self.domains.words, [c.key for c in self.components], keys, views)
+        asked = {"components": [c.key for c in self.components], "keys": keys}
+        return LoadCall(words + self.domains.words, asked, views)
 
 
 @message
 @dataclass(frozen=True, slots=True)
 class LoadCall:
-    """What a rank brings to the join of a load. words: what is called for; components: their keys;
-    keys: what is asked for of them, in words; groups: what it knows of each process group."""
+    """What a rank brings to the join of a load. words: what is called for; asked: how, which must
+    be the same on all ranks; groups: what it knows of each process group."""
 
     words: str
-    components: list[str]
-    keys: str | None
+    asked: dict[str, Any]
     groups: dict[str, list[list[int]]]
 
 
-def same_call(calls: Sequence[Any]) -> dict[str, list[list[int]]]:
+def same_call(calls: Sequence[LoadCall]) -> dict[str, list[list[int]]]:
     """The partitions of the process groups, where all ranks make the same call. Raises
     RanksDisagree, InvalidState."""
-    check_same_call(calls)
-    for what in ("components", "keys"):
-        first, *_ = values = [getattr(call, what) for call in calls]
-        if wrong := [rank for rank, value in enumerate(values) if value != first]:
-            other = values[wrong[0]]
-            differs = f"{what} is {first!r} on rank 0 and {other!r} on rank {wrong[0]}"
-            if what == "components":
-                differs = differing_components(first, other, wrong[0])
-            raise RanksDisagree(f"the ranks make different loads: {differs}", ranks=wrong)
+    check_equal("loads", calls)
     return partitions_of([call.groups for call in calls])
 
 
@@ -466,6 +453,11 @@ class _Prepared:
     state: Any
     versions: dict[str, Any] | None
 
+    @property
+    def last(self) -> bool:
+        """Whether it is handed over after the others."""
+        return bool(getattr(self.live.loaded.component.stateful, "restore_last", False))
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
@@ -650,10 +642,7 @@ class _Loading:
     def apply(self) -> None:
         """Hand the complete states over, random streams last. Raises LoadFailed where a component
         refuses its own."""
-        order = sorted(
-            self.prepared.values(),
-            key=lambda p: bool(getattr(p.live.loaded.component.stateful, "restore_last", False)),
-        )
+        order = sorted(self.prepared.values(), key=attrgetter("last"))
         if self.request.transactional:
             self.before = {p.live.key: StateBefore(p.live) for p in order}
         done: dict[int, tuple[Any, Any]] = {}

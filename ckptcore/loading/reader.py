@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import xxhash
@@ -166,7 +167,7 @@ class StoredFiles:
 
 def _chunks(reads: Sequence[TensorRead]) -> list[Chunk[TensorRead]]:
     found = []
-    for read in sorted(reads, key=lambda read: read.entry.start):
+    for read in sorted(reads, key=attrgetter("entry.start")):
         start, nbytes = read.entry.start, read.entry.nbytes
         for number in read.numbers:
             offset = number * CHUNK_BYTES

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from ..arguments import check_count, shown
@@ -273,9 +274,8 @@ class CheckpointView:
         tree, versions = next(
             ((p.tree, p.versions) for p in parts if p.tree is not None), (None, None)
         )
-        found = sorted(
-            (entry for part in parts for entry in part.tensors), key=lambda entry: entry.number
-        )
+        entries = (entry for part in parts for entry in part.tensors)
+        found = sorted(entries, key=attrgetter("number"))
         numbers = [entry.number for entry in found]
         broken = numbers != list(range(len(found))) or any(
             not _sound_alias(e, found) for e in found
@@ -286,8 +286,7 @@ class CheckpointView:
                 name, f"and those of ranks {writers} do not make up a whole of component {key!r}"
             )
         tensors = [LogicalTensor(e.name, e.dtype, e.shape, None, e.alias_of) for e in found]
-        find = lambda number, box: iter([found[number]] if volume(box[1]) else [])  # noqa: E731
-        return StoredComponent(tree, tensors, find, versions=versions)
+        return StoredComponent(tree, tensors, partial(_whole, found), versions=versions)
 
     def _sharded(self, key: str) -> StoredComponent:
         if key not in self._tables:
@@ -737,6 +736,11 @@ def _problem(error: CheckpointCorrupt | StorageError, file: str) -> Problem:
         error.expected,
         error.actual,
     )
+
+
+def _whole(entries: Sequence[TensorEntry], number: int, box: Box) -> Iterator[TensorEntry]:
+    """What is stored of a tensor that is not sharded and meets `box`."""
+    return iter([entries[number]] if volume(box[1]) else [])
 
 
 def _sound_alias(entry: TensorEntry, found: Sequence[TensorEntry]) -> bool:

@@ -14,14 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from ..arguments import shown
-from ..errors import InvalidState, RanksDisagree
+from ..errors import InvalidState
 
 __all__ = [
     "Communicator",
     "Round",
     "SingleProcess",
     "Turn",
-    "check_same_call",
     "group_index",
     "node_name",
     "partitions",
@@ -165,14 +164,6 @@ class SingleProcess(Communicator):
 
     def call(self, what: str, *, number: int | None = None) -> AbstractContextManager[None]:
         return nullcontext()  # nobody else takes part, so one in the middle of another is fine
-
-
-def check_same_call(reports: Sequence[Any]) -> None:
-    """Raises RanksDisagree unless all ranks call for the same, by the words of their reports."""
-    first = reports[0].words
-    if wrong := [rank for rank, report in enumerate(reports) if report.words != first]:
-        what = f"rank 0 calls for a {first}, rank {wrong[0]} for a {reports[wrong[0]].words}"
-        raise RanksDisagree(what, ranks=wrong)
 
 
 # Process groups by name: what each rank knows of one, and the partition that this makes.

@@ -36,7 +36,6 @@ from ..errors import (
     InvalidState,
     NoSpace,
     RankLost,
-    RanksDisagree,
     UnsupportedValue,
 )
 from ..format.digest import content_digest
@@ -52,13 +51,7 @@ from ..format.manifest import (
     replica_groups,
 )
 from ..format.values import decode
-from ..ranks.communicator import (
-    Communicator,
-    check_same_call,
-    group_index,
-    partitions,
-    view_of_group,
-)
+from ..ranks.communicator import Communicator, group_index, partitions, view_of_group
 from ..ranks.messages import message
 from ..replicas import compare, shard_table
 from ..replicas.compare import ReplicaReport, Replicas, ReplicaVerdict
@@ -68,7 +61,7 @@ from ..state.component import (
     StateComponent,
     ValidationLevel,
     as_components,
-    differing_components,
+    check_equal,
     metadata_of,
     process_groups_of,
     refuse_fixed_values,
@@ -367,7 +360,7 @@ def _decide(
     rehearsal: bool,
 ) -> JoinVerdict:
     """On rank 0: what becomes of the call."""
-    _check_equal(request, reports)
+    check_equal("saves", reports, request.step)
     branch = run.branch or f"save-{job.comm.number}"
     if any(report.failed for report in reports):
         return JoinVerdict("failed", branch)
@@ -395,29 +388,6 @@ def _decide(
         overwrite,
         found,
         {key: names for key, names in keys.items() if names is not None},
-    )
-
-
-def _check_equal(request: SaveRequest, reports: Sequence[JoinReport]) -> None:
-    """Raises RanksDisagree unless all ranks make the same call."""
-    check_same_call(reports)
-    first = reports[0]
-    wrong = [rank for rank, report in enumerate(reports) if report.asked != first.asked]
-    if not wrong:
-        return
-    here, there = first.asked, reports[wrong[0]].asked
-    # What only one has is a component, and named as such.
-    differing = [key for key in here if key in there and here[key] != there[key]]
-    differences = "; ".join(
-        differing_components(here[key], there[key], wrong[0])
-        if key == "components"
-        else f"{key} is {here[key]!r} on rank 0 and {there[key]!r} on rank {wrong[0]}"
-        for key in differing[:3]
-    )
-    raise RanksDisagree(
-        f"the ranks make different saves: {differences}; ranks that differ from rank 0: {wrong}",
-        ranks=wrong,
-        step=request.step,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..arguments import check_flag, check_flags, check_mapping, check_name, check_number, shown
-from ..errors import InvalidState
+from ..errors import InvalidState, RanksDisagree
 from ..format.values import PLAIN_TYPES, only_plain
 from .layout import Shard, is_dtensor_class
 from .modules import ModelState, one_walk, parameter_table, tensors_in
@@ -261,7 +261,34 @@ def process_groups_of(state: Any, given: Any = None) -> dict[str, Any]:
     return found
 
 
-def differing_components(first: Sequence[str], other: Sequence[str], rank: int) -> str:
+def check_equal(calls: str, reports: Sequence[Any], step: int | None = None) -> None:
+    """Raises RanksDisagree unless all ranks make the same one of `calls` (loads, saves of `step`):
+    by the words of their reports, and by what they `asked`."""
+    words = reports[0].words
+    if wrong := [rank for rank, report in enumerate(reports) if report.words != words]:
+        differs = f"rank 0 calls for a {words}, rank {wrong[0]} for a {reports[wrong[0]].words}"
+        raise RanksDisagree(differs, ranks=wrong)
+    first = reports[0].asked
+    wrong = [rank for rank, report in enumerate(reports) if report.asked != first]
+    if not wrong:
+        return
+    other = reports[wrong[0]].asked
+    # What only one has is a component, and named as such.
+    differing = [key for key in first if key in other and first[key] != other[key]]
+    differences = "; ".join(
+        _differing_components(first[key], other[key], wrong[0])
+        if key == "components"
+        else f"{key} is {first[key]!r} on rank 0 and {other[key]!r} on rank {wrong[0]}"
+        for key in differing[:3]
+    )
+    raise RanksDisagree(
+        f"the ranks make different {calls}: {differences}; ranks that differ from rank 0: {wrong}",
+        ranks=wrong,
+        step=step,
+    )
+
+
+def _differing_components(first: Sequence[str], other: Sequence[str], rank: int) -> str:
     """How the components of `rank` differ from those of rank 0, in words."""
     only_first = [
         f"component {key!r} is on rank 0 and not on rank {rank}"
