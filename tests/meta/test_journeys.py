@@ -16,7 +16,7 @@ import pytest
 
 LIMITS = {
     "save to the first byte": {"modules": 20, "moves": 172, "closures": 4},
-    "restore": {"modules": 21, "moves": 316, "closures": 8},
+    "restore": {"modules": 21, "moves": 316, "closures": 4},
     "talk": {
         "rounds of a save": 4,
         "messages of a save": 13,
