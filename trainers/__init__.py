@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .callbacks.protocol import TrainerControl as TrainerControl
     from .callbacks.protocol import TrainerState as TrainerState
     from .data.loader import ResumableLoader as ResumableLoader
+    from .losses import causal_lm_loss as causal_lm_loss
     from .model import ByteGPT as ByteGPT
     from .parallel.accel import AccelTrainer as AccelTrainer
     from .parallel.ddp import DDPTrainer as DDPTrainer
@@ -58,6 +59,7 @@ _HOMES = {
     "parallel.ddp": ["DDPTrainer"],
     "parallel.environment": ["DistributedEnvironment"],
     "parallel.fsdp2": ["FSDP2Trainer"],
+    "losses": ["causal_lm_loss"],
     "model": ["ByteGPT"],
     "parallel.pipeline": ["PipelineTrainer"],
     "trainer": ["TrainResult", "Trainer"],

@@ -400,9 +400,9 @@ class Checkpoints:
 
     # The best.
 
-    def _ranked(self, state: TrainerState) -> list[CheckpointInfo]:
+    def _ranked(self, infos: list[CheckpointInfo], state: TrainerState) -> list[CheckpointInfo]:
         """Those that have the metric, best first, as far as the run has come."""
-        return self.rule.ranked([i for i in self.present() if (i.step or 0) <= state.global_step])
+        return self.rule.ranked([i for i in infos if (i.step or 0) <= state.global_step])
 
     def check_best(self, state: TrainerState) -> None:
         """The best checkpoint may have gone since: then the best of those present takes its
@@ -412,10 +412,10 @@ class Checkpoints:
             args.load_best_model_at_end or args.preserve_best_model
         ):
             return
-        there, ranked = self.present(), self._ranked(state)
+        there = self.present()
         found: Any = None
         if self.env.rank == 0 and all(info.step != state.best_step for info in there):
-            best = next(iter(ranked), None)
+            best = next(iter(self._ranked(there, state)), None)
             name = None if best is None else best.name
             instead = f"{name} is the best of those present" if name else "there is no other"
             warnings.warn(
@@ -432,7 +432,7 @@ class Checkpoints:
     def load_best(self, weights: list[StateComponent], state: TrainerState) -> None:
         """Put the best checkpoint's weights into the model; those of the next best where it is
         damaged."""
-        ranked = [info.step for info in self._ranked(state)]
+        ranked = [info.step for info in self._ranked(self.present(), state)]
         failed: list[str] = []
         loaded = None
         for step in self.env.broadcast_object(ranked):

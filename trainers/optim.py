@@ -245,11 +245,11 @@ def schedule(
         t < w:   t / w, unless the kind is "constant", which has no warm-up
         t >= w:  a function of p = (t - w) / max(1, T - w), at most 1, of the kind:
 
-        linear                  1 - p
-        cosine                  (1 + cos(pi p)) / 2, one period of eq. 5 of Loshchilov and Hutter
-        (arXiv:1608.03983) cosine_with_restarts    (1 + cos(pi frac(n p))) / 2, and 0 at p = 1; n =
-        num_cycles constant                1 constant_with_warmup    1 polynomial              (1 -
-        p) ** power
+        linear                1 - p
+        cosine                (1 + cos(pi p)) / 2, one period of eq. 5 of Loshchilov and Hutter
+        cosine_with_restarts  (1 + cos(pi frac(n p))) / 2, and 0 at p = 1; n = num_cycles
+        constant, constant_with_warmup  1
+        polynomial            (1 - p) ** power
 
     The first step runs at 0 where there is a warm-up.
     """

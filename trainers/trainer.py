@@ -44,7 +44,7 @@ from .checkpoints import (
 from .data.evaluation import EvaluationBatches
 from .data.foreign import ForeignLoader
 from .data.loader import ResumableLoader, collate
-from .data.position import Counted
+from .data.position import Counted, Loader
 from .data.randomness import seeded_random
 from .data.ranks import CollateShares
 from .export import write_model
@@ -781,11 +781,11 @@ class Trainer:
             self.args, self.optimizer, self.state.max_steps, self.lr_scheduler_factory
         )
 
-    def make_train_loader(self) -> Any:
+    def make_train_loader(self) -> Loader:
         rank, size = self.data_parallel
         return self.make_loader(rank, size, self.args.per_device_train_batch_size)
 
-    def make_loader(self, rank: int, size: int, batch_size: int, shares: int = 1) -> Any:
+    def make_loader(self, rank: int, size: int, batch_size: int, shares: int = 1) -> Loader:
         """What hands out the training batches of one of `size` data-parallel ranks. shares: a batch
         is that of so many ranks, to be handed out."""
         args, dataset = self.args, self.train_dataset

@@ -158,7 +158,10 @@ def _loss_conflicts(args: Any, given: dict[str, object]) -> Faults:
         yield InvalidArgument(name, given[name], reason, "give one of the two")
     if args.gradient_accumulation_steps > 1 and not given and not args.label_smoothing_factor:
         reason = "the loss of a step must be normalised over all its micro-batches"
-        instead = "give compute_loss_func or fused_loss_factory"
+        instead = (
+            "give compute_loss_func (causal_lm_loss for Hugging Face's language models) or "
+            "fused_loss_factory"
+        )
         yield args.fault("gradient_accumulation_steps", reason, instead)
     if args.label_smoothing_factor and given:
         instead = "set it to 0, and smooth there"

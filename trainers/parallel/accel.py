@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..arguments import AccelTrainingArguments, InvalidArgument, resolve_arguments
+from ..data.position import Loader
 from .ddp import DDPTrainer
 from .environment import DistributedEnvironment
 
@@ -123,7 +124,7 @@ class AccelTrainer(DDPTrainer):
             )
         setattr(args, name, value)
 
-    def make_train_loader(self) -> Any:
+    def make_train_loader(self) -> Loader:
         self.args.dispatch_batches = self.accelerator.dataloader_config.dispatch_batches
         return super().make_train_loader()
 

@@ -23,6 +23,7 @@ from ckptcore import RNGState, SharingPattern, StateComponent
 from ..arguments import DDPArguments, DDPTrainingArguments
 from ..build import seed_everything
 from ..data.mapped import is_stream
+from ..data.position import Loader
 from ..data.ranks import Agreed, DispatchedLoader
 from ..trainer import Trainer
 
@@ -48,7 +49,7 @@ class RanksTrainer(Trainer):
             # Unseeded, torch starts at the same number in every process.
             torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
 
-    def make_train_loader(self) -> Any:
+    def make_train_loader(self) -> Loader:
         """dispatch_batches: rank 0 reads for all. Else every rank reads its shard, and they agree
         on an epoch's end. By default it is so where every rank can find its shard by itself, which
         gives the same batches."""
