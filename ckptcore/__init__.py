@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .catalog.retention import KeepEvery as KeepEvery
     from .catalog.retention import KeepLast as KeepLast
     from .catalog.retention import RetentionPolicy as RetentionPolicy
-    from .coordinator import CheckpointCoordinator as CheckpointCoordinator
     from .copy.checkpoint import copy_checkpoint as copy_checkpoint
     from .events import SaveEvent as SaveEvent
     from .events import TensorBoardEvents as TensorBoardEvents
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from .loading.view import StoredBox as StoredBox
     from .loading.view import TensorInfo as TensorInfo
     from .loading.view import open_checkpoint as open_checkpoint
+    from .manager import CheckpointCoordinator as CheckpointCoordinator
     from .manager import CheckpointManager as CheckpointManager
     from .preemption import PreemptionGuard as PreemptionGuard
     from .ranks.communicator import Communicator as Communicator
@@ -74,7 +74,6 @@ _HOMES = {
     "catalog.catalog": ["restore_candidates", "scan_root"],
     "catalog.folder": ["CheckpointInfo"],
     "catalog.retention": ["KeepBest", "KeepEvery", "KeepLast", "RetentionPolicy"],
-    "coordinator": ["CheckpointCoordinator"],
     "copy.checkpoint": ["copy_checkpoint"],
     "events": ["SaveEvent", "TensorBoardEvents"],
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
@@ -83,7 +82,7 @@ _HOMES = {
     "interop.importing": ["ImportReport", "import_checkpoint", "load_foreign"],
     "loading.load": ["LoadReport"],
     "loading.view": ["CheckpointView", "Problem", "StoredBox", "TensorInfo", "open_checkpoint"],
-    "manager": ["CheckpointManager"],
+    "manager": ["CheckpointCoordinator", "CheckpointManager"],
     "preemption": ["PreemptionGuard"],
     "ranks.communicator": ["Communicator", "SingleProcess"],
     "ranks.store": ["StoreCommunicator"],

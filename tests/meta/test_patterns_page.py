@@ -20,7 +20,7 @@ RANKS = 4
 PROGRAM = """
 import os, sys, traceback
 import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel
-import ckptcore.manager, ckptcore.coordinator, ckptcore.preemption
+import ckptcore.manager, ckptcore.preemption
 texts, port = sys.stdin.read().split("\\0"), int(sys.argv[1])
 for number, text in enumerate(texts):
     children = []

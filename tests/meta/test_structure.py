@@ -39,7 +39,6 @@ nodes
 saving loading
 copy
 upkeep
-coordinator
 tiers
 manager
 preemption
