@@ -80,16 +80,19 @@ def run(*, rounds: int = 5, progress: Callable[[str], None] = lambda _: None) ->
 
 
 def example_metadata(ranks: int) -> tuple[bytes, bytes, bytes]:
-    """Manifest, rank 0's index and that of the others of a job that saved TENSORS tensors, each cut
-    over all ranks; the digests of the indexes are those of these."""
+    """Manifest, rank 0's index and another one of a job that saved TENSORS tensors, each cut over
+    all ranks. The first two agree about the files of rank 0."""
     description, values = _description(ranks)
-    state, files = _plan(description, ranks, ranks // 2)
+    state, files = _plan(description, ranks, 0)
     encoded, first, other = _metadata(state, values, files, ranks)
     manifest = CheckpointManifest.decode(encoded)
     for name, record in manifest.files.items():
         if name == index_file_name(record.writer):
             data = first if record.writer == 0 else other
             manifest.files[name] = FileRecord(len(data), content_digest(data), record.writer)
+    index = Index.decode(first)
+    for name, digest in index.file_digests().items():
+        manifest.files[name] = FileRecord(index.files[name].size, digest, 0)
     return manifest.encode(), first, other
 
 

@@ -186,13 +186,14 @@ class Extent:
 
 def extents(view: CheckpointView) -> dict[str, Extent]:
     """By component; none where it would take long to find out, or cannot be known."""
-    records = [r for name, r in view.manifest.files.items() if name.endswith(".msgpack")]
-    small = sum(record.size for record in records) <= INDEX_LIMIT
+    files = view.manifest.files.items()
+    sizes = {record.writer: record.size for name, record in files if name.endswith(".msgpack")}
     found = {}
     for key, component in view.manifest.components.items():
         # Of a sharded component one index says it all; of another one, those that wrote it.
-        needed = 1 if str(component.pattern) == "SHARDED" else len(component.writers)
-        if not small or needed > INDEX_FILES:
+        writers = component.writers[: 1 if str(component.pattern) == "SHARDED" else None]
+        needed = sum(sizes.get(writer, 0) for writer in writers)
+        if len(writers) > INDEX_FILES or needed > INDEX_LIMIT:
             continue
         try:
             found[key] = Extent(view.values_bytes(key), view.dtypes(key))
