@@ -27,7 +27,8 @@ with open(os.devnull, "wb") as sink:
     _, status, usage = os.wait4(child.pid, 0)
     seconds = time.perf_counter() - start
 code = os.waitstatus_to_exitcode(status)
-print(json.dumps([seconds, usage.ru_maxrss * 1024, code, error.decode()[-2000:]]))
+cpu = usage.ru_utime + usage.ru_stime
+print(json.dumps([seconds, usage.ru_maxrss * 1024, cpu, code, error.decode()[-2000:]]))
 """
 
 # pread64(5</path/file>, ..., count, offset) = result
@@ -37,8 +38,11 @@ ON_FILE = re.compile(r"\d+<([^>]+)>")
 
 @dataclass(frozen=True)
 class Cost:
+    """seconds: on the clock; cpu_seconds: of work, whatever else the machine does meanwhile."""
+
     seconds: float
     peak_bytes: int
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,10 @@ def cost_of(command: Sequence[str]) -> Cost:
         text=True,
         check=True,
     )
-    seconds, peak, code, error = json.loads(done.stdout)
+    seconds, peak, cpu, code, error = json.loads(done.stdout)
     if code != 0:
         raise RuntimeError(f"{' '.join(command)} ended with exit code {code}: {error.strip()}")
-    return Cost(seconds, peak)
+    return Cost(seconds, peak, cpu)
 
 
 def reads_below(command: Sequence[str], folder: Path) -> Reads | None:

@@ -62,6 +62,7 @@ def _command(*words: str) -> list[str]:
 def _timed(name: str, rounds: int, *words: str) -> Row:
     costs = sorted((cost_of(_command(*words)) for _ in range(rounds)), key=lambda c: c.seconds)
     row = Row(name, costs[rounds // 2].seconds, costs[0].seconds, costs[-1].seconds, kind="ours")
+    row.extra["CPU"] = f"{sorted(cost.cpu_seconds for cost in costs)[rounds // 2]:.2f} s"
     row.extra["peak memory"] = size_text(max(cost.peak_bytes for cost in costs))
     return row
 

@@ -46,7 +46,7 @@ def ckpt(capsys: pytest.CaptureFixture[str]) -> Ckpt:
 
 def report_of(*words: str | Path) -> Report:
     """What a command finds, before it is printed."""
-    with click.Context(cli, obj=False) as context:
+    with click.Context(cli, obj=False, **cli.context_settings) as context:
         name, arguments = str(words[0]), [str(word) for word in words[1:]]
         command = cli.get_command(context, name)
         assert command is not None
