@@ -143,7 +143,8 @@ def test_a_sigterm_to_one_rank_is_a_checkpoint_that_all_go_on_from(
 ) -> None:
     args = ddp_args("stopped", save_steps=1000, enable_jit_checkpoint=True)
     terminate_and_resume(ranks, args, args, random.random() / 4)
-    early = ddp_args("early", save_steps=3, enable_jit_checkpoint=True)
+    how = {"save_steps": 3, "enable_jit_checkpoint": True, "dispatch_batches": True}
+    early = ddp_args("early", **how)
     assert ranks.train(2, early, sigterm=(1, 0.0)) == [0, 0]
     (stopped,) = scan_root(early["output_dir"])
     assert (stopped.status, stopped.step in (1, 2, 3)) == ("committed", True)
