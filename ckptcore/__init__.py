@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .state.component import Stateful as Stateful
     from .state.component import StatefulProvider as StatefulProvider
     from .state.component import ValidationLevel as ValidationLevel
+    from .state.containers import register_tensor_class as register_tensor_class
     from .state.layout import Shard as Shard
     from .state.modules import ModelState as ModelState
     from .state.optimizers import OptimizerState as OptimizerState
@@ -94,6 +95,7 @@ _HOMES = {
         "StatefulProvider",
         "ValidationLevel",
     ],
+    "state.containers": ["register_tensor_class"],
     "state.layout": ["Shard"],
     "state.modules": ["ModelState"],
     "state.optimizers": ["OptimizerState"],

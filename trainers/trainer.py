@@ -18,7 +18,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ckptcore import CheckpointNotFound, PreemptionGuard, RNGState, SharingPattern, StateComponent
+from ckptcore import (
+    CheckpointNotFound,
+    OptimizerState,
+    PreemptionGuard,
+    RNGState,
+    SharingPattern,
+    StateComponent,
+)
 
 from . import callbacks as shipped
 from .arguments import InvalidArgument, Process, TrainingArguments, resolve_arguments, steps_of
@@ -51,7 +58,6 @@ from .export import write_model
 from .losses import count_labels, labels_of, loss_of, make_loss_function, samples_in, shifts_labels
 from .meters import Meters, plain_numbers
 from .optim import make_optimizer, make_scheduler, optimizer_class
-from .optimizer_states import optimizer_state
 from .parallel.environment import DistributedEnvironment, choose_workspace
 
 __all__ = ["TrainResult", "Trainer"]
@@ -902,7 +908,7 @@ class Trainer:
         """Model and optimizer. modules: whose parameters the optimizer has."""
         found = [StateComponent("model", model, pattern)]
         if self.optimizer is not None:
-            state = optimizer_state(self.optimizer, modules)
+            state = OptimizerState(self.optimizer, modules)
             found.append(StateComponent("optimizer", state, pattern))
         return found
 

@@ -99,7 +99,10 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
         is_traceable_wrapper_subclass(tensor) or _dispatch(tensor) is not _dispatch(torch.Tensor)
     ):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-        return f"tensor subclass {kind} is not supported; store its inner tensors"
+        return (
+            f"tensor subclass {kind} is not supported; store its inner tensors, or call "
+            "register_tensor_class for it where it is in the state of an optimizer"
+        )
     if not ordinary and torch.nn.parameter.is_lazy(tensor):
         return "an uninitialized parameter has no data; run the model once first"
     if tensor.layout is not torch.strided or tensor.is_nested:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
+from .containers import Moment, stored_moments
 from .layout import is_dtensor, same_view_key, words
 from .modules import ParameterTable, last_table, parameter_table
 from .tree import Differences
@@ -331,7 +332,7 @@ class OptimizerState:
                     name = names[id(parameter)]
                     group_of[name], shapes[name] = at, _shape_of(parameter)
                     if values := held.get(parameter):
-                        state[name] = dict(values)
+                        state[name] = stored_moments(name, parameter, values)
             mine = {k: v for k, v in held.items() if not isinstance(k, torch.Tensor)}
             if mine:
                 other |= mine if len(parts) == 1 else {number: mine}
@@ -386,9 +387,7 @@ class OptimizerState:
             yield part, number
             number += len(part.groups)
 
-    def allocate(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> torch.Tensor | None:
+    def allocate(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
         """Memory for a moment that the live optimizer does not have yet, laid out like its
         parameter."""
         keys = [key.replace("~1", "/").replace("~0", "~") for key in name.split("/")]
@@ -407,11 +406,15 @@ class OptimizerState:
                 for p in group["params"]
                 if id(p) in held
             }
-        parameter, group = self._by_name.get(keys[1], (None, {}))
+        known: tuple[Any, dict[str, Any]] = self._by_name.get(keys[1], (None, {}))
+        parameter, group = known
         if parameter is None:
             return None
+        if len(keys) == 5 and keys[3] == "tensors":
+            return Moment(keys[1], parameter).allocate(keys[4], name, dtype, tuple(shape))
         if is_dtensor(parameter) and tuple(parameter.shape) == shape:
-            return _like_dtensor(parameter, dtype)
+            local = torch.empty_like(parameter.to_local().detach(), dtype=dtype)
+            return _like_dtensor(parameter, local)
         # torch keeps step counters on the host unless the step itself runs on the device.
         on_host = not shape and not (group.get("capturable") or group.get("fused"))
         return torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
@@ -445,7 +448,11 @@ class OptimizerState:
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 if id(parameter) in held and name in saved:
-                    state[parameter] = dict(saved[name])
+                    moment = Moment(name, parameter)
+                    state[parameter] = {
+                        key: _whole_moment(parameter, value, moment.made(value))
+                        for key, value in saved[name].items()
+                    }
         for parameter, values in part.optimizer.state.items():
             name = names.get(id(parameter), "")
             if isinstance(parameter, torch.Tensor) and name not in state_dict["group_of"]:
@@ -560,10 +567,14 @@ def _check_kind(part: _Part, first: int, saved: Mapping[str, Any]) -> None:
             )
 
 
-def _like_dtensor(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
+def _whole_moment(parameter: Any, stored: Any, made: Any) -> Any:
+    """A moment that was put together here, laid out like its parameter."""
+    return made if made is stored or not is_dtensor(parameter) else _like_dtensor(parameter, made)
+
+
+def _like_dtensor(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
-    local = torch.empty_like(parameter.to_local().detach(), dtype=dtype)
     made: torch.Tensor = DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -86,6 +86,7 @@ EXPORTS = [
     "open_storage",
     "pin_checkpoint",
     "register_codec",
+    "register_tensor_class",
     "restore_candidates",
     "scan_root",
     "split_url",

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from ckpt_trainers.arguments import TrainingArguments
 from ckpt_trainers.optim import make_optimizer, make_scheduler
-from ckpt_trainers.optimizer_states import optimizer_state
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ckptcore import CheckpointManager, SharingPattern, StateComponent
+from ckptcore import CheckpointManager, OptimizerState, SharingPattern, StateComponent
 
 
 def step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> None:
@@ -52,7 +51,7 @@ def main(phase: str, optim: str, folder: str) -> None:
     scheduler = make_scheduler(args, optimizer, 10)
     components = [
         StateComponent("model", model, SharingPattern.SHARDED),
-        StateComponent("optimizer", optimizer_state(optimizer, model), SharingPattern.SHARDED),
+        StateComponent("optimizer", OptimizerState(optimizer, model), SharingPattern.SHARDED),
         StateComponent("scheduler", scheduler, SharingPattern.REPLICATED),
     ]
     with CheckpointManager(Path(folder, "checkpoints")) as checkpoints:

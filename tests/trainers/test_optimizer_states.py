@@ -14,10 +14,15 @@ import pytest
 import torch
 from ckpt_trainers.arguments import TrainingArguments
 from ckpt_trainers.optim import make_optimizer, make_scheduler
-from ckpt_trainers.optimizer_states import QuantizedOptimizerState, optimizer_state
 from torch import nn
 
-from ckptcore import CheckpointManager, OptimizerState, StateMismatch
+from ckptcore import (
+    CheckpointManager,
+    OptimizerState,
+    StateMismatch,
+    UnsupportedValue,
+    register_tensor_class,
+)
 
 
 class OptimState8bit(torch.Tensor):
@@ -48,6 +53,9 @@ class OptimState8bit(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale, args[0].signed, args[0].dtype)  # type: ignore[call-arg]
         raise NotImplementedError(func)
+
+
+OptimState8bit.__module__ = "torchao.optim.subclass_8bit"
 
 
 class Quantized(torch.optim.Optimizer):
@@ -84,8 +92,7 @@ def test_moments_are_taken_apart_and_put_together(torchao: ModuleType, tmp_path:
     optimizer = Quantized(model.parameters())
     model(torch.arange(6.0).reshape(2, 3)).sum().backward()
     optimizer.step()
-    kept = optimizer_state(optimizer, model)
-    assert type(kept) is QuantizedOptimizerState
+    kept = OptimizerState(optimizer, model)
     moment = kept.state_dict()["state"]["weight"]["exp_avg"]
     assert moment["quantized"] == "OptimState8bit" and moment["context"] == [True, "torch.bfloat16"]
     assert moment["tensors"]["codes"] is optimizer.state[model.weight]["exp_avg"].codes
@@ -94,27 +101,67 @@ def test_moments_are_taken_apart_and_put_together(torchao: ModuleType, tmp_path:
     other = nn.Linear(3, 2)
     fresh = Quantized(other.parameters())
     with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.load({"optimizer": optimizer_state(fresh, other)})
+        checkpoints.load({"optimizer": OptimizerState(fresh, other)})
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         was, now = optimizer.state[mine]["exp_avg"], fresh.state[theirs]["exp_avg"]
         assert type(now) is OptimState8bit and now.dtype is torch.bfloat16 and now.signed is True
         assert torch.equal(was.codes, now.codes) and torch.equal(was.scale, now.scale)
 
 
-@pytest.mark.parametrize("kind", ["OptimState8bit", "Path"])
-def test_only_known_classes_are_made_anew(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
+def test_only_known_classes_are_made_anew(
+    torchao: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(1, 1)
-    state = QuantizedOptimizerState(torch.optim.SGD(model.parameters()), model)
+    state = OptimizerState(torch.optim.SGD(model.parameters()), model)
     saved = state.state_dict()
-    saved["state"] = {"weight": {"exp_avg": {"quantized": kind, "context": [], "tensors": {}}}}
-    with pytest.raises(StateMismatch, match=f"type {kind}, which needs torchao"):
-        state.load_state_dict(saved)
+
+    def load(kind: str, context: list[Any], **tensors: torch.Tensor) -> None:
+        parts = {"quantized": kind, "context": context, "tensors": tensors}
+        state.load_state_dict({**saved, "state": {"weight": {"exp_avg": parts}}})
+
+    codes, scale = torch.ones(1, 1, dtype=torch.uint8), torch.ones(1)
+    load("OptimState8bit", [True, "torch.bfloat16"], codes=codes, scale=scale)
+    with pytest.raises(StateMismatch, match=r"class pathlib.Path, which is not registered"):
+        load("pathlib.Path", [])
+    for context, tensors in (
+        ([True, "torch.bfloat16"], {"codes": codes}),
+        ([True, "torch.load"], {"codes": codes, "scale": scale}),
+        ([True], {"codes": codes, "scale": scale}),
+        ([True, "torch.float32"], {"codes": codes.expand(2, 1), "scale": scale}),
+    ):
+        with pytest.raises(StateMismatch, match="weight: what is stored makes no OptimState8bit"):
+            load("OptimState8bit", context, **tensors)
+    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
+    with pytest.raises(
+        StateMismatch, match=r"class torchao.optim.*OptimState8bit; install torchao"
+    ):
+        load("OptimState8bit", [True, "torch.bfloat16"], codes=codes, scale=scale)
 
 
-def test_other_optimizers_have_the_ordinary_state() -> None:
-    model = nn.Linear(1, 1)
-    assert type(optimizer_state(torch.optim.AdamW(model.parameters()), model)) is OptimizerState
+class Packed(OptimState8bit):
+    """A class that nobody knows."""
+
+
+def test_a_class_of_ones_own_is_refused_until_it_is_registered(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer, fresh = (torch.optim.SGD(m.parameters(), momentum=0.9) for m in (model, other))
+    for number, parameter in enumerate(model.parameters(), start=2):
+        codes = torch.full(parameter.shape, number, dtype=torch.uint8)
+        packed = Packed(codes, torch.ones(1), True, torch.float32)  # type: ignore[call-arg]
+        optimizer.state[parameter] = {"momentum_buffer": packed}
+    with CheckpointManager(tmp_path) as checkpoints:
+        with pytest.raises(
+            UnsupportedValue, match=r"Packed is not supported.*register_tensor_class"
+        ):
+            checkpoints.save(1, {"model": model, "optimizer": optimizer})
+        with pytest.raises(TypeError, match=r"register_tensor_class.Linear.: it has no"):
+            register_tensor_class(nn.Linear)  # type: ignore[arg-type]
+        register_tensor_class(Packed)
+        checkpoints.save(1, {"model": model, "optimizer": optimizer})
+        checkpoints.load({"model": other, "optimizer": fresh})
+    for number, parameter in enumerate(other.parameters(), start=2):
+        moment: Any = fresh.state[parameter]["momentum_buffer"]
+        assert type(moment) is Packed and moment.codes.unique().tolist() == [number]
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
@@ -133,7 +180,7 @@ def test_resuming_with_few_bits_is_exact(
         scheduler = make_scheduler(args, optimizer, 10)
         state = {
             "model": model,
-            "optimizer": optimizer_state(optimizer, model),
+            "optimizer": OptimizerState(optimizer, model),
             "scheduler": scheduler,
         }
         return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, state=state)
