@@ -116,6 +116,7 @@ def test_help_needs_no_torch() -> None:
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(600)
 def test_a_server_and_its_worker_as_processes(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "ckpt_trainers.main", "diloco"]
@@ -134,5 +135,5 @@ def test_a_server_and_its_worker_as_processes(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     finally:
         server.send_signal(signal.SIGTERM)
-    assert server.wait(30) == 0
+    assert server.wait(60) == 0
     assert [info.step for info in scan_root(tmp_path / "server")] == [1, 2]
