@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from io import TextIOWrapper
@@ -29,21 +30,21 @@ SCHEMA = 1  # of what --json prints: see docs/cli.md
 # Each with its module, and what it answers.
 COMMANDS = {
     "ls": ("ls", "Which checkpoints are there, which is the latest, why is one not usable."),
-    "inspect": ("inspection", "What does one hold: an overview, or one question more."),
+    "inspect": ("inspection", "What does a checkpoint hold: an overview, or one question."),
     "show": ("show", "One tensor or one value, whole."),
-    "diff": ("diff", "What changed from one to another."),
-    "plan": ("plan", "What would a restore on so many ranks read, what would it refuse."),
+    "diff": ("diff", "What changed from one checkpoint to another."),
+    "plan": ("plan", "What would a restore on N ranks read, what would it refuse."),
     "verify": ("verification", "Is every byte as it was saved."),
     "doctor": ("doctor", "What is wrong here, and the command that mends it."),
     "watch": ("watch", "What is being saved now, at which rate."),
     "report": ("report", "All of it as one HTML page."),
-    "cp": ("cp", "Copy one, verified on the way."),
-    "pin": ("upkeep", "Keep some, whatever retention says."),
+    "cp": ("cp", "Copy a checkpoint, verified on the way."),
+    "pin": ("upkeep", "Keep checkpoints, whatever retention says."),
     "unpin": ("upkeep", "Let retention have them again."),
-    "rm": ("upkeep", "Delete some."),
-    "prune": ("upkeep", "Delete what no rule keeps."),
-    "import": ("convert", "Make one of what another library wrote."),
-    "export": ("convert", "Write one as another library reads it."),
+    "rm": ("upkeep", "Delete checkpoints."),
+    "prune": ("upkeep", "Delete the checkpoints of a root that no rule keeps."),
+    "import": ("convert", "Make a checkpoint of what another library wrote."),
+    "export": ("convert", "Write a checkpoint as another library reads it."),
     "completion": ("cli", "Complete commands, options and paths in a shell."),
 }
 
@@ -70,6 +71,16 @@ class Commands(click.Group):
         module = import_module(f".{COMMANDS[cmd_name][0]}", __package__)
         found: click.Command = getattr(module, f"{cmd_name}_command")
         return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        unknown = bool(args) and not args[0].startswith("-") and args[0] not in COMMANDS
+        if unknown and not ctx.resilient_parsing:
+            near = get_close_matches(args[0], COMMANDS, 2)
+            hint = f": did you mean {' or '.join(near)}?" if near else ""
+            ctx.fail(f"No such command {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -136,7 +147,9 @@ def command(*examples: str) -> Callable[[Callable[..., Report]], click.Command]:
             option(run)
         shown = "".join(f"  {example}\n" for example in examples)
         epilog = f"{EXIT_CODES}\n\b\nExamples:\n{shown}"
-        return click.command(examples[0].split()[1], epilog=epilog)(run)
+        found = click.command(examples[0].split()[1], epilog=epilog)(run)
+        found.params = found.params[2:] + found.params[:2]  # those of all commands last
+        return found
 
     return made
 

@@ -122,6 +122,11 @@ def test_every_command_is_in_the_table_and_has_two_examples(ckpt: Ckpt) -> None:
     assert error.document["schema"] == 1 and error.document["error"]["kind"] == "not_found"
 
 
+def test_a_command_that_there_is_not_has_a_neighbour(ckpt: Ckpt) -> None:
+    done = ckpt("inspct", "x")
+    assert done.code == 2 and "did you mean inspect?" in done.err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(ckpt: Ckpt, shell: str) -> None:
     assert "_CKPT_COMPLETE" in ckpt("completion", shell).out
