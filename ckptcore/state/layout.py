@@ -248,9 +248,9 @@ def forms_of(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         local = leaf
         if kind in _ORDINARY:
             form = _FORM(leaf)
-        elif kind is Shard:
+        elif isinstance(leaf, Shard):
             local = leaf.tensor
-            if type(local) in _ORDINARY:
+            if kind is Shard and type(local) in _ORDINARY:
                 form = leaf.global_shape, leaf.offset, _FORM(local)
         elif is_dtensor_class(kind):
             local = leaf.to_local()
