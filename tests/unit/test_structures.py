@@ -146,3 +146,17 @@ def test_what_can_not_be_stored_is_told_also_where_something_was_known() -> None
     ):
         with pytest.raises(UnsupportedValue, match=why):
             capture("m", {"a": torch.zeros(2), "b": bad}, last=before.structure)
+
+
+def test_a_kind_of_shard_of_the_users_own() -> None:
+    """It has no form that is known, so it is looked at anew each time."""
+
+    class Mine(Shard):
+        pass
+
+    state = {"w": Mine(torch.arange(3.0), (6,), (3,))}
+    first = capture("c", state, sharded=True)
+    again = capture("c", state, sharded=True, last=first.structure)
+    for snapshot in (first, again):
+        assert [leaf.tensor.tolist() for leaf in snapshot.tensors] == [[0.0, 1.0, 2.0]]
+        assert [leaf.spec.box for leaf in snapshot.tensors] == [((3,), (3,))]
