@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..arguments import InvalidArgument
-from .protocol import TrainerCallback, TrainerControl, TrainerState
+from .protocol import KeptCallback, TrainerControl, TrainerState
 
 __all__ = ["DivergenceDetector"]
 
 log = logging.getLogger(__name__)
 
 
-class DivergenceDetector(TrainerCallback):
+class DivergenceDetector(KeptCallback):
     """Watches a smoothed metric rise above its best value, and for NaN.
 
     smoothing: weight of a new value. threshold: rise that counts; relative_threshold: ratio to the
@@ -25,6 +25,8 @@ class DivergenceDetector(TrainerCallback):
     that are spoilt push out good ones.
     metric_key: by default "loss", or "eval_loss" with use_eval_loss.
     """
+
+    kept = ("ema", "best", "count", "streak", "last_step")
 
     def __init__(
         self,
@@ -160,20 +162,3 @@ class DivergenceDetector(TrainerCallback):
     def on_train_end(self, state: TrainerState, **kwargs: Any) -> None:
         if not self._seen and state.is_world_process_zero:
             log.warning("%s: no record had %s", self.name, self.metric_key)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "ema": self.ema,
-            "best": self.best,
-            "count": self.count,
-            "streak": self.streak,
-            "last_step": self.last_step,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ema, self.best = state["ema"], state["best"]
-        self.count, self.streak, self.last_step = (
-            state["count"],
-            state["streak"],
-            state["last_step"],
-        )

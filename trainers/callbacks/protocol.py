@@ -7,13 +7,14 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from ..arguments import InvalidArgument
 
 __all__ = [
     "EVENTS",
     "CallbackHandler",
+    "KeptCallback",
     "TrainerCallback",
     "TrainerControl",
     "TrainerState",
@@ -84,6 +85,19 @@ class TrainerCallback:
     @name.setter
     def name(self, name: str) -> None:
         self._name = name
+
+
+class KeptCallback(TrainerCallback):
+    """One that a checkpoint keeps. kept: the attributes that are its state."""
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.kept:
+            setattr(self, name, state[name])
 
 
 def name_of(callback: Any) -> str:

@@ -7,14 +7,14 @@ import math
 from typing import Any
 
 from ..arguments import InvalidArgument
-from .protocol import TrainerCallback, TrainerControl, TrainerState
+from .protocol import KeptCallback, TrainerControl, TrainerState
 
 __all__ = ["EarlyStopping"]
 
 log = logging.getLogger(__name__)
 
 
-class EarlyStopping(TrainerCallback):
+class EarlyStopping(KeptCallback):
     """Stops when `patience` evaluations one after another were not better than the best by more
     than `threshold`.
 
@@ -22,6 +22,8 @@ class EarlyStopping(TrainerCallback):
     default as in the arguments. What was counted is kept in checkpoints, so a resumed run stops at
     the same step, and a run that was stopped is over.
     """
+
+    kept = ("best", "counter", "last_step")
 
     def __init__(
         self,
@@ -111,13 +113,3 @@ class EarlyStopping(TrainerCallback):
     def run_is_over(self, args: Any, state: TrainerState) -> bool:
         """Whether a restored run had been stopped."""
         return self.counter >= self.patience
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "counter": self.counter, "last_step": self.last_step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.counter, self.last_step = (
-            state["best"],
-            state["counter"],
-            state["last_step"],
-        )

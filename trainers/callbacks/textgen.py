@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .protocol import TrainerCallback, TrainerState
+from .protocol import KeptCallback, TrainerState
 
 try:
     import transformers
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 SAMPLING = {"do_sample": True, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.15}
 
 
-class TextgenCallback(TrainerCallback):
+class TextgenCallback(KeptCallback):
     """Lets the model go on from some prompts at evaluations, and writes the texts to a
     SummaryWriter under "eval-text".
 
@@ -43,6 +43,8 @@ class TextgenCallback(TrainerCallback):
 
     Raises ValueError for prompts that are no list of texts.
     """
+
+    kept = ("next_step",)
 
     def __init__(
         self,
@@ -62,12 +64,6 @@ class TextgenCallback(TrainerCallback):
     def reset(self) -> None:
         """As before the first text."""
         self.next_step = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next_step": self.next_step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_step = state["next_step"]
 
     def on_evaluate(
         self,
