@@ -157,6 +157,7 @@ def make_server(model: Any, start: str | None, token_file: Path | None, **given:
         CheckpointCoordinator({"model": model}).load_checkpoint(start)
     rules = taken("workers", "min_workers", "asynchronous", "grace_period", "dylu")
     rules |= taken("round_timeout", "heartbeat_timeout")
+    rules["max_workers"] = max(rules["workers"], Rules.max_workers)
     version = given["resume_version"]
     return DiLoCoServer(
         model,

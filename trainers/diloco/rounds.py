@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..arguments import InvalidArgument
+
 __all__ = ["Contribution", "Member", "Round", "Rounds", "Rules"]
 
 
@@ -28,6 +30,8 @@ class Rules:
     more are refused, so that memory is bounded.
     grace_period: seconds for which an asynchronous step waits for more. dylu: whether workers are
     advised to go on for as long as the fastest one.
+
+    Raises InvalidArgument for numbers that no run can have.
     """
 
     workers: int = 1
@@ -38,6 +42,16 @@ class Rules:
     asynchronous: bool = False
     grace_period: float = 0.0
     dylu: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_workers <= self.workers <= self.max_workers:
+            counts = f"{self.min_workers}, {self.workers}, {self.max_workers}"
+            instead = "give 1 <= min_workers <= workers <= max_workers"
+            raise InvalidArgument("workers", counts, "no run has such numbers", instead)
+        for name in ("round_timeout", "heartbeat_timeout", "grace_period"):
+            seconds = getattr(self, name)
+            if not (seconds > 0 or (seconds == 0 and name == "grace_period")):
+                raise InvalidArgument(name, seconds, "no time to wait", "give seconds above 0")
 
 
 @dataclass

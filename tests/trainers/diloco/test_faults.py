@@ -375,7 +375,7 @@ def test_checkpoints_every_second_step(tmp_path: Path) -> None:
     assert [info.step for info in scan_root(tmp_path)] == [4, 6]
 
 
-@pytest.mark.filterwarnings("default::ckptcore.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore::ckptcore.CheckpointWarning")
 def test_a_server_goes_back_to_a_round(tmp_path: Path) -> None:
     with serve(save_dir=str(tmp_path), keep=10) as server:
         island = trained(server, 1, "a", 8, **STEPS)

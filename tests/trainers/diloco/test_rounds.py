@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from ckpt_trainers.arguments import InvalidArgument
 from ckpt_trainers.diloco.rounds import Contribution, Member, Rounds, Rules
 
 
@@ -26,6 +28,22 @@ def step(rounds: Rounds, fragment: int = 0) -> list[str]:
     taken = rounds.take(fragment)
     rounds.advance(fragment, taken)
     return list(taken)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"workers": 0},
+        {"min_workers": 2},
+        {"workers": 65},
+        {"round_timeout": 0.0},
+        {"heartbeat_timeout": -1.0},
+        {"grace_period": float("nan")},
+    ],
+)
+def test_numbers_that_no_run_can_have(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"give (1 <=|seconds above 0)"):
+        Rules(**wrong)
 
 
 def test_a_round_waits_for_all_that_are_expected() -> None:
