@@ -317,12 +317,10 @@ def capture(
         forms, memory = [object() for _ in walk.tensors], walk.tensors
     # Leaves of one form are described alike, and large states have few forms.
     first: dict[Any, LocalShard] = {}
-    memory = [*memory]
     leaves = zip(forms, walk.tensors, walk.values, walk.names, strict=True)
-    for at, (form, tensor, value, (name, _)) in enumerate(leaves):
+    for form, tensor, value, (name, _) in leaves:
         if form not in first:
             first[form] = _shard_of(tensor, value, key, name, sharded, live_only)
-            memory[at] = first[form].tensor  # also of a type that has no form
     structure = _structure(key, walk, sharded, forms, memory, first)
     tensors = [
         TensorLeaf(spec, memory[at], walk.live(at), walk.digests.get(at))
