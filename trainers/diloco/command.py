@@ -42,7 +42,7 @@ class Training:
 def failures() -> Iterator[None]:
     """Ends the command with what an error says, in one line."""
     if find_spec("aiohttp") is None:
-        raise click.ClickException("this needs aiohttp: pip install 'ckptcore[diloco]'")
+        raise click.ClickException("this needs aiohttp: pip install 'ckptcore[trainers,diloco]'")
     try:
         yield
     except (CheckpointNotFound, DataNotFound, FileNotFoundError) as error:
