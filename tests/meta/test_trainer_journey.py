@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FILES = 18
+FILES = 17
 MOVES = 620
 
 
