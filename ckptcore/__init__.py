@@ -64,10 +64,12 @@ if TYPE_CHECKING:
     from .storage.urls import split_url as split_url
     from .tiers.uploads import Tier as Tier
     from .upkeep import Leftover as Leftover
+    from .upkeep import Sharing as Sharing
     from .upkeep import delete_checkpoint as delete_checkpoint
     from .upkeep import find_leftovers as find_leftovers
     from .upkeep import kept_by as kept_by
     from .upkeep import pin_checkpoint as pin_checkpoint
+    from .upkeep import shared_files as shared_files
     from .upkeep import sweep_root as sweep_root
     from .upkeep import unpin_checkpoint as unpin_checkpoint
 
@@ -107,10 +109,12 @@ _HOMES = {
     "tiers.uploads": ["Tier"],
     "upkeep": [
         "Leftover",
+        "Sharing",
         "delete_checkpoint",
         "find_leftovers",
         "kept_by",
         "pin_checkpoint",
+        "shared_files",
         "sweep_root",
         "unpin_checkpoint",
     ],

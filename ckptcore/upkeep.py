@@ -7,6 +7,7 @@ Every function takes the URL of a checkpoint or of a root, and does what the man
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,12 @@ from .storage.urls import split_url
 
 __all__ = [
     "Leftover",
+    "Sharing",
     "delete_checkpoint",
     "find_leftovers",
     "kept_by",
     "pin_checkpoint",
+    "shared_files",
     "sweep_root",
     "unpin_checkpoint",
 ]
@@ -174,6 +177,49 @@ def _writer(attempt: Attempt) -> str:
         return f"process {attempt.pid} of another machine, or before a restart of this one"
     gone = attempt.is_abandoned("")
     return f"process {attempt.pid} of this machine, which {'is gone' if gone else 'is running'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What a checkpoint has in common with others of its root (see `reuse` of CheckpointManager).
+
+    unshared_bytes: int, in files that no other checkpoint has: what deleting it frees.
+    shared_with: list of the names of those that have some of its files, too.
+    """
+
+    unshared_bytes: int
+    shared_with: list[str]
+
+
+def shared_files(url: Url, storage_options: Options = None) -> dict[str, Sharing]:
+    """By name, what the committed checkpoints of a root have in common. Where a file cannot have
+    two names, as in object stores, each has all of its bytes for itself.
+
+    url: local path or fsspec URL of the root.
+    storage_options: dict for its filesystem (default None).
+
+    Raises StorageError.
+    """
+    storage = open_storage(url, storage_options)
+    sizes: dict[str, dict[str, int]] = {}
+    owners: dict[str, set[str]] = defaultdict(set)
+    for info in scan(storage):
+        if info.status != "committed" or info.manifest is None:
+            continue
+        files = info.manifest.files
+        sizes[info.name] = {}
+        for file, record in files.items():
+            path = f"{info.name}/{file}"
+            same = (storage.identity(path) if storage.hard_links else None) or path
+            sizes[info.name][same] = record.size
+            owners[same].add(info.name)
+    return {
+        name: Sharing(
+            sum(size for same, size in mine.items() if len(owners[same]) == 1),
+            sorted(set().union(*(owners[same] for same in mine)) - {name}),
+        )
+        for name, mine in sizes.items()
+    }
 
 
 def sweep_root(url: Url, storage_options: Options = None) -> tuple[list[str], list[str]]:

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ckptcore import CheckpointInfo, CheckpointManifest, Problem, TensorInfo
+from ckptcore import CheckpointInfo, CheckpointManifest, Problem, Sharing, TensorInfo
 
 
 def fields(source: Any, names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names.split()}
 
 
-def entry(info: CheckpointInfo, latest: bool = False) -> dict[str, Any]:
+def entry(
+    info: CheckpointInfo, latest: bool = False, sharing: Sharing | None = None
+) -> dict[str, Any]:
     known = fields(info, "name url step status reason pinned abandoned created run_id sequence")
     node = info.manifest.node if info.manifest else None
     metrics = dict(info.metrics or {})
     rest = {"latest": latest, "size_bytes": info.size_bytes, "metrics": metrics, "node": node}
-    return known | rest
+    shared = {
+        "unshared_bytes": None if sharing is None else sharing.unshared_bytes,
+        "shared_with": None if sharing is None else sharing.shared_with,
+    }
+    return known | rest | shared
 
 
 def checkpoint(manifest: CheckpointManifest) -> dict[str, Any]:

@@ -82,6 +82,8 @@ class Storage(ABC):
     # Of several that write one name at the same time, one succeeds and the others get EEXIST.
     # Without it the name is looked at before, so that the later one may win.
     create_only: bool = False
+    # A second name that `link` gives a file takes no room.
+    hard_links: bool = False
     # What a read should have at least, where each is a request of its own; 0: any size is as good.
     request_bytes: int = 0
 

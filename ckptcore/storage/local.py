@@ -41,6 +41,7 @@ class LocalStorage(Storage):
 
     atomic_rename = True
     positional_writes = True
+    hard_links = True
 
     def __init__(self, root: Path, *, direct_io: bool = True) -> None:
         """direct_io: bytes that lie in memory as they will on the disk, page by page (those of

@@ -95,6 +95,7 @@ class FaultStorage(Storage):
         self.atomic_rename = inner.atomic_rename
         self.positional_writes = inner.positional_writes
         self.create_only = inner.create_only
+        self.hard_links = inner.hard_links
         self.request_bytes = inner.request_bytes
         self.log: list[Operation] = []
         self.quota = quota

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import os
 import shutil
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ckpt_tools.main import main as command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -358,3 +360,41 @@ def test_whatever_happens_between_saves_each_has_its_own_values(
         assert ckptcore.open_checkpoint(root / f"checkpoint-{step}").verify() == []
         found = restored(root, step).state_dict()
         assert all(torch.equal(found[name], expected[name]) for name in expected), (changes, step)
+
+
+def test_who_shares_with_whom(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = Tuned(1.0)
+    with CheckpointManager(tmp_path, reuse=True) as ckpt:
+        for step in (1, 2):
+            model.step()
+            ckpt.save(step, {"model": model})
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(3, {"model": model})
+    found = ckptcore.shared_files(tmp_path)
+    assert [found[f"checkpoint-{n}"].shared_with for n in (1, 2, 3)] == [
+        ["checkpoint-2"],
+        ["checkpoint-1"],
+        [],
+    ]
+    sizes = {info.name: info.size_bytes or 0 for info in ckptcore.scan_root(tmp_path)}
+    base = (tmp_path / "checkpoint-1" / BASE).stat().st_size
+    own = {name: sharing.unshared_bytes for name, sharing in found.items()}
+    assert own == {
+        "checkpoint-1": sizes["checkpoint-1"] - base,
+        "checkpoint-2": sizes["checkpoint-2"] - base,
+        "checkpoint-3": sizes["checkpoint-3"],
+    }
+    assert command(["ls", str(tmp_path), "--shared", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert {entry["name"]: entry["unshared_bytes"] for entry in listed} == own
+    assert command(["ls", str(tmp_path), "--shared"]) == 0
+    assert "shared with" in capsys.readouterr().out
+
+
+def test_objects_of_a_store_are_nobody_elses(s3: Any) -> None:
+    url, model = s3.new_root(), Tuned(1.0)
+    with CheckpointManager(url, reuse=True, storage_options=s3.options) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"model": model})
+    found = ckptcore.shared_files(url, s3.options)
+    assert [sharing.shared_with for sharing in found.values()] == [[], []]
