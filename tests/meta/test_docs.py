@@ -40,13 +40,16 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_links_every_page() -> None:
     linked = set(LINK.findall((REPO / "README.md").read_text()))
     made_for_the_site = {"docs/index.md", "docs/api.md"}
-    pages = {str(page.relative_to(REPO)) for page in (REPO / "docs").glob("*.md")}
+    pages = {str(page.relative_to(REPO)) for page in (REPO / "docs").rglob("*.md")}
     assert pages - made_for_the_site <= linked
 
 
 def test_the_site_has_every_page() -> None:
     nav = (REPO / "mkdocs.yml").read_text().partition("nav:")[2]
-    assert set(re.findall(r"(\w+\.md)", nav)) == {p.name for p in (REPO / "docs").glob("*.md")}
+    docs = REPO / "docs"
+    assert set(re.findall(r": ([\w/]+\.md)", nav)) == {
+        p.relative_to(docs).as_posix() for p in docs.rglob("*.md")
+    }
 
 
 def test_the_api_page_has_every_public_name() -> None:
