@@ -1,0 +1,119 @@
+"""Checkpoints of a Trainer of Lightning: a callback that saves and restores its live objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from ..manager import CheckpointManager
+from ..state.component import OnResize, SharingPattern
+from ..state.randomness import RNGState
+
+__all__ = ["EngineCheckpoint"]
+
+
+class EngineCheckpoint(Checkpoint):
+    """Restores the newest checkpoint when `fit` begins, and saves in the background. It takes the
+    place of ModelCheckpoint and of `ckpt_path`.
+
+    The manager is made when `fit` begins, where the processes know of each other, and closed when
+    it ends: `manager`. `report` is what it restored.
+
+    root: local path or fsspec URL of the run.
+    every_n_steps: int >= 1, optimizer steps between two saves.
+    on_resize: what happens to loaders and random streams on another number of ranks: "error"
+        (default), "keep", or a function, as for StateComponent.
+    options: as for CheckpointManager.
+    """
+
+    def __init__(
+        self, root: str, every_n_steps: int, *, on_resize: OnResize = "error", **options: Any
+    ) -> None:
+        self.root, self.every_n_steps, self.options = root, every_n_steps, options
+        self.on_resize = on_resize
+        self.saved = 0
+
+    def state(self, trainer: Any) -> dict[str, Any]:
+        """The components of a running `fit`, for `save` and `load` of a CheckpointManager."""
+        configs = trainer.lr_scheduler_configs
+        parts: dict[str, Any] = {
+            "model": trainer.lightning_module,
+            **{f"optimizer_{n}" if n else "optimizer": o for n, o in enumerate(trainer.optimizers)},
+            **{f"scheduler_{n}" if n else "scheduler": c.scheduler for n, c in enumerate(configs)},
+            "callbacks": CallbackStates(trainer, self),
+            "precision": trainer.precision_plugin,
+            "loops": Loops(trainer, self.on_resize),
+            "rng": RNGState(self.on_resize),
+        }
+        if trainer.datamodule is not None:
+            parts["datamodule"] = trainer.datamodule
+        return parts
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.manager = CheckpointManager(self.root, **self.options)
+        trainer.fit_loop.setup_data()  # makes the loaders, which Lightning would do later
+        self.report = self.manager.restore(self.state(trainer))
+        self.saved = self.report.step or 0
+        if not self.report.fresh:
+            # The random streams are as they were: what the loaders draw now is what the run drew.
+            fetcher: Any = trainer.fit_loop._data_fetcher
+            iter(fetcher)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        # While gradients are accumulated the step stays what it was.
+        if step % self.every_n_steps == 0 and step != self.saved:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self.manager.save_async(step, self.state(trainer), metrics=metrics)
+            self.saved = step
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.manager.close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if hasattr(self, "manager"):
+            self.manager.__exit__(type(exception), exception, None)
+
+
+class Loops:
+    """The progress of the loops, and the positions of loaders that have one; each rank's own."""
+
+    sharing_pattern = SharingPattern.PER_RANK
+
+    def __init__(self, trainer: Trainer, on_resize: OnResize) -> None:
+        self.loop, self.on_resize = trainer.fit_loop, on_resize
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loop.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        positions = state_dict["state_dict"].pop("combined_loader", [])
+        self.loop.load_state_dict(state_dict)
+        loader: Any = self.loop._combined_loader
+        if positions:
+            # The loaders make their iterators now, which draw seeds: later those would come out of
+            # the random streams, which are restored last.
+            loader._load_state_dicts(positions)
+            if state_dict["epoch_loop.batch_progress"]["is_last_batch"]:
+                iter(loader)  # of the epoch that has ended; the next iterator begins another one
+            else:
+                loader._state_dicts()
+
+
+class CallbackStates:
+    """What the other callbacks keep, by the keys that Lightning gives them."""
+
+    def __init__(self, trainer: Any, without: Checkpoint) -> None:
+        self.callbacks = [c for c in trainer.callbacks if c is not without]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {callback.state_key: callback.state_dict() for callback in self.callbacks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for callback in self.callbacks:
+            if saved := state_dict.get(callback.state_key):
+                callback.load_state_dict(saved)

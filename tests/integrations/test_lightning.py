@@ -1,0 +1,128 @@
+"""A Trainer of Lightning's: stopped and started again, it makes the same steps as one that went on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
+
+from ckptcore import KeepLast, open_checkpoint, scan_root  # noqa: E402
+from ckptcore.integrations.lightning import EngineCheckpoint  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Module(lightning.LightningModule):
+    """stop_at: the batch before which it fails."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.stop_at, self.batches, self.seen = stop_at, 0, {}
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        if self.trainer.fit_loop.total_batch_idx == self.stop_at:
+            raise KeyboardError
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        self.seen[self.trainer.fit_loop.total_batch_idx] = (batch.tolist(), loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class KeyboardError(RuntimeError):
+    pass
+
+
+class Counter(lightning.Callback):
+    """A callback with a state."""
+
+    count = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.count = state_dict["count"]
+
+
+def fit(root: Path, seed: int, module: Module, loader: type, every: int, accumulate: int) -> Any:
+    lightning.seed_everything(seed, verbose=False)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    data = torch.arange(60.0).view(20, 3) / 60
+    keeper = EngineCheckpoint(str(root), every, keep=KeepLast(2))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        accumulate_grad_batches=accumulate,
+        callbacks=[Counter(), keeper],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+    trainer.fit(module, loader(data, batch_size=2, shuffle=True))
+    return trainer
+
+
+def outcome(trainer: Any, module: Module) -> list[Any]:
+    moments = trainer.optimizers[0].state
+    return [
+        [p.tolist() for p in module.parameters()],
+        [moments[p]["exp_avg_sq"].tolist() for p in module.parameters()],
+        trainer.lr_scheduler_configs[0].scheduler.get_last_lr(),
+        [c.count for c in trainer.callbacks if isinstance(c, Counter)],
+        torch.rand(3).tolist(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loader", "every", "accumulate"),
+    [
+        (StatefulDataLoader, 7, 1),
+        (StatefulDataLoader, 10, 1),
+        (torch.utils.data.DataLoader, 10, 1),
+        (StatefulDataLoader, 3, 2),
+    ],
+    ids=["inside", "at the end", "at the end, no position", "accumulated"],
+)
+def test_a_resumed_run_is_the_run_that_went_on(
+    tmp_path: Path, loader: type, every: int, accumulate: int
+) -> None:
+    whole = Module()
+    expected = outcome(fit(tmp_path / "whole", 0, whole, loader, every, accumulate), whole)
+    stopped = Module(stop_at=13)
+    with pytest.raises(KeyboardError):
+        fit(tmp_path / "run", 0, stopped, loader, every, accumulate)
+    (last,) = [info.step for info in scan_root(tmp_path / "run")][-1:]
+    resumed = Module()
+    assert (
+        outcome(fit(tmp_path / "run", 1, resumed, loader, every, accumulate), resumed) == expected
+    )
+    assert min(resumed.seen) == last * accumulate
+    assert resumed.seen == {n: s for n, s in whole.seen.items() if n >= last * accumulate}
+
+
+def test_the_parts_and_metrics_of_a_checkpoint(tmp_path: Path) -> None:
+    module = Module()
+    trainer = fit(tmp_path, 0, module, torch.utils.data.DataLoader, 15, 1)
+    assert [info.step for info in scan_root(tmp_path)] == [15, 30]
+    manifest = open_checkpoint(tmp_path / "checkpoint-30").manifest
+    parts = {"model", "optimizer", "scheduler", "callbacks", "precision", "loops", "rng"}
+    assert set(manifest.components) == parts
+    assert manifest.metrics["loss"] == pytest.approx(module.seen[29][1])
+    assert trainer.checkpoint_callback.report.fresh
