@@ -857,6 +857,8 @@ def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
     number, name, dtype, shape, file, stored_name, start, digests, alias = row
     if not isinstance(name, str) or dtype not in DTYPES:
         raise ValueError(f"tensor {name!r} has an unknown dtype {dtype!r}")
+    if not isinstance(stored_name, str | None):
+        raise ValueError(f"tensor {name!r} is stored under {stored_name!r}, which is no text")
     shape = sizes(shape, 2**57)
     if alias is not None:
         if whole(alias) == number or file is not None:
@@ -870,8 +872,8 @@ def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
         raise ValueError(
             f"tensor {name!r}: bytes {start} to {start + nbytes} are not inside {file}"
         )
-    if len(digests) != DIGEST_BYTES * chunk_count(nbytes):
-        raise ValueError(f"tensor {name!r}: {len(digests)} digest bytes for {nbytes} bytes of data")
+    if type(digests) is not bytes or len(digests) != DIGEST_BYTES * chunk_count(nbytes):
+        raise ValueError(f"tensor {name!r}: not the digests of {nbytes} bytes of data")
     return TensorEntry(
         whole(number),
         name,
@@ -882,6 +884,6 @@ def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
         file,
         stored_name or name,
         start,
-        bytes(digests),
+        digests,
         None,
     )
