@@ -561,7 +561,8 @@ def _names_of(
         if not as_planned or file.name in planned:
             raise CoordinationError(
                 f"{file.name} ({file.size:,} bytes) of rank {file.writer} is not what was written "
-                "under that name"
+                "under that name: the ranks planned other files, as they do with reuse=True where "
+                "requires_grad differs between them"
             )
         planned.add(file.name)
         names.append(file.name)

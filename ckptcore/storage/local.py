@@ -199,6 +199,8 @@ class LocalStorage(Storage):
             return None
 
     def link(self, source: str, target: str, identity: str) -> bool:
+        if self.identity(source) != identity:  # also where its folder cannot be reached any more
+            return False
         try:
             with (
                 self.doing(target, f"linking {source}"),

@@ -240,6 +240,30 @@ def test_each_rank_takes_over_its_own_files(tmp_path: Path) -> None:
     assert shared(tmp_path, 1, 2) == base
 
 
+def test_a_checkpoint_that_was_moved_behind_a_link_is_left_alone(tmp_path: Path) -> None:
+    root, model = tmp_path / "root", Tuned(1.0)
+    with CheckpointManager(root, reuse=True) as ckpt:
+        ckpt.save(1, {"model": model})
+        shutil.move(root / "checkpoint-1", tmp_path / "moved")
+        (root / "checkpoint-1").symlink_to(tmp_path / "moved")
+        ckpt.save(2, {"model": model})
+    assert shared(root, 1, 2) == set()
+    assert ckptcore.open_checkpoint(root / "checkpoint-2").verify() == []
+
+
+def test_ranks_whose_frozen_parameters_differ_get_an_error_that_says_so(tmp_path: Path) -> None:
+    def program(comm: Any) -> None:
+        parts = [nn.Parameter(torch.ones(3 << 20), comm.rank == 1 and n < 2) for n in range(6)]
+        model = StateComponent("model", nn.ParameterList(parts), "REPLICATED")
+        with CheckpointManager(tmp_path, comm=comm, reuse=True) as ckpt:
+            ckpt.save(1, [model])
+
+    for error in run_ranks(2, program, errors=True):
+        assert isinstance(error, ckptcore.CoordinationError)
+        assert "requires_grad differs" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("what", "named"), [({"reuse": "yes"}, "reuse"), ({"refresh_every": 0}, "refresh_every")]
 )
