@@ -16,27 +16,6 @@ from typing import Any
 
 from .errors import InvalidState
 
-__all__ = [
-    "COUNT_LIMIT",
-    "check_callable",
-    "check_one_of",
-    "check_count",
-    "check_flag",
-    "check_flags",
-    "check_hash",
-    "check_mapping",
-    "check_name",
-    "check_number",
-    "check_path",
-    "check_seconds",
-    "check_threads",
-    "checked_options",
-    "checked_step",
-    "checked_timeout",
-    "checked_which",
-    "shown",
-]
-
 COUNT_LIMIT = 2**62  # of every whole number in a manifest; see docs/format.md
 NAME_BYTES = 255
 MOST_THREADS = 1024

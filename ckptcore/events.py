@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 from .arguments import check_path
 
-__all__ = ["OnEvent", "SaveEvent", "TensorBoardEvents"]
-
 Kind = Literal[
     "queued", "staged", "committed", "failed", "skipped", "deleted", "uploaded", "upload_failed"
 ]

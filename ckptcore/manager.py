@@ -68,6 +68,7 @@ from .nodes.roots import StorageMode, domains_of
 from .ranks.communicator import Communicator
 from .ranks.store import default_communicator, shared_communicator
 from .saving.background import JOIN_SECONDS, SaveHandle, Saves, warn_all
+from .saving.devices import Staging
 from .saving.plan import KeptPlans
 from .saving.reuse import reuse_as_asked
 from .saving.save import (
@@ -81,15 +82,12 @@ from .saving.save import (
     finish,
     join,
 )
-from .saving.staging import Staging
 from .state.component import StateComponent, ValidationLevel, as_components, process_groups_of
 from .storage.base import Storage
 from .storage.chunks import Workers, default_threads
 from .storage.opening import open_storage
 from .storage.urls import masked_url, split_url
 from .tiers.uploads import Tier, checked_tiers, open_catalog
-
-__all__ = ["CheckpointCoordinator", "CheckpointManager"]
 
 log = logging.getLogger("ckptcore")
 

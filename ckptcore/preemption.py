@@ -28,8 +28,6 @@ from .ranks.messages import message
 from .ranks.rounds import BoardCommunicator
 from .ranks.store import shared_communicator
 
-__all__ = ["PreemptionGuard"]
-
 PENDING = b"pending"
 NEVER_CAUGHT = frozenset({"SIGKILL", "SIGSTOP"})
 

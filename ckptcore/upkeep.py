@@ -24,18 +24,6 @@ from .storage.base import Storage
 from .storage.opening import open_storage
 from .storage.urls import split_url
 
-__all__ = [
-    "Leftover",
-    "Sharing",
-    "delete_checkpoint",
-    "find_leftovers",
-    "kept_by",
-    "pin_checkpoint",
-    "shared_files",
-    "sweep_root",
-    "unpin_checkpoint",
-]
-
 Options = dict[str, Any] | None
 Url = str | os.PathLike[str]
 

@@ -39,36 +39,6 @@ from .folder import (
 )
 from .retention import KeepBest, RetentionPolicy
 
-__all__ = [
-    "Branch",
-    "Catalog",
-    "CleanUp",
-    "Location",
-    "Ranges",
-    "best_of",
-    "branch_from",
-    "committed",
-    "last_sequence",
-    "left_behind",
-    "left_by_going_back",
-    "left_by_last",
-    "mark_abandoned",
-    "merged",
-    "newest_run",
-    "surplus",
-    "within",
-    "candidates",
-    "commit_to_load",
-    "copies",
-    "entry",
-    "find",
-    "restore_candidates",
-    "scan",
-    "scan_root",
-    "sweep",
-    "with_commit",
-]
-
 Warn = Callable[[str], None]
 Ranges = Sequence[Sequence[int]]  # [first, last] commit sequences
 

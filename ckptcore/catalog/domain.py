@@ -21,8 +21,6 @@ from .catalog import Catalog, CleanUp, Location, Ranges, last_sequence, left_by_
 from .folder import CheckpointInfo
 from .transaction import Transaction, check_target
 
-__all__ = ["ActingRound", "Destination", "Entries", "SaveTarget", "ScanRound", "StorageDomains"]
-
 T = TypeVar("T")
 
 log = logging.getLogger("ckptcore")

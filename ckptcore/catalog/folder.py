@@ -35,35 +35,6 @@ from ..format.digest import content_digest
 from ..format.manifest import MANIFEST_NAME, SIZE_LIMIT, CheckpointManifest
 from ..storage.base import Entry, Storage
 
-__all__ = [
-    "Attempt",
-    "CheckpointInfo",
-    "Memory",
-    "attempts_among",
-    "check_files",
-    "checkpoint_name",
-    "checkpoints_in",
-    "foreign_format",
-    "delete_checkpoint",
-    "finish_deletion",
-    "in_flight",
-    "inspect_folder",
-    "is_half_uploaded",
-    "is_ours",
-    "join",
-    "mark_attempt",
-    "mark_name",
-    "new_attempt",
-    "pin_checkpoint",
-    "read_manifest",
-    "remove_attempt",
-    "remove_checkpoint_folder",
-    "remove_if_empty",
-    "still_there",
-    "unmark_attempts",
-    "unpin_checkpoint",
-]
-
 WITHDRAWN_NAME = "checkpoint_manifest.withdrawn.json"
 # In a checkpoint's folder, so that a copy of it is pinned too.
 PIN_NAME = "checkpoint.pinned"

@@ -18,16 +18,6 @@ from ..arguments import check_count, check_number, check_one_of, shown
 from ..errors import InvalidState
 from .folder import CheckpointInfo
 
-__all__ = [
-    "KeepBest",
-    "KeepEvery",
-    "KeepLast",
-    "RetentionPolicy",
-    "best_rule",
-    "check_policy",
-    "unknown_metric",
-]
-
 
 class RetentionPolicy(ABC):
     """Says which checkpoints stay; subclass it for rules of your own."""

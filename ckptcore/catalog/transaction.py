@@ -49,8 +49,6 @@ from .folder import (
     remove_if_empty,
 )
 
-__all__ = ["Transaction", "check_target", "open_transaction"]
-
 
 @dataclass
 class Transaction(ABC):

@@ -58,9 +58,6 @@ from ..storage.chunks import Chunk, Scratch, Workers, default_threads
 from ..storage.opening import open_storage
 from ..storage.urls import masked_url, split_url
 
-__all__ = ["CopyProgress", "copy_between", "copy_checkpoint"]
-
-
 # Called with the bytes that were copied and kept so far, and those of all files. What it raises
 # ends the copy.
 CopyProgress = Callable[[int, int, int], Any]

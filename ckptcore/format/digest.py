@@ -13,15 +13,6 @@ from collections.abc import Callable, Iterable
 
 import xxhash
 
-__all__ = [
-    "CHUNK_BYTES",
-    "DIGEST_BYTES",
-    "chunk_digest",
-    "combined_digest",
-    "content_digest",
-    "content_hash",
-]
-
 Buffer = bytes | bytearray | memoryview
 
 CHUNK_BYTES = 4 * 1024 * 1024

@@ -22,21 +22,6 @@ from typing import Any
 from .manifest import DIMENSIONS, sizes, whole
 from .tensorfile import DTYPES, tensor_nbytes
 
-__all__ = [
-    "Box",
-    "BoxLayout",
-    "Layout",
-    "LogicalTensor",
-    "Mesh",
-    "MeshLayout",
-    "WholeLayout",
-    "decode_layouts",
-    "encode_layouts",
-    "intersection",
-    "overlapping",
-    "volume",
-]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 

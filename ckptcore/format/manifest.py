@@ -59,39 +59,6 @@ from ..errors import (
 from .digest import CHUNK_BYTES, DIGEST_BYTES, content_digest
 from .tensorfile import DTYPES, HEADER_LIMIT
 
-__all__ = [
-    "DIMENSIONS",
-    "MALFORMED",
-    "MANIFEST_NAME",
-    "NOT_STORED",
-    "OPTIONAL",
-    "CheckpointManifest",
-    "ComponentIndex",
-    "ComponentManifest",
-    "FileEntry",
-    "FileRecord",
-    "Index",
-    "ReplicaGroup",
-    "StoredShard",
-    "TensorEntry",
-    "check_file_name",
-    "check_readable",
-    "chunk_count",
-    "exact",
-    "exact_items",
-    "index_file_name",
-    "malformed",
-    "private_json",
-    "read_json",
-    "replica_groups",
-    "short",
-    "sizes",
-    "typed",
-    "unique",
-    "whole",
-    "written",
-]
-
 DIMENSIONS = 64  # as many as numpy has; each costs a level of recursion where boxes are cut
 
 

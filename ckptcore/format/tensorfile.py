@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-__all__ = ["DTYPES", "HEADER_LIMIT", "DType", "StoredTensor", "lay_out", "tensor_nbytes"]
-
 HEADER_LIMIT = 100_000_000  # stock readers refuse more
 ALIGNMENT = 4096
 METADATA = {"format": "pt"}  # Hugging Face refuses weight files without it

@@ -38,29 +38,6 @@ import msgpack
 from ..errors import CheckpointCorrupt, UnsupportedValue
 from .manifest import MALFORMED, exact, exact_items, malformed, short, unique
 
-__all__ = [
-    "LARGE_BYTES",
-    "MAX_DEPTH",
-    "PLAIN_TYPES",
-    "Numbered",
-    "Opaque",
-    "TensorRef",
-    "codec_of",
-    "decode",
-    "encode",
-    "join_path",
-    "key_leaves",
-    "key_names",
-    "keyed",
-    "largest_part",
-    "only_plain",
-    "part_of",
-    "register_codec",
-    "revived",
-    "tensor_wires",
-    "tensors_wire",
-]
-
 # What is plain.
 
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})

@@ -16,8 +16,6 @@ from ..ranks.communicator import Communicator
 from ..storage.chunks import MakeMemory
 from .reader import StoredFiles, TensorRead
 
-__all__ = ["read_shared"]
-
 WINDOW_BYTES = 64 << 20
 
 

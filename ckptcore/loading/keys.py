@@ -35,8 +35,6 @@ from ..state.tree import Differences
 from .placement import LoadedComponent, RankPosition, stored_copy_for
 from .view import CheckpointView, StoredComponent
 
-__all__ = ["Keys", "Selection", "chosen_components"]
-
 Keys = str | Collection[str] | Callable[[str], "bool | str | None"]
 Path = tuple[Any, ...]
 

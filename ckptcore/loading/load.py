@@ -57,16 +57,6 @@ from .placement import (
 )
 from .view import CheckpointView, StoredComponent
 
-__all__ = [
-    "PARTLY_OVERWRITTEN",
-    "LoadCall",
-    "LoadJob",
-    "LoadReport",
-    "LoadRequest",
-    "load",
-    "same_call",
-]
-
 # Ends the message of a load that failed halfway; no longer true when another checkpoint was loaded
 # over it.
 PARTLY_OVERWRITTEN = (

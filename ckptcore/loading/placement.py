@@ -37,19 +37,6 @@ from ..storage.chunks import MakeMemory
 from .reader import TensorRead, Words, read_of
 from .view import CheckpointView, StoredComponent
 
-__all__ = [
-    "Destinations",
-    "LiveComponent",
-    "LoadedComponent",
-    "RankPosition",
-    "ReadPlan",
-    "SharedMemory",
-    "same_bytes",
-    "shared_memory",
-    "stored_copy_for",
-    "state_with",
-]
-
 ALLOCATED_UNSEEN = 16 << 20  # larger tensors are allocated only after a look at their files
 
 # One state for all ranks.

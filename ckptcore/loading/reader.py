@@ -26,16 +26,6 @@ from ..format.manifest import FileEntry, TensorEntry
 from ..storage.base import FileReader, Storage
 from ..storage.chunks import Chunk, DueFile, MakeMemory, Scratch, Target, Workers, batches, split_up
 
-__all__ = [
-    "OpenFile",
-    "StoredFiles",
-    "TensorRead",
-    "Words",
-    "needed_chunks",
-    "numpy_words",
-    "read_of",
-]
-
 # Read and hashed at a time, so that the hash finds the bytes in the processor's cache.
 STEP_BYTES = 1 << 20
 

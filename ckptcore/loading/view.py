@@ -42,8 +42,6 @@ from ..storage.opening import open_storage
 from ..storage.urls import masked_url, split_url
 from .reader import StoredFiles, TensorRead, numpy_words, read_of
 
-__all__ = ["CheckpointView", "Problem", "StoredBox", "TensorInfo", "open_checkpoint"]
-
 PORTION = 256 << 20  # bytes that `verify` checks between two words of progress
 
 

@@ -19,8 +19,6 @@ from ..replicas.shard_table import ShardTable
 from ..state.layout import LocalShard, TensorBytes, synchronize, torch_dtype
 from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
 
-__all__ = ["on_node", "part_of", "pass_on"]
-
 WINDOW_BYTES = 4 << 20
 
 

@@ -40,8 +40,6 @@ from ..ranks.communicator import Communicator, node_name
 from ..ranks.messages import message
 from .parts import on_node, part_of, pass_on
 
-__all__ = ["NodeLocalRoots", "StorageMode", "domains_of"]
-
 StorageMode = Literal["shared", "node"]
 
 LEFT_OVER = "left over from an overwrite"

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["Board", "BoardLost", "MemoryBoard", "PartOfBoard"]
-
 
 class BoardLost(ConnectionError):
     """The blackboard does not answer any more."""

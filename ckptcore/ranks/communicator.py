@@ -16,17 +16,6 @@ from typing import Any, TypeVar
 from ..arguments import shown
 from ..errors import InvalidState
 
-__all__ = [
-    "Communicator",
-    "Round",
-    "SingleProcess",
-    "Turn",
-    "group_index",
-    "node_name",
-    "partitions",
-    "view_of_group",
-]
-
 T = TypeVar("T")
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from .board import Board, BoardLost
 
-__all__ = ["GONE", "Heart", "Watch"]
-
 GONE = b"gone"
 
 

@@ -16,8 +16,6 @@ from .. import errors
 from ..errors import CheckpointError, RankFailed
 from ..format.values import TensorRef, decode, encode
 
-__all__ = ["Failure", "message", "packed", "unpacked"]
-
 M = TypeVar("M", bound=type)
 
 _classes: dict[str, type] = {}

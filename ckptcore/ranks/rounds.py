@@ -30,8 +30,6 @@ from .communicator import Communicator, Round, Turn
 from .liveness import Heart, Watch
 from .messages import Failure, message, packed, unpacked
 
-__all__ = ["BoardCommunicator"]
-
 log = logging.getLogger("ckptcore")
 
 # A call that waits for ranks says so, once, after this many seconds.

@@ -22,8 +22,6 @@ from .board import Board, BoardLost
 from .communicator import Communicator, SingleProcess
 from .rounds import BoardCommunicator
 
-__all__ = ["StoreCommunicator", "default_communicator", "shared_communicator"]
-
 T = TypeVar("T")
 _created = itertools.count()
 

@@ -23,22 +23,6 @@ from ..state.tree import StateSnapshot, Structure, TensorLeaf
 from .device_digest import fingerprints, on_accelerator
 from .shard_table import ShardTable, holders_of, ranks_in_words, value_in_words
 
-__all__ = [
-    "chunk_digests",
-    "ReplicaReport",
-    "ReplicaVerdict",
-    "Replicas",
-    "compared_digest",
-    "decide",
-    "distances",
-    "explain",
-    "in_words",
-    "replica_digest",
-    "report",
-    "some_keys",
-    "take_digests",
-]
-
 SAMPLES = 16
 SAMPLE_BYTES = 512
 FULL_TENSORS = 8

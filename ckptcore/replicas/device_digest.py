@@ -17,8 +17,6 @@ import torch
 from ..format.digest import content_hash
 from ..state.layout import words
 
-__all__ = ["fingerprints", "on_accelerator"]
-
 ROW_WORDS = 1 << 20
 ROWS_AT_ONCE = 16
 SAMPLES = 16

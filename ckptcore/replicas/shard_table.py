@@ -38,25 +38,6 @@ from ..format.values import Opaque, TensorRef, decode, encode, join_path, keyed
 from ..ranks.messages import message
 from ..state.tree import StateSnapshot, Structure
 
-__all__ = [
-    "Description",
-    "PlainValues",
-    "ShardTable",
-    "ShardTables",
-    "StructureReport",
-    "StructureVerdict",
-    "decide",
-    "describe",
-    "descriptions",
-    "holders_of",
-    "merged_values",
-    "ranks_in_words",
-    "structures_of",
-    "table_of",
-    "value_in_words",
-    "values_of",
-]
-
 
 @message
 @dataclass(frozen=True, slots=True)

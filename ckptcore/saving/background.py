@@ -39,6 +39,7 @@ from ..errors import (
 from ..events import OnEvent, SaveEvent
 from ..ranks.communicator import Communicator
 from ..storage.chunks import Workers, yield_to_others
+from .devices import Staging
 from .save import (
     JoinedSave,
     RunFacts,
@@ -53,9 +54,7 @@ from .save import (
     rehearse,
     stage,
 )
-from .staging import HostPool, Staging
-
-__all__ = ["JOIN_SECONDS", "Background", "Outcome", "SaveHandle", "Saves", "warn_all"]
+from .staging import HostPool
 
 log = logging.getLogger("ckptcore")
 

@@ -24,20 +24,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..state.layout import is_dtensor, side_stream
 
-__all__ = [
-    "DeviceCopy",
-    "Item",
-    "Room",
-    "Staging",
-    "aligned",
-    "pin",
-    "release",
-    "start_copies",
-    "unpin",
-    "warm_up",
-    "watch_optimizers",
-]
-
 Staging = Literal["auto", "copy", "overlap"]
 # What is copied, on the device, and where to on the host; both as words.
 Item = tuple[torch.Tensor, torch.Tensor]

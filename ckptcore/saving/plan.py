@@ -33,21 +33,6 @@ from ..state.tree import StateSnapshot, Structure, TensorLeaf
 from .reuse import Reuse
 from .writer import FilePlan, WrittenFile
 
-__all__ = [
-    "FileReceipt",
-    "KeptPlans",
-    "PlannedComponent",
-    "RankReceipt",
-    "TensorSpec",
-    "WritePlan",
-    "files_and_components",
-    "group_receipts",
-    "hugging_face_index",
-    "hugging_face_indexes",
-    "index_of",
-    "plan_component",
-]
-
 MAX_FILE_BYTES = 32 << 30
 # File systems take no longer names.
 NAME_BYTES = 255

@@ -20,8 +20,6 @@ from ..storage.base import Storage
 from ..storage.chunks import Workers
 from .writer import ByteSource, FilePlan, Known, WrittenFile, unchanged_files
 
-__all__ = ["Reuse", "reuse_as_asked"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Kept:

@@ -87,22 +87,6 @@ from .staging import HostPool, StagedCopy
 from .staging import stage as copy_into_pool
 from .writer import ByteSource, WrittenFile, write_files
 
-__all__ = [
-    "SnapshottedSave",
-    "JoinedSave",
-    "RunFacts",
-    "SaveCall",
-    "SaveJob",
-    "SaveRecord",
-    "SavedCheckpoint",
-    "StagedSave",
-    "capture",
-    "finish",
-    "join",
-    "rehearse",
-    "stage",
-]
-
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # Of these one rank of each group has the state that counts, and others need not look at theirs.
 _ONE_HOLDER = (SharingPattern.GLOBAL, SharingPattern.PER_NODE)

@@ -37,8 +37,6 @@ from .devices import (
 )
 from .plan import WritePlan
 
-__all__ = ["HostPool", "StagedCopy", "Staging", "stage"]
-
 ALIGNMENT = 64
 PAGE = 4096
 LARGE_PAGE = 2 << 20

@@ -14,8 +14,6 @@ from ..format.tensorfile import StoredTensor
 from ..storage.base import FileWriter, Storage
 from ..storage.chunks import Chunk, DueFile, Scratch, Workers, batches, split_up
 
-__all__ = ["ByteSource", "FilePlan", "NewFiles", "WrittenFile", "unchanged_files", "write_files"]
-
 # The digests of tensors that were hashed before, by component and tensor number.
 Known = Mapping[tuple[str, int], bytes]
 

@@ -22,21 +22,6 @@ from .modules import ModelState, one_walk, parameter_table, tensors_in
 from .optimizers import OptimizerState, OwnOptimizerState, inside, is_ordinary, split_over_ranks
 from .plain import PlainState, Value, changeable
 
-__all__ = [
-    "OnResize",
-    "SharingPattern",
-    "StateComponent",
-    "Stateful",
-    "StatefulProvider",
-    "ValidationLevel",
-    "as_components",
-    "is_optimizer",
-    "metadata_of",
-    "owner_of",
-    "process_groups_of",
-    "refuse_fixed_values",
-]
-
 
 class _Words(StrEnum):
     """Words that may be written in any case."""

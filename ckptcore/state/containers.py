@@ -18,8 +18,6 @@ import torch
 from ..errors import InvalidState, StateMismatch
 from .layout import Shard, is_dtensor
 
-__all__ = ["Moment", "register_tensor_class", "stored_moments"]
-
 _KEYS = {"quantized", "context", "tensors"}
 _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, type(None)})
 

@@ -24,29 +24,6 @@ from ..format.layout import Box, Mesh, MeshLayout, volume
 from ..format.tensorfile import DTYPES
 from ..storage.chunks import Chunk, MakeMemory, Scratch
 
-__all__ = [
-    "LocalShard",
-    "Shard",
-    "TensorBytes",
-    "TensorSource",
-    "copy_into",
-    "dtype_name",
-    "forms_of",
-    "is_dtensor",
-    "is_dtensor_class",
-    "local_shard",
-    "memory_span",
-    "overlaps_itself",
-    "own_stream",
-    "pinned_memory",
-    "same_view_key",
-    "side_stream",
-    "synchronize",
-    "torch_dtype",
-    "why_not_storable",
-    "words",
-]
-
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",

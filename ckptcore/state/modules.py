@@ -18,19 +18,6 @@ from ..errors import InvalidState, StateMismatch
 from ..format.values import TensorRef
 from .tree import DEFAULT_METADATA, Differences, differences
 
-__all__ = [
-    "EXTRA_STATE",
-    "ModelState",
-    "Models",
-    "Names",
-    "ParameterTable",
-    "last_table",
-    "named_parameters",
-    "one_walk",
-    "parameter_table",
-    "tensors_in",
-]
-
 # Wrappers that put the wrapped module under a name of their own: class name -> that name.
 _WRAPPERS = {
     "DistributedDataParallel": "module",

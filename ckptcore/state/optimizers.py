@@ -17,8 +17,6 @@ from .layout import is_dtensor, same_view_key, words
 from .modules import ParameterTable, last_table, parameter_table
 from .tree import Differences
 
-__all__ = ["OptimizerState", "OwnOptimizerState", "inside", "is_ordinary", "split_over_ranks"]
-
 _NOT_OPTIONS = ("params", "param_names")
 # Options that torch gave its optimizers over the years, and fills in for older checkpoints.
 _ADDED_LATER = {

@@ -27,8 +27,6 @@ from ..format.values import (
 from .layout import Shard, is_dtensor
 from .tree import Differences, holds_tensors
 
-__all__ = ["PlainState", "Value", "changeable", "only_own", "has_other_owner"]
-
 _CONTAINERS = (dict, list, deque, set, bytearray)
 _NOTHING = object()
 

@@ -13,8 +13,6 @@ import torch
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
 from .component import OnResize, SharingPattern
 
-__all__ = ["RNGState"]
-
 
 class RNGState:
     """The random streams of python, numpy and torch, on the CPU and every accelerator. Each rank

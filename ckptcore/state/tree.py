@@ -38,20 +38,6 @@ from .layout import (
     why_not_storable,
 )
 
-__all__ = [
-    "DEFAULT_METADATA",
-    "StateSnapshot",
-    "TensorLeaf",
-    "Differences",
-    "LeafSpec",
-    "Structure",
-    "capture",
-    "check_values_fit",
-    "differences",
-    "holds_tensors",
-    "with_versions",
-]
-
 _TENSORS = (torch.Tensor, Shard)
 # What torch says of a module that says nothing of its own.
 DEFAULT_METADATA = {"version": 1}

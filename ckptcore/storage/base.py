@@ -18,8 +18,6 @@ from typing import Any
 from ..errors import NoSpace, StorageError
 from .urls import join_url
 
-__all__ = ["Entry", "FileReader", "FileWriter", "Storage", "failure"]
-
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

@@ -18,21 +18,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..format.digest import CHUNK_BYTES
 
-__all__ = [
-    "Chunk",
-    "DueFile",
-    "MakeMemory",
-    "Memory",
-    "Scratch",
-    "Source",
-    "Target",
-    "Workers",
-    "batches",
-    "default_threads",
-    "split_up",
-    "yield_to_others",
-]
-
 # Chunks of one batch at most, so that there are several batches where tensors are tiny.
 BATCH_CHUNKS = 2048
 NICENESS = 10  # as `nice` counts

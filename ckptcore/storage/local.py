@@ -18,8 +18,6 @@ from typing import Any
 from ..errors import StorageError, UnsafePath
 from .base import Entry, FileReader, FileWriter, Storage, failure
 
-__all__ = ["LocalStorage"]
-
 IOV_MAX = 1024  # buffers that one preadv or pwritev takes (Linux and macOS)
 STREAM_BYTES = 128 << 20
 PAGE = mmap.PAGESIZE

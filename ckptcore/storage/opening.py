@@ -14,8 +14,6 @@ from .base import Storage
 from .local import LocalStorage
 from .urls import local_path
 
-__all__ = ["open_storage"]
-
 
 def open_storage(
     url: str | os.PathLike[str] | Storage, storage_options: dict[str, Any] | None = None

@@ -36,8 +36,6 @@ from .base import Entry, FileReader, FileWriter, Storage, failure
 from .retry import RETRY_SECONDS, Retries, http_code
 from .urls import masked_url, secrets_of
 
-__all__ = ["FsspecStorage", "translating"]
-
 # Files up to this size are one request; requests of larger ones are of this size.
 PIECE_BYTES = 8 << 20
 # What makes a filesystem's pipe_file fail, whoever else writes, when the name is taken. All of

@@ -18,8 +18,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-__all__ = ["RETRY_SECONDS", "Retries", "http_code", "is_transient"]
-
 T = TypeVar("T")
 
 RETRY_SECONDS = 60.0

@@ -42,8 +42,6 @@ from .base import Entry, FileReader, FileWriter
 from .remote import PIECE_BYTES, FsspecStorage, translating, version_in
 from .retry import http_code
 
-__all__ = ["PartBuffers", "S3Storage"]
-
 T = TypeVar("T")
 
 REMOVED_AT_ONCE = 1000  # keys that one request deletes

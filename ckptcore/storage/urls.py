@@ -14,8 +14,6 @@ from typing import Any
 
 from ..errors import StorageError
 
-__all__ = ["join_url", "local_path", "masked_url", "mistaken_url", "secrets_of", "split_url"]
-
 _NAME = r"[A-Za-z][A-Za-z0-9+.-]*"
 _URL = re.compile(rf"(?:{_NAME}::)*({_NAME})://")
 _EATEN = re.compile(rf"((?:{_NAME}::)*)({_NAME[:-1]}+):/(?!/)")  # not one letter, which is a drive

@@ -44,8 +44,6 @@ from ..storage.local import LocalStorage
 from ..storage.opening import open_storage
 from ..storage.urls import masked_url, split_url
 
-__all__ = ["Tier", "UploadingCatalog", "Uploads", "checked_tiers", "open_catalog"]
-
 # Of no use to be tried again: what is to be uploaded is damaged or gone, or its place there is
 # taken.
 _FINAL = (CheckpointCorrupt, CheckpointExists, CheckpointNotFound, UnsupportedVersion)
