@@ -112,6 +112,10 @@ class CheckpointInfo:
     def __repr__(self) -> str:
         return f"<CheckpointInfo: {self}>"
 
+    def __fspath__(self) -> str:
+        """Its path or URL, so that it can be given wherever that can."""
+        return self.url
+
     @property
     def sequence(self) -> int | None:
         return self.manifest.sequence if self.manifest else None

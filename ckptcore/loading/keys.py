@@ -74,7 +74,7 @@ class Selection:
     def source(self, name: str) -> str | None:
         """The saved name that the live `name` is read from; None when it is not asked for."""
         if self.function is None:
-            matching = [pattern for pattern in self.patterns if _matches(pattern, name)]
+            matching = [pattern for pattern in self.patterns if matches(pattern, name)]
             self.used.update(matching)
             return name if matching else None
         try:
@@ -95,7 +95,7 @@ class Selection:
     def asks_for(self, name: str) -> bool:
         """Whether a name that only the checkpoint has is asked for; functions are for names of the
         live state."""
-        return any(_matches(pattern, name) for pattern in self.patterns)
+        return any(matches(pattern, name) for pattern in self.patterns)
 
     def choose(self, key: str, names: Collection[str]) -> dict[str, str]:
         """Live name -> saved name, both with the component, for what is asked for among `names` of
@@ -120,7 +120,7 @@ class Selection:
         return {"unused": unused, "chosen": self.chosen, "digests": self.digests}
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
     if name == pattern or name.startswith(f"{pattern}/") or fnmatchcase(name, pattern):
         return True
     above = pattern.removesuffix("/*")

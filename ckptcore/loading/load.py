@@ -564,7 +564,7 @@ class _Loading:
         named = isinstance(owner, ModelState) or is_optimizer(owner) or bool(live.snapshot.tensors)
         skip = loaded.sharded and (self.job.comm.world_size > 1 or named)
         file = f"{self.view.url}: component {key!r}"
-        versions = _versions(loaded.stored, file)
+        versions = module_versions(loaded.stored, file)
         values = decode(loaded.stored.tree, opaque=True, file=file)
         if isinstance(owner, torch.amp.GradScaler) and not values and state:
             raise StateMismatch(
@@ -756,7 +756,7 @@ def _live(loaded: LoadedComponent) -> LiveComponent:
     return LiveComponent(component.key, loaded, owner, state, snapshot, numbers)
 
 
-def _versions(stored: StoredComponent, file: str) -> dict[str, Any] | None:
+def module_versions(stored: StoredComponent, file: str) -> dict[str, Any] | None:
     """Versions of modules by path and name. Raises CheckpointCorrupt."""
     if stored.versions is None:
         return None

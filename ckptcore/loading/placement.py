@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -474,15 +474,7 @@ class Destinations:
         return self.leaves[number]
 
     def _destination(self, number: int, tensor: LogicalTensor) -> Any:
-        dtype = torch_dtype(tensor.dtype)
-        if dtype is None:
-            name = f"{self.key}/{tensor.name}"
-            raise CheckpointCorrupt(
-                f"{self.view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch "
-                "lacks",
-                tensor=name,
-                kind="format",
-            )
+        dtype = known_dtype(self.view, self.key, tensor)
         if (live := self.live.get(tensor.name)) is None:
             return self._as_saved(number, tensor, dtype, None)
         fits, same_shape = _fits(live, tensor), live.spec.global_shape == tensor.shape
@@ -550,15 +542,7 @@ class Destinations:
             return
         key = self.stored.of[number] if self.stored.of else self.key
         self.plan.devices.add(tensor.device)
-        on_host = tensor.is_cpu and tensor.is_contiguous()
-        region: Words | None = None
-        for piece in self.stored.pieces(number, box):
-            whole = piece.local_shape == box[1] and piece.offset in (None, box[0])
-            if whole and on_host:
-                self.plan.reads.append(TensorRead(key, piece, HostMemory(tensor)))
-                continue
-            region = torch_words(tensor) if region is None else region
-            self.plan.reads.append(read_of(key, piece, box, region))
+        self.plan.reads.extend(reads_into(key, self.stored, number, box, tensor))
 
     def _castable(self, tensor: LogicalTensor, live: TensorLeaf, dtype: torch.dtype) -> bool:
         name = f"{self.key}/{tensor.name}"
@@ -590,6 +574,34 @@ class Destinations:
         here = live is None or number in self.arrays or isinstance(self.owner, ModelState)
         device = torch.device("cpu") if live is None or here else live.tensor.device
         return torch.empty(tensor.shape, dtype=dtype, device=device)
+
+
+def known_dtype(view: CheckpointView, key: str, tensor: LogicalTensor) -> torch.dtype:
+    """Raises CheckpointCorrupt for a dtype that this torch lacks."""
+    dtype = torch_dtype(tensor.dtype)
+    if dtype is None:
+        name = f"{key}/{tensor.name}"
+        raise CheckpointCorrupt(
+            f"{view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch lacks",
+            tensor=name,
+            kind="format",
+        )
+    return dtype
+
+
+def reads_into(
+    key: str, stored: StoredComponent, number: int, box: Box, tensor: torch.Tensor
+) -> Iterator[TensorRead]:
+    """What is read to have `box` of a saved tensor in `tensor`, which is of its dtype."""
+    on_host = tensor.is_cpu and tensor.is_contiguous()
+    region: Words | None = None
+    for piece in stored.pieces(number, box):
+        whole = piece.local_shape == box[1] and piece.offset in (None, box[0])
+        if whole and on_host:
+            yield TensorRead(key, piece, HostMemory(tensor))
+            continue
+        region = torch_words(tensor) if region is None else region
+        yield read_of(key, piece, box, region)
 
 
 def _tied(live: TensorLeaf, other: TensorLeaf) -> bool:
@@ -638,25 +650,26 @@ def state_with(destinations: Destinations, saved: Any, file: str) -> Any:
     """A decoded state with destinations in place of the references to tensors, and without what
     this rank does not want. Raises CheckpointCorrupt, with `file`, where they make no sense."""
     try:
-        state = _substituted(saved, destinations)
+        state = substituted(saved, destinations.leaf)
     except MALFORMED as error:
         raise malformed(f"{file}: stored values cannot be read", error, file) from None
     left = _pruned(state)
     return {} if left is SKIPPED else left
 
 
-def _substituted(state: Any, destinations: Destinations) -> Any:
+def substituted(state: Any, leaf: Callable[[TensorRef], Any]) -> Any:
+    """A decoded state with `leaf(ref)` in place of the references to tensors."""
     kind = type(state)
     if kind is TensorRef:
-        return destinations.leaf(state)
+        return leaf(state)
     if kind is Opaque:
-        return Opaque(state.codec, _substituted(state.payload, destinations))
+        return Opaque(state.codec, substituted(state.payload, leaf))
     if kind in _DICTS:
         if only_plain(state.values()):
             return state
-        return kind({key: _substituted(item, destinations) for key, item in state.items()})
+        return kind({key: substituted(item, leaf) for key, item in state.items()})
     if kind in (list, tuple, set, frozenset) and not only_plain(state):
-        return kind([_substituted(item, destinations) for item in state])
+        return kind([substituted(item, leaf) for item in state])
     return state
 
 

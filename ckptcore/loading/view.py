@@ -389,7 +389,7 @@ class CheckpointView:
 
         Raises what `values` raises.
         """
-        self._check_copy(component, copy)
+        self.check_copy(component, copy)
         stored = self.component(component, copy)
         found: dict[str, list[StoredBox]] = {}
         for number, tensor in enumerate(stored.tensors):
@@ -415,7 +415,7 @@ class CheckpointView:
         component: text, its key.
         copy: int, which stored copy, as for `values` (default 0).
         """
-        self._check_copy(component, copy)
+        self.check_copy(component, copy)
         return sorted({tensor.dtype for tensor in self.component(component, copy).tensors})
 
     def values(self, component: str, copy: int = 0) -> Any:
@@ -429,12 +429,18 @@ class CheckpointView:
         Raises UnknownName (a KeyError, and an IndexError) where there is no such component or copy,
         InvalidState for a copy that is no whole number, CheckpointCorrupt, StorageError.
         """
-        self._check_copy(component, copy)
+        self.check_copy(component, copy)
         stored = self.component(component, copy)
         infos = _infos(component + self.manifest.copies(component)[copy].label, stored)
         return decode(stored.tree, lambda ref: _pick(infos, ref), lenient=True, file=self.url)
 
-    def _check_copy(self, component: Any, copy: Any) -> None:
+    def check_copy(self, component: Any, copy: Any) -> None:
+        """Raises UnknownName where there is no such component or copy, InvalidState for a copy that
+        is no whole number.
+
+        component: text, the key of a component.
+        copy: int, which stored copy, as for `values`.
+        """
         known = self.manifest.components
         if not isinstance(component, str) or component not in known:
             raise UnknownName(
@@ -513,7 +519,7 @@ class CheckpointView:
         """
         _, stored, number = self._locate(name)
         whole = stored.tensors[number]
-        for box in _portions(whole.shape, tensor_nbytes(whole.dtype, (1,)), nbytes):
+        for box in portions_of(whole.shape, tensor_nbytes(whole.dtype, (1,)), nbytes):
             yield tuple(box), self.read(name, box)
 
     def _locate(self, name: str) -> tuple[str, StoredComponent, int]:
@@ -547,10 +553,11 @@ class CheckpointView:
 
         files: names, as in the manifest.
         """
+        wanted = sorted(set(files))  # which may read indexes
         known = {
             name: entry for index in self._indexes.values() for name, entry in index.files.items()
         }
-        for file in sorted(set(files)):
+        for file in wanted:
             self.files.check_header(file, known[file])
 
     def _check_size(self, file: str) -> None:
@@ -783,7 +790,7 @@ def _pick(infos: list[TensorInfo], ref: TensorRef) -> TensorInfo:
     return infos[ref.index]
 
 
-def _portions(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[list[slice]]:
+def portions_of(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[list[slice]]:
     """Boxes of at most about `limit` bytes that make up a tensor, in C order."""
     if not shape or volume(shape) * itemsize <= limit:
         yield [slice(0, n) for n in shape]
@@ -791,7 +798,7 @@ def _portions(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[list[
     row = volume(shape[1:]) * itemsize
     if row > limit:
         for number in range(shape[0]):
-            for box in _portions(shape[1:], itemsize, limit):
+            for box in portions_of(shape[1:], itemsize, limit):
                 yield [slice(number, number + 1), *box]
         return
     step = max(1, limit // max(row, 1))

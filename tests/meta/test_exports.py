@@ -82,6 +82,7 @@ EXPORTS = [
     "join_url",
     "kept_by",
     "load_foreign",
+    "load_state",
     "masked_url",
     "open_checkpoint",
     "open_storage",

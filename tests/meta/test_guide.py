@@ -45,7 +45,14 @@ def names(tmp_path: Path) -> dict:
     with ckptcore.CheckpointManager(tmp_path, keep=ckptcore.KeepBest("loss")) as ckpt:
         ckpt.save(500, {**saved, "ema": Net(200.0)}, metrics={"loss": 1.0})
         state = trained(0.0)
-        yield {"ckpt": ckpt, "torch": torch, "copy": copy, "state": state, **state}
+        yield {
+            "ckpt": ckpt,
+            "load_state": ckptcore.load_state,
+            "torch": torch,
+            "copy": copy,
+            "state": state,
+            **state,
+        }
 
 
 def values(model: nn.Module) -> list[float]:
@@ -60,8 +67,8 @@ def moments(optimizer: torch.optim.Optimizer) -> list[float]:
     ]
 
 
-def test_the_five_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
-    weights, part, renamed, cast, fused = examples("Loading")
+def test_the_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
+    weights, part, renamed, cast, fused, no_model = examples("Loading")
     model, optimizer = names["model"], names["optimizer"]
     exec(weights, names)
     assert values(model) == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
@@ -79,3 +86,7 @@ def test_the_five_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
     assert set(names["report"].cast.values()) == {"F32 -> BF16"}
     exec(fused, names)
     assert names["fused"].unique().tolist() == [100.0, 102.0]
+    exec(no_model, names)
+    assert {name: tensor.dtype for name, tensor in names["weights"].items()} == {
+        f"backbone.{n}.{part}": torch.bfloat16 for n in (0, 2) for part in ("weight", "bias")
+    }
