@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .interop.importing import ImportReport as ImportReport
     from .interop.importing import import_checkpoint as import_checkpoint
     from .interop.importing import load_foreign as load_foreign
+    from .interop.quantization import quantization_config as quantization_config
     from .loading.fresh import load_state as load_state
     from .loading.load import LoadReport as LoadReport
     from .loading.view import CheckpointView as CheckpointView
@@ -85,6 +86,7 @@ _HOMES = {
     "interop.exporting": ["ExportReport", "export_checkpoint"],
     "interop.importing": ["ImportReport", "import_checkpoint", "load_foreign"],
     "loading.fresh": ["load_state"],
+    "interop.quantization": ["quantization_config"],
     "loading.load": ["LoadReport"],
     "loading.view": ["CheckpointView", "Problem", "StoredBox", "TensorInfo", "open_checkpoint"],
     "manager": ["CheckpointCoordinator", "CheckpointManager"],

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .arguments import InvalidArgument
+from .lowbit import lower_precision
 from .parallel.environment import choose_workspace
 
 __all__ = [
@@ -149,10 +150,7 @@ class ModelBuilder:
     def prepare(self, model: nn.Module) -> nn.Module:
         """Low precision and activation checkpointing, as the arguments want them."""
         args = self.args
-        if args.fp8_recipe is not None:
-            model = to_float8(model, args.fp8_recipe, args.fp8_dim_alignment)
-        if args.qat_recipe is not None:
-            model = to_fake_quantised(model, args.qat_recipe)
+        model = lower_precision(model, args)
         if not args.gradient_checkpointing:
             return model
         if self.enable_checkpointing is not None:
@@ -282,55 +280,3 @@ def naming_kernels(wanted: str | list[str]) -> Iterator[None]:
             "none of these kernels can do this model's attention on this device",
             "add math, which always can, or leave it out",
         ) from None
-
-
-def _torchao(argument: str, recipe: str) -> Any:
-    try:
-        import torchao
-    except ImportError:
-        raise InvalidArgument(
-            argument,
-            recipe,
-            "torchao is not installed",
-            "pip install ckptcore[torchao], or leave it out",
-        ) from None
-    return torchao
-
-
-def to_float8(model: nn.Module, recipe: str, alignment: int) -> nn.Module:
-    """Linear layers whose dimensions are multiples of `alignment` compute in float8."""
-    _torchao("fp8_recipe", recipe)
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-        raise InvalidArgument(
-            "fp8_recipe", recipe, "needs a CUDA device of capability 8.9 or above", "leave it out"
-        )
-
-    def fits(module: nn.Module, _: str) -> bool:
-        return isinstance(module, nn.Linear) and not any(
-            size % alignment for size in (module.in_features, module.out_features)
-        )
-
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    made: nn.Module = convert_to_float8_training(model, config=config, module_filter_fn=fits)
-    return made
-
-
-def to_fake_quantised(model: nn.Module, recipe: str) -> nn.Module:
-    """Linear layers train as if they were quantised; converting them is a step of its own, after
-    training."""
-    _torchao("qat_recipe", recipe)
-    from torchao import quantization
-    from torchao.quantization.qat import QATConfig
-
-    name, options = {
-        "int8-dynamic-act-int4-weight": (
-            "Int8DynamicActivationIntxWeightConfig",
-            {"weight_dtype": getattr(torch, "int4", None)},
-        ),
-        "int4-weight-only": ("Int4WeightOnlyConfig", {}),
-        "float8-dynamic-act-float8-weight": ("Float8DynamicActivationFloat8WeightConfig", {}),
-    }[recipe]
-    quantization.quantize_(model, QATConfig(getattr(quantization, name)(**options), step="prepare"))
-    return model

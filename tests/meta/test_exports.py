@@ -87,6 +87,7 @@ EXPORTS = [
     "open_checkpoint",
     "open_storage",
     "pin_checkpoint",
+    "quantization_config",
     "register_codec",
     "register_tensor_class",
     "restore_candidates",

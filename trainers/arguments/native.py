@@ -455,7 +455,12 @@ class BaseTrainingArguments(MinimalTrainingArguments):
         Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None,
         "linear layers in float8; needs torchao and compute capability 8.9",
     ] = None
-    fp8_dim_alignment: Annotated[Count, "layers with other dimensions are left alone"] = 16
+    fp8_dim_alignment: Annotated[
+        Natural, "layers whose dimensions are no multiples of it stay as they are; 0: none does"
+    ] = 16
+    fp8_emulate: Annotated[
+        Flag, "compute in float32 what fp8_recipe computes in float8: on any device, to try it"
+    ] = False
     qat_recipe: Annotated[
         QATRecipe | None, "linear layers train as if quantised; needs torchao"
     ] = None

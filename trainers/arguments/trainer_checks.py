@@ -91,7 +91,7 @@ def _low_precision_conflicts(args: Any, name: str) -> Faults:
     if importlib.util.find_spec("torchao") is None:
         instead = "install ckptcore[torchao], or leave it at None"
         yield args.fault(name, "needs the package torchao", instead)
-    elif name == "fp8_recipe":
+    elif name == "fp8_recipe" and not args.fp8_emulate:
         import torch
 
         on_cuda = (
@@ -101,7 +101,8 @@ def _low_precision_conflicts(args: Any, name: str) -> Faults:
         if have is None or have < (8, 9):
             where = "the CPU" if have is None else f"{have[0]}.{have[1]}"
             reason = f"needs CUDA compute capability 8.9, and this is {where}"
-            yield args.fault(name, reason, "leave it at None")
+            instead = "leave it at None, or try the recipe with fp8_emulate=True"
+            yield args.fault(name, reason, instead)
 
 
 def part_conflicts(
