@@ -156,7 +156,7 @@ class StateComponent:
         for name in ("atol", "rtol"):
             if type(value := getattr(self, name)) is not float or not 0 <= value < math.inf:
                 setattr(self, name, check_number(name, value))
-        if self.ignore != ():
+        if type(self.ignore) is not tuple or self.ignore:
             self.ignore = self._checked_ignore()
         if not isinstance(self.metadata, dict):
             check_mapping("metadata", self.metadata)
