@@ -6,16 +6,19 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict
 from typing import Any
 
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from ..catalog.retention import KeepBest, KeepLast, RetentionPolicy
 from ..errors import InvalidState
 from ..manager import CheckpointManager
 from ..state.component import SharingPattern, StateComponent
 from ..state.randomness import RNGState
+from ..storage.urls import join_url
 
 __all__ = ["EngineTrainer"]
 
@@ -23,15 +26,16 @@ __all__ = ["EngineTrainer"]
 class EngineTrainer(Trainer):
     """A Trainer whose checkpoints are written in the background, and resumed to the bit.
 
-    `save_strategy` and `save_steps` say when. `train(resume_from_checkpoint=True)` goes on from the
-    newest checkpoint, or starts fresh; a step or an entry of the root ("checkpoint-500") goes on
-    from that one. While `train` runs, `manager` is the CheckpointManager.
+    `save_strategy` and `save_steps` say when; `save_total_limit` and `load_best_model_at_end` say
+    which stay. `train(resume_from_checkpoint=True)` goes on from the newest checkpoint that is
+    whole, or starts fresh; a step or an entry of the root ("checkpoint-500") goes on from that one.
+    While `train` runs, `manager` is the CheckpointManager; `resumed` is the step gone on from.
 
     root: local path or fsspec URL of the run (default None: `output_dir`).
-    checkpoints: dict of options for CheckpointManager, such as keep (default None).
+    checkpoints: dict of options for CheckpointManager, such as tiers (default None).
     args, named: as for Trainer.
 
-    Raises InvalidState for `save_total_limit` and `load_best_model_at_end`.
+    Raises InvalidState for `save_only_model`, DeepSpeed, and a limit that `checkpoints` has too.
     """
 
     def __init__(
@@ -42,15 +46,19 @@ class EngineTrainer(Trainer):
         **named: Any,
     ) -> None:
         super().__init__(*args, **named)
-        if self.args.save_total_limit is not None or self.args.load_best_model_at_end:
+        if self.args.save_only_model or self.is_deepspeed_enabled:
             raise InvalidState(
-                "save_total_limit and load_best_model_at_end are not for checkpoints of ckptcore: "
-                "give checkpoints={'keep': KeepLast(3) | KeepBest('eval_loss', 'min')}, and load "
-                "the best model by a CheckpointManager"
+                "save_only_model and DeepSpeed are not for checkpoints of ckptcore: use the Trainer"
             )
         self.root = root or str(self.args.output_dir)
         self.checkpoints = dict(checkpoints or {})
-        self.resumed: int | None = None
+        if self.args.save_total_limit is not None:
+            if "keep" in self.checkpoints:
+                raise InvalidState("save_total_limit and checkpoints['keep'] both say what stays")
+            self.checkpoints["keep"] = limit_of(self.args)
+            # The Trainer itself is to delete nothing.
+            self.args = copy(self.args)
+            self.args.save_total_limit = None
 
     def train(
         self,
@@ -58,21 +66,17 @@ class EngineTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> Any:
-        which = "auto" if resume_from_checkpoint is True else resume_from_checkpoint
         with (
             CheckpointManager(self.root, **self.checkpoints) as self.manager,
             tempfile.TemporaryDirectory() as folder,
         ):
-            self.resumed = None
-            if which is not None and which is not False:
-                # The Trainer asks for its progress before there is an optimizer, by a file.
-                progress = trainer_state({})
-                found = self.manager.restore([progress], which, keys="trainer_state")
-                self.resumed = found.step
-                with open(os.path.join(folder, "trainer_state.json"), "w") as file:
-                    json.dump(progress.stateful, file)
-            path = None if self.resumed is None else folder
-            return super().train(path, trial, ignore_keys_for_eval)
+            self.which = "auto" if resume_from_checkpoint is True else resume_from_checkpoint
+            self.resumed: int | None = None
+            self.streams, self.prepared = LateStreams(), False
+            resumes = self.which is not None and self.which is not False
+            # The Trainer reads its progress from a file; `_init_training_state` writes it.
+            TrainerState().save_to_json(os.path.join(folder, "trainer_state.json"))
+            return super().train(folder if resumes else None, trial, ignore_keys_for_eval)
 
     def components(self) -> dict[str, Any]:
         """The live objects of a running `train`, for `load` of a CheckpointManager."""
@@ -80,8 +84,41 @@ class EngineTrainer(Trainer):
         objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
         return objects if scaler is None else {**objects, "scaler": scaler}
 
+    def _init_training_state(self, max_steps: Any, *args: Any) -> Any:
+        """Prepares what the Trainer would prepare next, and restores all of it at once, so that a
+        damaged checkpoint is passed over as a whole."""
+        *_, folder, _ = args
+        if folder is not None:
+            path = os.path.join(folder, "trainer_state.json")
+            os.remove(path)
+            self._prepare_for_training(max_steps, None, None)
+            self.prepared = True
+            progress = trainer_state({})
+            state = {**self.components(), "trainer_state": progress, "rng": self.streams}
+            self.resumed = self.manager.restore(state, self.which).step
+            if self.resumed is not None:
+                with open(path, "w") as file:
+                    json.dump(progress.stateful, file)
+        done = super()._init_training_state(max_steps, *args)
+        self._name_best()
+        return done
+
+    def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, _: Any) -> Any:
+        if self.prepared:
+            self.callback_handler.train_dataloader = train_dataloader
+            return self.model_wrapped, train_dataloader
+        prepare: Any = super()._prepare_for_training
+        return prepare(max_steps, train_dataloader, None)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        """Comes with the training state."""
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        self.streams.apply()
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
+        self._name_best()
         keeping = [*self.callback_handler.callbacks, self.control]
         kept: Any = [callback for callback in keeping if isinstance(callback, ExportableState)]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=kept).stateful_callbacks
@@ -93,19 +130,36 @@ class EngineTrainer(Trainer):
         state = {**self.components(), "trainer_state": progress, "rng": RNGState()}
         self.manager.save_async(step, state, metrics=metrics)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        """Comes with the optimizer."""
+    def _name_best(self) -> None:
+        if best := self.state.best_global_step:
+            self.state.best_model_checkpoint = join_url(self.root, f"checkpoint-{best}")
 
-    def _load_scaler(self, checkpoint: Any) -> None:
-        """Comes with the optimizer."""
+    def _load_best_model(self) -> None:
+        best = self.state.best_global_step or "best"
+        self.manager.load({"model": self.model}, best, keys="model")
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        if self.resumed is not None:
-            self.manager.load(self.components(), self.resumed)
 
-    def _load_rng_state(self, checkpoint: Any) -> None:
-        if self.resumed is not None:
-            self.manager.load({"rng": RNGState()}, self.resumed, keys="rng")
+def limit_of(args: TrainingArguments) -> RetentionPolicy:
+    """What `save_total_limit` and `load_best_model_at_end` say."""
+    limit = args.save_total_limit or 1
+    if not args.load_best_model_at_end:
+        return KeepLast(limit)
+    metric = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+    best = KeepBest(metric, "max" if args.greater_is_better else "min")
+    return KeepLast(max(1, limit - 1)) | best
+
+
+class LateStreams(RNGState):
+    """Random streams that are set when the Trainer has skipped what was trained on already."""
+
+    saved: Any = None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.saved = state_dict
+
+    def apply(self) -> None:
+        if self.saved is not None:
+            super().load_state_dict(self.saved)
 
 
 def trainer_state(values: dict[str, Any]) -> StateComponent:

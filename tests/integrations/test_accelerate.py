@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,20 @@ def test_half_an_accumulation_is_not_saved(tmp_path: Path) -> None:
 def test_nothing_prepared_is_no_state() -> None:
     with pytest.raises(InvalidState, match="call it after prepare"):
         state_of(accelerate.Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_processes_that_were_killed_go_on(tmp_path: Path, processes: Any, mode: str) -> None:
+    how = {"mode": mode, "save_at": 13}
+    run = partial(processes.run, "accelerate_loop", 2, tmp_path, **how)
+    expected = run(root=str(tmp_path / "whole"), seed=0)
+    killed = run(root=str(tmp_path / "run"), seed=0, kill_at=17)
+    assert killed == {0: {"signal": 9}, 1: {"signal": 9}}
+    resumed = run(root=str(tmp_path / "run"), seed=1)
+    for rank in (0, 1):
+        losses = expected[rank]["losses"]
+        after = {step: losses[step] for step in losses if int(step) > 13}
+        assert resumed[rank] == {**expected[rank], "losses": after}
+    assert expected[0]["draw"] != expected[1]["draw"]
+    pattern = open_checkpoint(tmp_path / "run" / "checkpoint-13").manifest.components["model"]
+    assert pattern.pattern == ("SHARDED" if mode == "fsdp2" else "REPLICATED")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from ckptcore import InvalidState, KeepLast, open_checkpoint, scan_root  # noqa: E402
+from ckptcore import (  # noqa: E402
+    CheckpointManager,
+    CheckpointWarning,
+    InvalidState,
+    KeepLast,
+    open_checkpoint,
+    scan_root,
+)
 from ckptcore.integrations.transformers import EngineTrainer  # noqa: E402
 
 
@@ -36,7 +44,15 @@ class StopAt(transformers.TrainerCallback):
             raise Stopped
 
 
-def trainer(root: Path, init: int, accumulate: int = 1, stop_at: int = -1, **more: Any) -> Any:
+def trainer(
+    root: Path,
+    init: int,
+    accumulate: int = 1,
+    stop_at: int = -1,
+    eval_dataset: Any = None,
+    keep: Any = None,
+    **more: Any,
+) -> Any:
     """Six batches an epoch, of a model with dropout."""
     torch.manual_seed(init)
     config = transformers.GPT2Config(
@@ -59,8 +75,9 @@ def trainer(root: Path, init: int, accumulate: int = 1, stop_at: int = -1, **mor
         model=transformers.GPT2LMHeadModel(config),
         args=args,
         train_dataset=Samples(),
+        eval_dataset=eval_dataset,
         callbacks=[StopAt(stop_at)],
-        checkpoints={"keep": KeepLast(2)},
+        checkpoints={"keep": KeepLast(2)} if keep is None else keep,
     )
 
 
@@ -115,6 +132,52 @@ def test_going_back_to_a_step(tmp_path: Path) -> None:
     assert outcome(again) == expected
 
 
-def test_the_limit_of_the_trainer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidState, match="give checkpoints="):
+def test_a_newest_checkpoint_with_damaged_weights_is_passed_over(tmp_path: Path) -> None:
+    done = trainer(tmp_path, 0)
+    done.train()
+    expected = outcome(done)
+    path = tmp_path / "checkpoint-10" / "model.safetensors"
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    again = trainer(tmp_path, 1)
+    with pytest.warns(CheckpointWarning, match="restored checkpoint-9 .*; skipped checkpoint-10"):
+        again.train(resume_from_checkpoint=True)
+    assert again.resumed == 9
+    assert outcome(again) == expected
+    with CheckpointManager(tmp_path) as ckpt:
+        assert ckpt.verify(10) == []
+
+
+def test_the_best_model_at_the_end_and_the_limit(tmp_path: Path) -> None:
+    strategy = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    more = {**strategy, "save_total_limit": 2, "greater_is_better": True}
+    done = trainer(tmp_path, 0, eval_dataset=Samples(), keep={}, **more)
+    done.train()
+    assert done.state.best_global_step == 3  # the largest loss of all
+    assert done.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
+    assert [info.step for info in scan_root(tmp_path)] == [3, 10]
+    assert done.args.save_total_limit is None
+    best, last = trainer(tmp_path, 1).model, done.model
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.load({"model": best}, 3)
+    assert [p.tolist() for p in last.parameters()] == [p.tolist() for p in best.parameters()]
+
+
+def test_a_limit_is_said_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidState, match="both say what stays"):
         trainer(tmp_path, 0, save_total_limit=2)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_processes_that_were_killed_go_on(tmp_path: Path, processes: Any, mode: str) -> None:
+    run = partial(processes.run, "transformers_run", 2, tmp_path, mode=mode)
+    expected = run(root=str(tmp_path / "whole"), seed=0)
+    killed = run(root=str(tmp_path / "run"), seed=0, kill_at=9)
+    assert killed == {0: {"signal": 9}, 1: {"signal": 9}}
+    resumed = run(root=str(tmp_path / "run"), seed=1)
+    assert resumed == {rank: {**expected[rank], "resumed": 8} for rank in (0, 1)}
+    assert expected[0]["draw"] != expected[1]["draw"]
+    manifest = open_checkpoint(tmp_path / "run" / "checkpoint-10").manifest
+    wanted = "SHARDED" if mode == "fsdp2" else "REPLICATED"
+    assert manifest.components["model"].pattern == wanted
