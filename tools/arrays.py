@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -30,11 +29,7 @@ def numbers(array: Any, dtype: str) -> Any:
 
 def read(view: CheckpointView, info: TensorInfo, box: Box | None = None) -> Any:
     """Of an alias, the tensor that holds its bytes."""
-    return numbers(view.read(info.full_name, box), info.dtype)
-
-
-def portions(view: CheckpointView, info: TensorInfo) -> Iterator[Any]:
-    return (numbers(array, info.dtype) for _, array in view.portions(info.full_name))
+    return numbers(view.read(info.full_name, box), info.dtype).reshape(-1)
 
 
 def first(view: CheckpointView, info: TensorInfo, count: int) -> list[Any]:
@@ -44,71 +39,40 @@ def first(view: CheckpointView, info: TensorInfo, count: int) -> list[Any]:
     for n in reversed(info.shape):
         box.insert(0, slice(0, min(n, max(left, 1))))
         left = -(-left // max(n, 1)) if n else 1
-    found: list[Any] = read(view, info, box).reshape(-1)[:count].tolist()
+    found: list[Any] = read(view, info, box)[:count].tolist()
     return found
 
 
-@dataclass
-class Statistics:
-    """Of a tensor whose portions were `add`ed. mean and deviation are of its finite items."""
-
-    items: int = 0
-    nan: int = 0
-    infinite: int = 0
-    zero: int = 0
-    low: float | None = None
-    high: float | None = None
-    mean: float = 0.0
-    squares: float = field(default=0.0, repr=False)
-
-    def add(self, array: Any) -> None:
-        values = array.reshape(-1)
-        if values.dtype.kind == "c":
-            values = np.abs(values)
-        values = values.astype(np.float64)
-        finite = values[np.isfinite(values)]
-        before = self.items - self.nan - self.infinite
-        self.items += values.size
-        self.nan += int(np.isnan(values).sum())
-        self.infinite += int(np.isinf(values).sum())
-        self.zero += int((values == 0).sum())
-        if not finite.size:
-            return
-        low, high, mean = float(finite.min()), float(finite.max()), float(finite.mean())
-        self.low = low if self.low is None else min(low, self.low)
-        self.high = high if self.high is None else max(high, self.high)
-        together, delta = before + finite.size, mean - self.mean
-        self.squares += float(((finite - mean) ** 2).sum())
-        self.squares += delta * delta * before * finite.size / together
-        self.mean += delta * finite.size / together
-
-    def document(self) -> dict[str, Any]:
-        count = self.items - self.nan - self.infinite
-        return {
-            "items": self.items,
-            "nan": self.nan,
-            "infinite": self.infinite,
-            "zero": self.zero,
-            "min": self.low,
-            "max": self.high,
-            "mean": self.mean if count else None,
-            "std": (self.squares / count) ** 0.5 if count else None,
-        }
-
-
 def statistics(view: CheckpointView, info: TensorInfo) -> dict[str, Any]:
-    """Of all items of a tensor, with a histogram of those that are finite. Reads it twice."""
-    found = Statistics()
-    for values in portions(view, info):
-        found.add(values)
-    counts = np.zeros(BINS, np.int64)
-    low, high = found.low, found.high
-    if low is not None and high is not None and low < high:
-        for portion in portions(view, info):
-            values = portion.reshape(-1)
+    """Of all items of a tensor; range, mean, deviation and histogram of its finite ones. Reads it
+    twice."""
+
+    def portions() -> Iterator[tuple[Any, Any]]:
+        for _, portion in view.portions(info.full_name):
+            values = numbers(portion, info.dtype).reshape(-1)
             values = (np.abs(values) if values.dtype.kind == "c" else values).astype(np.float64)
-            counts += np.histogram(values[np.isfinite(values)], BINS, (low, high))[0]
-    return found.document() | {"histogram": counts.tolist() if counts.any() else None}
+            yield values, values[np.isfinite(values)]
+
+    found = dict.fromkeys(("items", "nan", "infinite", "zero"), 0)
+    count, total, low, high = 0, 0.0, float("inf"), float("-inf")
+    for values, finite in portions():
+        found["items"] += values.size
+        found["nan"] += int(np.isnan(values).sum())
+        found["infinite"] += int(np.isinf(values).sum())
+        found["zero"] += int((values == 0).sum())
+        count, total = count + finite.size, total + float(finite.sum())
+        low = min(low, float(finite.min(initial=np.inf)))
+        high = max(high, float(finite.max(initial=-np.inf)))
+    names = ("min", "max", "mean", "std", "histogram")
+    if not count:
+        return {**found, **dict.fromkeys(names)}
+    mean, squares, bins = total / count, 0.0, np.zeros(BINS, np.int64)
+    for _, finite in portions():
+        squares += float(((finite - mean) ** 2).sum())
+        if low < high:
+            bins += np.histogram(finite, BINS, (low, high))[0]
+    deviation, histogram = (squares / count) ** 0.5, bins.tolist() if low < high else None
+    return {**found, **dict(zip(names, (low, high, mean, deviation, histogram), strict=True))}
 
 
 def difference(
@@ -116,26 +80,23 @@ def difference(
 ) -> dict[str, Any]:
     """How far two tensors of the same shape are apart: items that differ, the largest and the mean
     distance, and how many are NaN in each."""
-    differ = items = 0
+    differ = items = nan_a = nan_b = 0
     largest = total = 0.0
-    nans = [0, 0]
     for box, array in a.portions(left.full_name):
-        x = numbers(array, left.dtype).reshape(-1)
-        y = read(b, right, [*box]).reshape(-1)
+        x, y = numbers(array, left.dtype).reshape(-1), read(b, right, [*box])
         kind = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
         x, y = x.astype(kind), y.astype(kind)
-        nans = [nans[0] + int(np.isnan(x).sum()), nans[1] + int(np.isnan(y).sum())]
+        nan_a, nan_b = nan_a + int(np.isnan(x).sum()), nan_b + int(np.isnan(y).sum())
         differ += int(((x != y) & ~(np.isnan(x) & np.isnan(y))).sum())
         with np.errstate(invalid="ignore", over="ignore"):
             apart = np.abs(x - y)
         apart = apart[np.isfinite(apart)]
         items += apart.size
-        if apart.size:
-            largest, total = max(largest, float(apart.max())), total + float(apart.sum())
+        largest, total = max(largest, float(apart.max(initial=0))), total + float(apart.sum())
     return {
         "items_differ": differ,
         "max_abs": largest,
         "mean_abs": total / items if items else 0.0,
-        "nan_a": nans[0],
-        "nan_b": nans[1],
+        "nan_a": nan_a,
+        "nan_b": nan_b,
     }

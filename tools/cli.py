@@ -21,7 +21,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from ckptcore import __version__
 
-from .failures import USAGE, expected_errors, failure_of
+from .failures import EXPECTED, USAGE, failure_of
 from .output import show
 from .render import Report, printable, show_json
 
@@ -99,7 +99,6 @@ class Location(click.ParamType[str]):
 
 
 LOCATION = Location()
-ITEM = click.IntRange(0)  # the number of a rank or a node
 
 
 class Pair(click.ParamType[tuple[str, Any]]):
@@ -122,10 +121,25 @@ class Pair(click.ParamType[tuple[str, Any]]):
             return key, text
 
 
-def storage_option(name: str, help: str) -> Callable[[Any], Any]:
-    return click.option(
-        name, multiple=True, type=Pair(as_json=True), metavar="KEY=VALUE", help=help
-    )
+Decorator = Callable[[Any], Any]
+
+
+def flag(name: str, help: str, *names: str) -> Decorator:
+    return click.option(name, *names, is_flag=True, help=help)
+
+
+def repeated(name: str, metavar: str, help: str, *names: str, type: Any = None) -> Decorator:
+    """An option that may be given several times."""
+    help = f"{help.rstrip('.')} (repeatable)."
+    return click.option(name, *names, multiple=True, metavar=metavar, type=type, help=help)
+
+
+def number(name: str, least: int, help: str, **how: Any) -> Decorator:
+    return click.option(name, type=click.IntRange(least), metavar="N", help=help, **how)
+
+
+def storage_option(name: str, help: str) -> Decorator:
+    return repeated(name, "KEY=VALUE", help, type=Pair(as_json=True))
 
 
 def command(*examples: str) -> Callable[[Callable[..., Report]], click.Command]:
@@ -137,14 +151,9 @@ def command(*examples: str) -> Callable[[Callable[..., Report]], click.Command]:
         def run(storage_option: tuple[Any, ...], json: bool, **arguments: Any) -> Report:
             return function(options=dict(storage_option) or None, **arguments)
 
-        for option in (
-            click.option("--json", is_flag=True, help="One JSON document; errors too."),
-            storage_option(
-                "--storage-option",
-                "Passed to the storage of a URL (repeatable). VALUE is JSON where it can be.",
-            ),
-        ):
-            option(run)
+        flag("--json", "One JSON document; errors too.")(run)
+        what = "Passed to the storage of a URL; VALUE is JSON where it can be."
+        storage_option("--storage-option", what)(run)
         shown = "".join(f"  {example}\n" for example in examples)
         epilog = f"{EXIT_CODES}\n\b\nExamples:\n{shown}"
         found = click.command(examples[0].split()[1], epilog=epilog)(run)
@@ -154,27 +163,14 @@ def command(*examples: str) -> Callable[[Callable[..., Report]], click.Command]:
     return made
 
 
-def show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
-        click.echo(f"ckpt {__version__}")
-        context.exit()
-
-
 @click.group(
     cls=Commands,
     no_args_is_help=True,
     epilog=EXIT_CODES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.option("--json", is_flag=True, help="One JSON document; may stand after the command too.")
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=show_version,
-    help="Show the version and exit.",
-)
+@flag("--json", "One JSON document; may stand after the command too.")
+@click.version_option(__version__, message="ckpt %(version)s")
 def cli(json: bool) -> None:
     """Look at checkpoints; compare, copy, convert, mend and delete them.
 
@@ -213,7 +209,7 @@ def run(arguments: list[str]) -> int:
         return USAGE
     except click.Abort:
         raise KeyboardInterrupt from None
-    except expected_errors() as error:
+    except EXPECTED as error:
         failure = failure_of(error)
         message = failure.message
         if isinstance(error, click.UsageError) and error.ctx is not None:

@@ -4,60 +4,34 @@ left out is listed, and is no error."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
 import click
 
-from ckptcore import (
-    CheckpointWarning,
-    ExportReport,
-    ImportReport,
-    export_checkpoint,
-    import_checkpoint,
-)
+from ckptcore import CheckpointWarning, export_checkpoint, import_checkpoint
 
 from . import facts
-from .cli import LOCATION, Pair, command, storage_option
+from .cli import LOCATION, Decorator, Pair, command, flag, repeated, storage_option
 from .failures import not_found
 from .lookup import opened, resolve
 from .render import Block, Line, Report, count, size, table
 from .subject import Options
 
-FORMATS = [
-    "auto",
-    "dcp",
-    "hf",
-    "hf-trainer",
-    "accelerate",
-    "lightning",
-    "torch",
-    "legacy",
-    "deepspeed-universal",
-]
+FORMATS = ["auto", "dcp", "hf", "hf-trainer", "accelerate", "lightning", "torch", "legacy"]
+FORMATS += ["deepspeed-universal"]
 NOTHING = Line("nothing was written: without --dry-run it is", "yellow")
 
 
-def shared(what: str) -> Callable[[Any], Any]:
-    """The options of both. what: that is there in the way."""
+def shared(target: str) -> Decorator:
+    """The options of both. target: that is there in the way."""
 
     def made(function: Any) -> Any:
-        for option in (
-            click.option("--dry-run", is_flag=True, help="Only say what would be done."),
-            storage_option("--target-option", f"As --storage-option, for {what} alone."),
-            click.option(
-                "--map",
-                "maps",
-                multiple=True,
-                type=Pair(),
-                metavar="OLD=NEW",
-                help="Names of tensors that begin with OLD begin with NEW (repeatable).",
-            ),
-        ):
-            function = option(function)
-        return function
+        flag("--dry-run", "Only say what would be done.")(function)
+        storage_option("--target-option", f"As --storage-option, for {target} alone.")(function)
+        what = "Names of tensors that begin with OLD begin with NEW."
+        return repeated("--map", "OLD=NEW", what, "maps", type=Pair())(function)
 
     return made
 
@@ -70,15 +44,14 @@ def shared(what: str) -> Callable[[Any], Any]:
 @click.argument("root", type=LOCATION)
 @click.option("--format", "kind", type=click.Choice(FORMATS), default="auto")
 @click.option("--step", type=click.IntRange(0), help="By default what SOURCE says, else 0.")
-@click.option(
+@repeated(
     "--component",
+    "KEY=NEW",
+    "Another key for a component; KEY= leaves it out.",
     "components",
-    multiple=True,
     type=Pair(),
-    metavar="KEY=NEW",
-    help="Another key for a component; KEY= leaves it out (repeatable).",
 )
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
+@flag("--overwrite", "Replace a checkpoint that is there.")
 @shared("ROOT")
 def import_command(
     source: str,
@@ -119,33 +92,27 @@ def import_command(
             storage_options=dict(target_option) or options,
             **how,
         )
-    seconds = round(perf_counter() - start, 6)
-    info = found.info
-    at = None if info is None else {"name": info.name, "url": info.url, "step": info.step}
+    seconds, info = round(perf_counter() - start, 6), found.info
+    rows = [asdict(component) for component in found.components]
     document = facts.fields(found, "source format step left checks verified") | {
-        "components": [asdict(component) for component in found.components],
-        "checkpoint": at,
+        "components": rows,
+        "checkpoint": None if info is None else facts.head(info),
         "dry_run": info is None,
         "seconds": seconds,
     }
-    return Report(document, imported(found))
-
-
-def imported(found: ImportReport) -> list[Block]:
-    rows = [
-        [c.key, c.pattern, str(c.tensors), size(c.size_bytes), c.origin] for c in found.components
-    ]
     done = NOTHING
-    if found.info is not None:
+    if info is not None:
         what = f"{count(found.verified, 'tensor')} read back and compared; no pickle was executed"
-        done = Line(f"{found.info.url}  imported, {what}", "green")
-    return [
+        done = Line(f"{info.url}  imported, {what}", "green")
+    columns = "component=key, pattern, tensors>, size>=size_bytes, from=origin"
+    blocks: list[Block] = [
         Line(f"{found.source}  is of the format {found.format}, step {found.step}"),
-        table("", "component, pattern, tensors>, size>, from", rows),
+        table("", columns, rows),
         *(Line(f"checked: {text}", "dim") for text in found.checks),
         *(Line(f"left out: {text}", "yellow") for text in found.left),
         done,
     ]
+    return Report(document, blocks)
 
 
 @command(
@@ -164,7 +131,7 @@ def imported(found: ImportReport) -> list[Block]:
 )
 @click.option("--component", metavar="KEY", help="By default model for hf, else all of them.")
 @click.option("--dtype", metavar="DTYPE", help="Of floating point tensors: bf16, fp16, fp32.")
-@click.option("--keys", multiple=True, metavar="PATTERN", help="Which tensors (repeatable).")
+@repeated("--keys", "PATTERN", "Which tensors.")
 @click.option(
     "--max-shard-size", default="5GB", metavar="SIZE", help="Of a safetensors file (default 5GB)."
 )
@@ -183,7 +150,7 @@ def export_command(
     --to torch it is the file."""
     if not folder:
         raise not_found("the path to write to is empty", path="")
-    subject = opened(resolve(path, options), options)
+    subject = opened(resolve(path, options))
     start = perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of a save without a process group
@@ -200,17 +167,13 @@ def export_command(
     files = [{"name": name, "size_bytes": nbytes} for name, nbytes in found.files.items()]
     dry, seconds = bool(how["dry_run"]), round(perf_counter() - start, 6)
     document = asdict(found) | {"files": files, "dry_run": dry, "seconds": seconds}
-    return Report(document, exported(found, dry))
-
-
-def exported(found: ExportReport, dry_run: bool) -> list[Block]:
-    rows = [[name, size(nbytes)] for name, nbytes in found.files.items()]
-    cast = f", {found.cast} in another dtype" if found.cast else ""
     what = f"{count(found.tensors, 'tensor')} of {', '.join(found.components)}"
+    cast = f", {found.cast} in another dtype" if found.cast else ""
     back = f"{count(found.verified, 'tensor')} read back and compared"
-    return [
+    blocks: list[Block] = [
         Line(f"{found.source}  {what}, {size(found.size_bytes)}{cast}"),
-        *([table("", "file, size>", rows)] if rows else []),
+        *([table("", "file=name, size>=size_bytes", files)] if files else []),
         *(Line(f"left out: {text}", "yellow") for text in found.left),
-        NOTHING if dry_run else Line(f"{found.folder}  written, {back}", "green"),
+        NOTHING if dry else Line(f"{found.folder}  written, {back}", "green"),
     ]
+    return Report(document, blocks)

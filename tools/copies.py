@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import click
+
 from ckptcore import CheckpointManifest, CheckpointView
 
+from .cli import number
 from .failures import USAGE, Failure, not_found
 from .render import ranks as ranks_text
+
+# The option that names a copy of a component with this sharing pattern.
+OPTIONS = {"PER_RANK": "rank", "PER_GROUP": "group", "PER_NODE": "node"}
 
 
 class Which(NamedTuple):
@@ -17,60 +23,56 @@ class Which(NamedTuple):
     group: str | None = None
     node: int | None = None
 
-    @property
-    def given(self) -> bool:
-        return any(value is not None for value in self)
 
-
-FIRST = Which()
-
-# The option that names a copy of a component with this sharing pattern, and what there is one of
-# each.
-OPTIONS = {
-    "PER_RANK": ("rank", "rank"),
-    "PER_GROUP": ("group", "group"),
-    "PER_NODE": ("node", "node"),
-}
+def which_options(function: Any) -> Any:
+    """The options that make a Which."""
+    function = number("--node", 0, "Whose values: those of node N.")(function)
+    what = "Whose values: a group's number, or its key."
+    function = click.option("--group", metavar="G", help=what)(function)
+    return number("--rank", 0, "Whose values: those that rank N restores.")(function)
 
 
 class StoredCopy(NamedTuple):
-    """One of `total` copies of a component. name: such as "rank 3"."""
+    """One of `total` copies of a component. name: such as "rank 3"; option: that chooses among
+    them, None where there is one copy for all; key: of its group."""
 
     number: int
     total: int
     name: str
     ranks: list[int]
-    option: str | None  # that chooses among them; None where there is one copy for all
+    option: str | None
+    key: str | None
 
     def document(self) -> dict[str, Any]:
         return {"copy": self.number, "copies": self.total, "of": self.name, "ranks": self.ranks}
 
-    def title(self, component: str) -> str:
+    def title(self) -> str:
+        """Whose it is; nothing where there is one for all."""
         if self.option is None:
-            return f"values of {component}"
+            return ""
         members = f" (ranks {ranks_text(self.ranks)})" if self.option != "rank" else ""
         another = f"; --{self.option} shows another" if self.total > 1 else ""
-        return f"values of {component} for {self.name}{members}: one of {self.total}{another}"
+        return f" for {self.name}{members}: one of {self.total}{another}"
+
+    def is_meant(self, option: str, wanted: Any) -> bool:
+        if option == "rank":
+            return wanted in self.ranks
+        return wanted in (self.number, str(self.number), f"{self.number:05d}")
 
 
 def stored_copies(manifest: CheckpointManifest, key: str) -> list[StoredCopy]:
     """The copies of a component that this checkpoint holds."""
     component, found = manifest.components[key], manifest.copies(key)
-    option, noun = OPTIONS.get(str(component.pattern), (None, "all ranks"))
-    keys = component.group_keys
-
-    def name(number: int, first: int) -> str:
-        if option == "rank":
-            return f"rank {first}"
-        if option == "node":
-            return f"node {number}"
-        return f"group {keys[number] if keys else number} of {component.group}" if option else noun
-
-    return [
-        StoredCopy(n, len(found), name(n, copy.members[0]), list(copy.members), option)
-        for n, copy in enumerate(found)
-        if manifest.holds(copy)
-    ]
+    option = OPTIONS.get(str(component.pattern))
+    copies = []
+    for n, copy in enumerate(found):
+        group = str(component.group_keys[n]) if component.group_keys else None
+        names = {"rank": f"rank {copy.members[0]}", "node": f"node {n}"}
+        names["group"] = f"group {group or n} of {component.group}"
+        name = names[option] if option else "all ranks"
+        if manifest.holds(copy):
+            copies.append(StoredCopy(n, len(found), name, list(copy.members), option, group))
+    return copies
 
 
 def choose_copy(view: CheckpointView, key: str, which: Which) -> StoredCopy:
@@ -81,42 +83,26 @@ def choose_copy(view: CheckpointView, key: str, which: Which) -> StoredCopy:
     the component's is ignored here.
     """
     held = stored_copies(view.manifest, key)
-    component = view.manifest.components[key]
-    if which.rank is not None:
-        fits = [copy for copy in held if which.rank in copy.ranks]
-        wanted = f"rank {which.rank}"
-    elif which.group is not None and component.pattern == "PER_GROUP":
-        keys = component.group_keys or []
-        by_key = [copy for copy in held if keys and keys[copy.number] == which.group]
-        fits = by_key or [
-            copy for copy in held if which.group in (str(copy.number), f"{copy.number:05d}")
-        ]
-        wanted = f"group {which.group}"
-    elif which.node is not None and component.pattern == "PER_NODE":
-        fits = [copy for copy in held if copy.number == which.node]
-        wanted = f"node {which.node}"
-    else:
-        return held[0]
-    if not fits:
-        there = ", ".join(copy.name for copy in held[:16]) + (", ..." if len(held) > 16 else "")
-        raise not_found(
-            f"component {key!r} of {view.url} has nothing for {wanted}: it has {there}",
-            path=view.url,
-        )
-    return fits[0]
+    asked = ((option, wanted) for option, wanted in which._asdict().items() if wanted is not None)
+    for option, wanted in asked:
+        if option not in ("rank", held[0].option):
+            continue
+        by_key = [copy for copy in held if option == "group" and copy.key == wanted]
+        if fits := by_key or [copy for copy in held if copy.is_meant(option, wanted)]:
+            return fits[0]
+        there = ", ".join(copy.name for copy in held[:16]) + ", ..." * (len(held) > 16)
+        what = f"component {key!r} of {view.url} has nothing for {option} {wanted}: it has {there}"
+        raise not_found(what, path=view.url)
+    return held[0]
 
 
 def check_fits(view: CheckpointView, components: tuple[str, ...], which: Which) -> None:
     """Raises Failure when `--group` or `--node` is given and no component has a copy for each of
     them."""
-    for option, pattern in (("group", "PER_GROUP"), ("node", "PER_NODE")):
-        patterns = {str(view.manifest.components[name].pattern) for name in components}
-        if getattr(which, option) is not None and pattern not in patterns:
-            said = ", ".join(
-                f"{name} is {view.manifest.components[name].pattern}" for name in components
-            )
-            raise Failure(
-                "usage",
-                USAGE,
-                f"--{option} is for components with a copy for each {option}: {said}",
-            )
+    patterns = {name: str(view.manifest.components[name].pattern) for name in components}
+    for option in ("group", "node"):
+        fitting = [name for name, pattern in patterns.items() if OPTIONS.get(pattern) == option]
+        if getattr(which, option) is not None and not fitting:
+            kinds = ", ".join(f"{name} is {pattern}" for name, pattern in patterns.items())
+            what = f"--{option} is for components with a copy for each {option}: {kinds}"
+            raise Failure("usage", USAGE, what)

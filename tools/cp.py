@@ -12,7 +12,6 @@ import click
 
 from ckptcore import (
     CheckpointError,
-    CheckpointInfo,
     CheckpointWarning,
     StorageError,
     copy_checkpoint,
@@ -21,9 +20,9 @@ from ckptcore import (
 )
 
 from . import facts
-from .cli import LOCATION, command, storage_option
+from .cli import LOCATION, command, flag, storage_option
 from .failures import GOOD, STORAGE, Failure, not_found
-from .lookup import Root, chosen, none_usable, normal, settled, split
+from .lookup import Found, normal, opened, passed_over, retried, split
 from .output import progress_bar
 from .render import Block, Line, Report, size
 from .subject import Options, Subject
@@ -37,8 +36,8 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
 )
 @click.argument("source", metavar="SRC", type=LOCATION)
 @click.argument("target", metavar="DST", type=LOCATION)
-@click.option("--overwrite", is_flag=True, help="Replace another one, or a damaged copy, there.")
-@click.option("--pins", is_flag=True, help="Pin the copy when SRC is pinned.")
+@flag("--overwrite", "Replace another one, or a damaged copy, there.")
+@flag("--pins", "Pin the copy when SRC is pinned.")
 @click.option(
     "--threads",
     type=click.IntRange(1, 256),
@@ -59,20 +58,16 @@ def cp_command(
     SRC is refused. When DST is the same checkpoint already, nothing is done; with --overwrite every
     byte of it is checked.
     """
-    of_target = dict(target_option) or None
-    return settled(source, options, lambda found: copied(found, target, options, of_target, **how))
+    how["target_options"] = dict(target_option) or None
+    return retried(source, options, lambda found: copied(found, target, how))
 
 
-def copied(
-    found: Subject | Root, target: str, options: Options, target_options: Options, **how: Any
-) -> Report:
-    subject, newer = chosen(found, options)
-    if subject is None:
-        raise none_usable(found.url, newer)
-    subject.readable().__exit__(None, None, None)
+def copied(found: Found, target: str, how: dict[str, Any]) -> Report:
+    subject, newer, options = opened(found), passed_over(found), found.options
+    subject.__exit__(None, None, None)
     url = _target(target, subject)
     counts = [0, 0]
-    before = _digest(url, options if target_options is None else target_options)
+    before = _digest(url, options if how["target_options"] is None else how["target_options"])
     start = perf_counter()
     with warnings.catch_warnings(record=True) as caught, progress_bar(subject.name) as advance:
         warnings.simplefilter("always", CheckpointWarning)
@@ -83,12 +78,7 @@ def copied(
 
         try:
             info = copy_checkpoint(
-                subject.typed,
-                url,
-                storage_options=options,
-                target_options=target_options,
-                progress=progress,
-                **how,
+                subject.typed, url, storage_options=options, progress=progress, **how
             )
         except StorageError as error:
             # The source was there: the target cannot be made.
@@ -98,7 +88,7 @@ def copied(
     document = {
         "source": subject.url,
         "target": info.url,
-        "checkpoint": _checkpoint(info),
+        "checkpoint": facts.checkpoint(info),
         "already": counts[0] == 0 and before == _digest(subject.typed, options),
         "copied_bytes": counts[0],
         "kept_bytes": counts[1],
@@ -119,10 +109,8 @@ def _target(url: str, subject: Subject) -> str:
         return url
     # One that has a name of its own, or was put aside by an overwrite, is found in a root by this
     # one only.
-    return join_url(
-        url,
-        subject.name if CHECKPOINT_NAME.fullmatch(subject.name) else f"checkpoint-{subject.step}",
-    )
+    named = CHECKPOINT_NAME.fullmatch(subject.name)
+    return join_url(url, subject.name if named else f"checkpoint-{subject.info.step}")
 
 
 def _digest(url: str, options: Options) -> str | None:
@@ -131,11 +119,6 @@ def _digest(url: str, options: Options) -> str | None:
         return open_checkpoint(url, storage_options=options).manifest.digest
     except CheckpointError:
         return None
-
-
-def _checkpoint(info: CheckpointInfo) -> dict[str, Any]:
-    header = facts.fields(info, "name url status pinned") | {"reason": None}
-    return header | (facts.checkpoint(info.manifest) if info.manifest else {})
 
 
 def describe(document: dict[str, Any]) -> list[Block]:

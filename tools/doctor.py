@@ -18,165 +18,138 @@ from ckptcore import (
     scan_root,
 )
 
-from .cli import LOCATION, command
+from .cli import LOCATION, command, flag, repeated
 from .failures import BAD, GOOD
-from .lookup import Root, newest, resolve, subject_of
+from .lookup import Root, resolve
 from .render import Block, Line, Report, count, size
 from .subject import Options, Subject
 
-USABLE = "committed"
+# By root and digest of the manifest, where a checkpoint of this name lies elsewhere.
+Elsewhere = dict[str, dict[str, str]]
 
 
 @command("ckpt doctor runs/a", "ckpt doctor runs/a --tier s3://bucket/run-a --verify")
 @click.argument("path", metavar="ROOT", type=LOCATION)
-@click.option("--verify", is_flag=True, help="Read every byte of what restore would take.")
-@click.option(
-    "--tier", "tiers", multiple=True, metavar="ROOT", help="Another root with the same checkpoints."
-)
+@flag("--verify", "Read every byte of what restore would take.")
+@repeated("--tier", "ROOT", "Another root with the same checkpoints.", "tiers")
 def doctor_command(path: str, verify: bool, tiers: tuple[str, ...], options: Options) -> Report:
     """What is wrong in ROOT, what restore would do now, and the command that mends it. Changes
     nothing. Exits with 0 when nothing needs doing."""
     found = resolve(path, options)
+    taken, runs = None, []
     if isinstance(found, Root):
-        return _report(found, options, verify, tiers)
-    root = Root(found.typed, found.url, [])
-    with found:
-        if verify:
-            found.verify()
-        findings = [] if found.good else [_damage(root, found, None, {}, found.typed)]
-    return _finish(found.url, findings, None, [], found.name if found.good else None)
-
-
-def _report(root: Root, options: Options, verify: bool, tiers: tuple[str, ...]) -> Report:
-    taken, _ = newest(root.entries)
-    elsewhere = _in_tiers(tiers, options)
-    findings: list[dict[str, Any]] = []
-    for info in root.entries:
-        if info.status in (USABLE, "partial"):
-            continue
-        subject = subject_of(info, options, root.typed)
-        findings.append(_damage(root, subject, taken, elsewhere, join_url(root.typed, info.name)))
-    if taken is not None and verify:
-        with subject_of(taken, options, root.typed) as subject:
-            subject.verify()
-            if not subject.good:
-                place = join_url(root.typed, taken.name)
-                findings.append(_damage(root, subject, None, elsewhere, place))
-    findings += [_leftover(root, left) for left in find_leftovers(root.typed, options)]
-    findings += _notes(root, taken, options)
-    runs = sorted({info.run_id for info in root.entries if info.run_id})
-    return _finish(root.url, findings, taken, runs, taken.name if taken else None)
-
-
-def _finish(
-    url: str,
-    findings: list[dict[str, Any]],
-    taken: CheckpointInfo | None,
-    runs: list[str],
-    restores: str | None,
-) -> Report:
+        taken = found.newest()[0]
+        runs = sorted({info.run_id for info in found.entries if info.run_id})
+        findings = in_root(found, taken, verify, _in_tiers(tiers, options))
+        restores = taken.name if taken else None
+    else:
+        with found:
+            if verify:
+                found.verify()
+            findings = [] if found.good else [damage(found, None, {})]
+        restores = found.name if found.good else None
     needs = [finding for finding in findings if finding["severity"] == "problem"]
     if restores is None and not needs:
         needs = findings
     document = {
-        "path": url,
+        "path": found.url,
         "ok": not needs and restores is not None,
         "restores": restores,
         "run_id": taken.run_id if taken else None,
         "runs": runs,
         "findings": findings,
     }
-    good = document["ok"]
-    complaint = None if good else f"{count(len(needs), 'finding')} in {url}"
-    return Report(document, describe(document), GOOD if good else BAD, complaint)
+    complaint = None if document["ok"] else f"{count(len(needs), 'finding')} in {found.url}"
+    return Report(document, describe(document), BAD if complaint else GOOD, complaint)
 
 
-def _in_tiers(tiers: tuple[str, ...], options: Options) -> dict[str, dict[str, str]]:
+def in_root(
+    root: Root, taken: CheckpointInfo | None, verify: bool, elsewhere: Elsewhere
+) -> list[dict[str, Any]]:
+    findings = []
+    for info in root.entries:
+        if info.status not in ("committed", "partial"):
+            findings.append(damage(root.subject(info), taken, elsewhere))
+    if taken is not None and verify:
+        with root.subject(taken) as subject:
+            subject.verify()
+            if not subject.good:
+                findings.append(damage(subject, None, elsewhere))
+    findings += [_leftover(root, left) for left in find_leftovers(root.typed, root.options)]
+    return findings + _notes(root, taken)
+
+
+def _in_tiers(tiers: tuple[str, ...], options: Options) -> Elsewhere:
     """Where committed checkpoints lie in other roots, by name and digest of the manifest."""
-    found: dict[str, dict[str, str]] = {}
+    found: Elsewhere = {}
     for tier in tiers:
         for info in scan_root(tier, options):
-            if info.status == USABLE and info.manifest is not None:
+            if info.status == "committed" and info.manifest is not None:
                 at = join_url(tier, info.name)
                 found.setdefault(info.name, {}).setdefault(info.manifest.digest, at)
     return found
 
 
 def _finding(
-    name: str, kind: str, severity: str, message: str, mend: list[str], nbytes: int | None = None
+    name: str, kind: str, message: str, *mend: str, problem: bool = True, nbytes: int | None = None
 ) -> dict[str, Any]:
+    severity = "problem" if problem else "note"
     known = {"name": name, "kind": kind, "severity": severity, "message": message}
-    return known | {"mend": mend, "size_bytes": nbytes}
+    return known | {"mend": list(mend), "size_bytes": nbytes}
 
 
-def _damage(
-    root: Root,
-    subject: Subject,
-    taken: CheckpointInfo | None,
-    elsewhere: dict[str, dict[str, str]],
-    place: str,
-) -> dict[str, Any]:
-    with subject:
-        reason = subject.reason or "no reason known"
-        if subject.status == "unreadable":
-            return _finding(subject.name, "unreadable", "problem", reason, [])
-        if subject.status == "unsupported":
-            return _finding(
-                subject.name, "unsupported", "problem", reason, ["pip install --upgrade ckptcore"]
-            )
-        here = shlex.quote(place)
-        if "looks like" in reason:
-            message = f"{reason}; restore passes over it"
-            target = shlex.quote(f"{place}-imported")
-            return _finding(
-                subject.name, "foreign", "note", message, [f"ckpt import {here} {target}"]
-            )
-        mend = []
-        there = elsewhere.get(subject.name, {})
-        if subject.manifest is not None:  # another commit of this name is no cure
-            there = {d: at for d, at in there.items() if d == subject.manifest.digest}
-        for place in there.values():
-            mend.append(f"ckpt cp {shlex.quote(place)} {here} --overwrite")
-        if taken is not None:
-            step = subject.step
-            message = (
-                f"{reason}; restore goes on from step {taken.step}, and the next save of step "
-                f"{step} replaces it"
-            )
-        else:
-            message = reason
-        if subject.pinned:
-            mend.append(f"ckpt unpin {here}")
-        mend.append(f"ckpt rm {here} --damaged --yes")
-        return _finding(subject.name, subject.status, "problem", message, mend)
+def damage(subject: Subject, taken: CheckpointInfo | None, elsewhere: Elsewhere) -> dict[str, Any]:
+    name, status, info, here = (
+        subject.name,
+        subject.status,
+        subject.info,
+        shlex.quote(subject.typed),
+    )
+    reason = info.reason or "no reason known"
+    if status == "unreadable":
+        return _finding(name, status, reason)
+    if status == "unsupported":
+        return _finding(name, status, reason, "pip install --upgrade ckptcore")
+    if "looks like" in reason:
+        target = shlex.quote(f"{subject.typed}-imported")
+        what = f"{reason}; restore passes over it"
+        return _finding(name, "foreign", what, f"ckpt import {here} {target}", problem=False)
+    there = elsewhere.get(name, {})
+    if info.manifest is not None:  # another commit of this name is no cure
+        there = {digest: at for digest, at in there.items() if digest == info.manifest.digest}
+    mend = [f"ckpt cp {shlex.quote(at)} {here} --overwrite" for at in there.values()]
+    mend += [f"ckpt unpin {here}"] * info.pinned
+    if taken is not None:
+        after = f"the next save of step {info.step} replaces it"
+        reason += f"; restore goes on from step {taken.step}, and {after}"
+    return _finding(name, status, reason, *mend, f"ckpt rm {here} --damaged --yes")
 
 
 def _leftover(root: Root, left: Leftover) -> dict[str, Any]:
     message = f"{left.reason}; {left.writer}"
     if not left.abandoned:
         message += "; it is left alone until nobody can be at it"
-        return _finding(left.name, "in_progress", "note", message, [], left.nbytes)
-    mend = [f"ckpt prune {shlex.quote(root.typed)} --partials --yes"]
-    return _finding(left.name, "leftover", "problem", message, mend, left.nbytes)
+        return _finding(left.name, "in_progress", message, problem=False, nbytes=left.nbytes)
+    mend = f"ckpt prune {shlex.quote(root.typed)} --partials --yes"
+    return _finding(left.name, "leftover", message, mend, nbytes=left.nbytes)
 
 
-def _notes(root: Root, taken: CheckpointInfo | None, options: Options) -> list[dict[str, Any]]:
+def _notes(root: Root, taken: CheckpointInfo | None) -> list[dict[str, Any]]:
     """What is no damage, and good to know."""
     notes = []
-    left = [info for info in root.entries if info.abandoned]
-    if left:
+    if left := [info for info in root.entries if info.abandoned]:
         steps = ", ".join(str(info.step) for info in left)
         message = f"steps {steps} are of a branch that the run went back behind: never the newest"
         nbytes = sum(info.size_bytes or 0 for info in left)
-        notes.append(_finding(left[0].name, "abandoned", "note", message, [], nbytes))
+        notes.append(_finding(left[0].name, "abandoned", message, problem=False, nbytes=nbytes))
     try:
-        free = open_storage(root.typed, options).free_bytes()
+        free = open_storage(root.typed, root.options).free_bytes()
     except CheckpointError:
         free = None
     if taken is not None and free is not None and free < 2 * (taken.size_bytes or 0):
         message = f"{size(free)} are free, less than two more saves of {size(taken.size_bytes)}"
-        mend = [f"ckpt prune {shlex.quote(root.typed)} --keep last=2"]
-        notes.append(_finding(taken.name, "space", "problem", message, mend, free))
+        mend = f"ckpt prune {shlex.quote(root.typed)} --keep last=2"
+        notes.append(_finding(taken.name, "space", message, mend, nbytes=free))
     return notes
 
 

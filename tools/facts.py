@@ -1,8 +1,9 @@
-"""What the engine says, as the documents that `--json` prints: docs/cli.md describes their keys."""
+"""What the engine says, as the documents that `--json` prints (docs/cli.md describes their keys),
+and plain values of a state as JSON and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptcore import CheckpointInfo, CheckpointManifest, Problem, Sharing, TensorInfo
@@ -12,46 +13,48 @@ def fields(source: Any, names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names.split()}
 
 
+def head(info: CheckpointInfo) -> dict[str, Any]:
+    return fields(info, "name url step")
+
+
 def entry(
     info: CheckpointInfo, latest: bool = False, sharing: Sharing | None = None
 ) -> dict[str, Any]:
-    known = fields(info, "name url step status reason pinned abandoned created run_id sequence")
-    node = info.manifest.node if info.manifest else None
-    metrics = dict(info.metrics or {})
-    rest = {"latest": latest, "size_bytes": info.size_bytes, "metrics": metrics, "node": node}
-    shared = {
-        "unshared_bytes": None if sharing is None else sharing.unshared_bytes,
-        "shared_with": None if sharing is None else sharing.shared_with,
+    names = "name url step status reason pinned abandoned created run_id sequence size_bytes"
+    return fields(info, names) | {
+        "latest": latest,
+        "metrics": dict(info.metrics or {}),
+        "node": info.manifest.node if info.manifest else None,
+        "unshared_bytes": sharing.unshared_bytes if sharing else None,
+        "shared_with": sharing.shared_with if sharing else None,
     }
-    return known | rest | shared
 
 
-def checkpoint(manifest: CheckpointManifest) -> dict[str, Any]:
+def checkpoint(info: CheckpointInfo) -> dict[str, Any]:
     """The header: everything in the manifest but the components' and files' own tables."""
-    known = fields(
-        manifest,
-        "step run_id sequence attempt_id checkpoint_id format_version created world_size nodes "
-        "storage_mode node groups size_bytes digest versions environment metrics metrics_step "
-        "metadata training_args_hash timings extra",
-    )
-    return known | {"files": len(manifest.files), "components": len(manifest.components)}
+    found = fields(info, "name url status reason pinned step run_id sequence")
+    manifest = info.manifest
+    if manifest is None:
+        return found
+    names = "attempt_id checkpoint_id format_version created world_size nodes storage_mode node "
+    names += "groups size_bytes digest versions environment metrics metrics_step metadata "
+    known = fields(manifest, names + "training_args_hash timings extra")
+    counts = {"files": len(manifest.files), "components": len(manifest.components)}
+    return found | known | counts
 
 
-def components(
-    manifest: CheckpointManifest, extents: Mapping[str, Any] | None = None
-) -> list[dict[str, Any]]:
+def components(manifest: CheckpointManifest, extents: Mapping[str, Any]) -> list[dict[str, Any]]:
     """extents: size of plain values, and dtypes, of the components where they are known."""
-    known = extents or {}
+    names = "key tensors size_bytes group partition group_keys required checksum metadata"
     return [
-        fields(item, "key tensors size_bytes group partition group_keys required checksum metadata")
+        fields(item, names)
         | {
             "pattern": str(item.pattern),
-            "values_bytes": known[key].values_bytes if key in known else None,
-            "dtypes": known[key].dtypes if key in known else None,
             "files": list(item.files),
             "writers": list(item.writers),
-            "copies": len(manifest.copies(item.key)),
+            "copies": len(manifest.copies(key)),
         }
+        | extents.get(key, {"values_bytes": None, "dtypes": None})
         for key, item in manifest.components.items()
     ]
 
@@ -68,7 +71,7 @@ def tensor(info: TensorInfo) -> dict[str, Any]:
     return known | {"shape": list(info.shape), "size_bytes": info.nbytes}
 
 
-def problem(found: Problem, manifest: CheckpointManifest | None = None) -> dict[str, Any]:
+def problem(found: Problem, manifest: CheckpointManifest | None) -> dict[str, Any]:
     """What the engine found, and beside it the size and digest that the manifest promises for the
     file."""
     record = manifest.files.get(found.file) if manifest and found.file else None
@@ -85,6 +88,9 @@ def problem(found: Problem, manifest: CheckpointManifest | None = None) -> dict[
 
 # ---------------------------------------------------------------- plain values
 
+LONG_INT = 13_000  # bits; Python writes no longer ones in decimal
+SCALARS = (bool, int, float, complex, str, bytes, type(None))
+
 
 def is_tensor(value: Any) -> bool:
     return hasattr(value, "full_name") and hasattr(value, "dtype")
@@ -96,17 +102,20 @@ def is_opaque(value: Any) -> bool:
     return hasattr(value, "codec") and hasattr(value, "payload")
 
 
+def tensor_in(value: Any) -> Any:
+    """The tensor that a value is, or is stored as; None where it is neither."""
+    value = value.payload if is_opaque(value) else value
+    return value if is_tensor(value) else None
+
+
 def _type_name(value: Any) -> str:
     kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
 
 
 def value(item: Any) -> Any:
-    """A nested Python value as JSON, types kept (see the module's text)."""
+    """A nested Python value as JSON, types kept (docs/cli.md: Values)."""
     kind = type(item)
     if kind is int and item.bit_length() > LONG_INT:
         return {"$type": "int", "hex": hex(item)}
@@ -117,100 +126,73 @@ def value(item: Any) -> Any:
     if kind is dict and all(type(key) is str for key in item) and "$type" not in item:
         return {key: value(each) for key, each in item.items()}
     if is_tensor(item):
-        return {
-            "$type": "tensor",
-            "name": item.full_name,
-            "dtype": item.dtype,
-            "shape": list(item.shape),
-        }
+        known = {"name": item.full_name, "dtype": item.dtype, "shape": list(item.shape)}
+        return {"$type": "tensor"} | known
+    if is_opaque(item):
+        return {"$type": str(item.codec), "value": value(item.payload)}
     tagged: dict[str, Any] = {"$type": _type_name(item)}
     if isinstance(item, dict):
         tagged["items"] = [[value(key), value(each)] for key, each in item.items()]
     elif isinstance(item, (set, frozenset)):
-        tagged["items"] = [value(each) for each in sorted(item, key=_repr)]
+        tagged["items"] = [value(each) for each in sorted(item, key=_written)]
     elif isinstance(item, tuple):
         tagged["items"] = [value(each) for each in item]
     elif isinstance(item, (bytes, bytearray)):
         tagged["hex"] = item.hex()
     elif kind.__module__ == "numpy":
-        tagged |= {
-            "dtype": str(item.dtype),
-            "shape": list(item.shape),
-            "items": value(item.tolist()),
-        }
-    elif is_opaque(item):
-        tagged = {"$type": str(item.codec), "value": value(item.payload)}
+        tagged |= {"dtype": str(item.dtype), "shape": list(item.shape)}
+        tagged["items"] = value(item.tolist())
     else:
-        tagged["value"] = _decimal(item, str)
+        tagged["value"] = _written(item, str)
     return tagged
 
 
-def leaves(item: Any) -> Iterator[tuple[str, str]]:
-    """(path, text) of every leaf of a nested Python value; a sequence of scalars is one leaf."""
-    return ((path, text(leaf)) for path, leaf in leaf_items(item))
-
-
-def leaf_items(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, leaf) of a nested Python value; a sequence of scalars is one, and so is what is
     empty."""
     children: list[tuple[Any, Any]] = []
     if isinstance(item, dict):
         children = list(item.items())
-    elif isinstance(item, (list, tuple)) and not all(map(_is_scalar, item)):
+    elif isinstance(item, (list, tuple)) and not all(isinstance(each, SCALARS) for each in item):
         children = list(enumerate(item))
     if not children:
         yield path, item
     for key, child in children:
-        name = escaped(key)
-        yield from leaf_items(child, f"{path}/{name}" if path else name)
+        yield from leaves(child, f"{path}/{escaped(key)}" if path else escaped(key))
 
 
 def escaped(key: Any) -> str:
-    """A key of a dict, or a place in a list, as a part of a path."""
-    return (key if type(key) is str else _repr(key)).replace("~", "~0").replace("/", "~1")
+    """A key of a dict, or a number in a list, as a part of a path."""
+    text = key if type(key) is str else _written(key)
+    return text.replace("~", "~0").replace("/", "~1")
 
 
-LONG_INT = 13_000  # bits; Python writes no longer ones in decimal
-
-
-def _repr(item: Any) -> str:
-    return _decimal(item, repr)
-
-
-def _decimal(item: Any, form: Callable[[Any], str]) -> str:
+def _written(item: Any, form: Any = repr) -> str:
     try:
-        return form(item)
+        return str(form(item))
     except ValueError:  # a long int, or something with one inside
-        return (
-            hex(item)
-            if type(item) is int
-            else f"a {type(item).__name__} with numbers of thousands of digits"
-        )
-
-
-def _is_scalar(item: Any) -> bool:
-    return item is None or isinstance(item, (bool, int, float, complex, str, bytes))
+        if type(item) is int:
+            return hex(item)
+        return f"a {type(item).__name__} with numbers of thousands of digits"
 
 
 def text(item: Any, limit: int = 100) -> str:
+    """A leaf, on one line."""
     if is_tensor(item):
         return f"tensor {item.dtype} {list(item.shape)}"
     if is_opaque(item):
-        if is_tensor(item.payload):
-            return (
-                f"{item.codec}, stored as tensor {item.payload.full_name} {item.payload.dtype} "
-                f"{list(item.payload.shape)}"
-            )
-        return _shorten(f"{item.codec}: {text(item.payload, limit)}", limit)
+        held = tensor_in(item)
+        if held is None:
+            return shortened(f"{item.codec}: {text(item.payload, limit)}", limit)
+        return f"{item.codec}, stored as tensor {held.full_name} {held.dtype} {list(held.shape)}"
     if type(item).__module__ == "numpy":
-        return (
-            f"{_type_name(item)} {item.dtype} {list(item.shape)} "
-            f"{_shorten(str(item.tolist()), limit)}"
-        )
-    count = f" ({len(item)} items)" if isinstance(item, (list, tuple, set, frozenset)) else ""
-    full = _repr(item)
-    return full if len(full) <= limit else _shorten(full, limit) + count
+        values = shortened(str(item.tolist()), limit)
+        return f"{_type_name(item)} {item.dtype} {list(item.shape)} {values}"
+    many = isinstance(item, (list, tuple, set, frozenset))
+    full = _written(item)
+    more = f" ({len(item)} items)" if many and len(full) > limit else ""
+    return shortened(full, limit) + more
 
 
-def _shorten(text: str, limit: int) -> str:
+def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."

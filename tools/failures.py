@@ -36,9 +36,18 @@ def not_found(message: str, **facts: Any) -> Failure:
     return Failure("not_found", NOT_FOUND, message, **facts)
 
 
-def expected_errors() -> tuple[type[Exception], ...]:
-    """What `failure_of` explains to a user; anything else is a bug."""
-    return (Failure, engine.CheckpointError, click.ClickException, OSError, ImportError)
+# What `failure_of` explains to a user; anything else is a bug.
+EXPECTED = (Failure, engine.CheckpointError, click.ClickException, OSError, ImportError)
+
+KINDS: tuple[tuple[type[Exception], str, int], ...] = (
+    (engine.NoUsableCheckpoint, "unusable", BAD),
+    (engine.CheckpointNotFound, "not_found", NOT_FOUND),
+    (engine.CheckpointCorrupt, "damaged", BAD),
+    (engine.UnsupportedVersion, "unsupported_version", BAD),
+    (engine.StorageError, "storage", STORAGE),
+    (engine.CheckpointError, "bad", BAD),
+    (FileNotFoundError, "not_found", NOT_FOUND),
+)
 
 
 def failure_of(error: Exception) -> Failure:
@@ -48,7 +57,6 @@ def failure_of(error: Exception) -> Failure:
         return error
     if isinstance(error, click.ClickException):
         return Failure("usage", USAGE, error.format_message())
-
     if isinstance(error, engine.StorageError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
         return not_found(str(error), path=error.path)
     facts: dict[str, Any] = {"type": type(error).__name__}
@@ -59,16 +67,7 @@ def failure_of(error: Exception) -> Failure:
     # What a program passes, a user types.
     text = str(error) or type(error).__name__
     message = text.replace("pass overwrite=True", "pass --overwrite")
-    kinds: list[tuple[type[Exception], str, int]] = [
-        (engine.NoUsableCheckpoint, "unusable", BAD),
-        (engine.CheckpointNotFound, "not_found", NOT_FOUND),
-        (engine.CheckpointCorrupt, "damaged", BAD),
-        (engine.UnsupportedVersion, "unsupported_version", BAD),
-        (engine.StorageError, "storage", STORAGE),
-        (engine.CheckpointError, "bad", BAD),
-        (FileNotFoundError, "not_found", NOT_FOUND),
-    ]
-    for kind, name, code in kinds:
+    for kind, name, code in KINDS:
         if isinstance(error, kind):
             return Failure(name, code, message, **facts)
     # The storage or its client; ImportError: the client is not installed.

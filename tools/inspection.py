@@ -4,8 +4,7 @@ answer for each question: tensors, plain values, files, who wrote what, metadata
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
@@ -21,36 +20,32 @@ from ckptcore import (
 )
 
 from . import facts, render
-from .cli import ITEM, LOCATION, command
-from .copies import StoredCopy, Which, check_fits, choose_copy
+from .cli import LOCATION, command, flag, number, repeated
+from .copies import StoredCopy, Which, check_fits, choose_copy, which_options
 from .failures import not_found
-from .lookup import Root, chosen, fallback, normal, settled, split, subject_of
+from .lookup import Found, Root, chosen, fallback, normal, passed_over, retried, split
 from .output import for_programs
-from .render import Block, Cell, Facts, Line, Report, Table, count, size, status_cell, table
+from .render import (
+    Block,
+    Cell,
+    Column,
+    Facts,
+    Line,
+    Report,
+    Table,
+    count,
+    pairs_of,
+    size,
+    status_cell,
+    table,
+)
 from .subject import Options, Subject, problem_lines
 
 # Indexes of at most so many bytes, in so many files, are read to say how large plain values are and
 # which dtypes there are.
 INDEX_LIMIT, INDEX_FILES = 16 << 20, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """What `inspect` is asked beside the overview: the options of the command."""
-
-    tensors: str | None
-    depth: int | None
-    values: tuple[str, ...]
-    which: Which
-    ranks: bool
-    files: bool
-    metadata: bool
-    verify: bool
-
-    @property
-    def overview(self) -> bool:
-        asked = self.tensors is not None or self.depth or self.values
-        return not (asked or self.files or self.ranks or self.metadata)
+QUESTIONS = ("tensors", "depth", "values", "ranks", "files", "metadata")
+Values = Mapping[str, tuple[StoredCopy, Any]]
 
 
 @command("ckpt inspect runs/a", "ckpt inspect runs/a/checkpoint-500 --tensors 'model/*' --depth 2")
@@ -62,23 +57,15 @@ class Questions:
     flag_value="*",
     help="List tensors whose name matches, with their total.",
 )
-@click.option(
-    "--depth",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Tensors by the first N parts of their names, with totals.",
-)
-@click.option("--values", metavar="COMPONENT", multiple=True, help="Plain values (repeatable).")
-@click.option("--rank", type=ITEM, metavar="N", help="Whose values: those that rank N restores.")
-@click.option("--group", metavar="G", help="Whose values: a group's number, or its key.")
-@click.option("--node", type=ITEM, metavar="N", help="Whose values: those of node N.")
-@click.option("--ranks", is_flag=True, help="Which rank wrote how much of each component.")
-@click.option("--files", is_flag=True, help="List files with size, writer and digest.")
-@click.option("--metadata", is_flag=True, help="Ids, versions, phases, and the user's metadata.")
-@click.option("--verify", is_flag=True, help="Check every byte too.")
+@number("--depth", 1, "Tensors by the first N parts of their names, with totals.")
+@repeated("--values", "COMPONENT", "Plain values.")
+@which_options
+@flag("--ranks", "Which rank wrote how much of each component.")
+@flag("--files", "List files with size, writer and digest.")
+@flag("--metadata", "Ids, versions, phases, and the user's metadata.")
+@flag("--verify", "Check every byte too.")
 def inspect_command(
     path: str | None,
-    tensors: str | None,
     options: Options,
     rank: int | None,
     group: str | None,
@@ -95,97 +82,102 @@ def inspect_command(
     """
     if path is None:
         # `--tensors PATH`: the path was taken for the option's pattern.
-        path, tensors = tensors, "*"
+        path, asked["tensors"] = asked["tensors"], "*"
     if path is None:
         raise click.UsageError("Missing argument 'PATH'.")
     which = Which(rank, group, node)
-    if which.given and not asked["values"]:
+    if which != Which() and not asked["values"]:
         raise click.UsageError(
             "--rank, --group and --node choose among the values of a component: give --values too"
         )
-    questions = Questions(tensors, which=which, **asked)
     subject, file = file_of(path, options)
     if subject is not None:
-        return inspected(subject, file, options, questions)
-    return settled(path, options, lambda found: inspected(found, None, options, questions))
+        return inspected(subject, file, which, asked)
+    return retried(path, options, lambda found: inspected(found, None, which, asked))
 
 
-def inspected(
-    found: Subject | Root, file: str | None, options: Options, asked: Questions
-) -> Report:
-    subject, newer = chosen(found, options)
+def inspected(found: Found, file: str | None, which: Which, asked: dict[str, Any]) -> Report:
+    subject, newer = chosen(found), passed_over(found)
     if subject is None:
-        # `restore` would find nothing: the newest of what it would look at, else of all.
+        # `restore` would find nothing: the newest of what it would try, else of all.
         assert isinstance(found, Root)
-        subject = subject_of(newer.pop() if newer else found.entries[-1], options, found.typed)
+        subject = found.subject(newer.pop() if newer else found.entries[-1])
         newer = []
     if subject.error is not None:
         raise subject.error
-    foreign: list[str] = []
-    listed = plain = modules = None
-    extent: dict[str, Extent] = {}
+    answers: dict[str, Any] = dict.fromkeys(("foreign_files", "tensors", "values"))
+    overview = file is None and not any(asked[name] for name in QUESTIONS)
+    extent: dict[str, Any] = {}
     with subject:
-        if asked.verify:
+        if asked["verify"]:
             subject.verify()
-        view = subject.view
-        if view is not None:
+        if (view := subject.view) is not None:
             # An index that cannot be read is one more problem of the checkpoint, not the end of the
             # command.
-            foreign = view.foreign_files()
-            if asked.tensors is not None or asked.depth or file is not None:
-                listed = subject.attempt(lambda: matching(view, asked.tensors or "*", file))
-            if listed is not None and asked.depth:
-                modules = by_module(listed, asked.depth)
-            if asked.values:
-                plain = subject.attempt(lambda: values_of(view, asked.values, asked.which))
-            extent = extents(view) if asked.overview or for_programs() else {}
-    manifest = subject.manifest
+            answers = read_answers(subject, view, file, which, asked)
+            extent = extents(view) if overview or for_programs() else {}
+    manifest, tensors, values = subject.info.manifest, answers["tensors"], answers["values"]
+    files = manifest is not None and (asked["files"] or for_programs())
     document = {
-        "checkpoint": subject.document(),
+        "checkpoint": facts.checkpoint(subject.info),
         "components": facts.components(manifest, extent) if manifest else [],
-        "files": facts.files(manifest) if manifest and (asked.files or for_programs()) else [],
-        "foreign_files": sorted(foreign),
-        "tensors": listed,
-        "modules": modules,
-        "ranks": written_by(manifest) if manifest and asked.ranks else None,
-        "values": {k: facts.value(value) for k, (_, value) in plain.items()} if plain else None,
-        "values_of": {k: copy.document() for k, (copy, _) in plain.items()} if plain else None,
-        "verified": asked.verify and view is not None,
+        "files": facts.files(manifest) if manifest and files else [],
+        "foreign_files": sorted(answers["foreign_files"] or []),
+        "tensors": tensors,
+        "modules": by_module(tensors, asked["depth"])
+        if tensors is not None and asked["depth"]
+        else None,
+        "ranks": written_by(manifest) if manifest and asked["ranks"] else None,
+        "values": {k: facts.value(value) for k, (_, value) in values.items()} if values else None,
+        "values_of": {k: copy.document() for k, (copy, _) in values.items()} if values else None,
+        "verified": asked["verify"] and subject.view is not None,
         "problems": subject.problems,
-        "fallback": None if subject.good else fallback(subject, asked.verify),
+        "fallback": None if subject.good else fallback(subject, asked["verify"]),
         "newer": [facts.entry(info) for info in newer],
     }
     complaint = None if subject.good else f"{subject.name} is {subject.status}"
-    blocks = describe(document, plain, asked, file)
+    if overview:
+        blocks = describe(document)
+    else:
+        verified = ", every byte verified" * (document["verified"] and not subject.problems)
+        title = Cell(
+            f"{subject.name}  {subject.status}{verified}", status_cell(subject.status).style
+        )
+        blocks = [Facts(title, not_usable(document)), *problem_lines(document)]
+        blocks += answer_blocks(document, values or {}, asked)
     return Report(document, blocks, subject.exit_code, complaint)
 
 
 def file_of(url: str, options: Options) -> tuple[Subject, str] | tuple[None, None]:
     """The checkpoint and the file's name where `url` is the path of one of its tensor files."""
     folder, name = split(normal(url)) if url else (None, "")
-    if folder and name.endswith(".safetensors"):
-        try:
-            subject = Subject.open(folder, split(folder)[1], options)
-        except CheckpointNotFound:
-            pass
-        else:
-            if subject.view is None or name in subject.view.manifest.files:
-                return subject, name
-            subject.view.__exit__(None, None, None)
-            raise not_found(f"{name} is no file of the checkpoint {subject.url}", path=normal(url))
-    return None, None
+    if not folder or not name.endswith(".safetensors"):
+        return None, None
+    try:
+        subject = Subject.open(folder, split(folder)[1], options)
+    except CheckpointNotFound:
+        return None, None
+    if subject.view is None or name in subject.view.manifest.files:
+        return subject, name
+    subject.view.__exit__(None, None, None)
+    raise not_found(f"{name} is no file of the checkpoint {subject.url}", path=normal(url))
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """How large the plain values of a component are, and which dtypes its tensors have."""
+def read_answers(
+    subject: Subject, view: CheckpointView, file: str | None, which: Which, asked: dict[str, Any]
+) -> dict[str, Any]:
+    """What the indexes say; None for what was not asked, or cannot be read."""
+    pattern, tensors, values = asked["tensors"], None, None
+    if pattern is not None or asked["depth"] or file is not None:
+        tensors = subject.attempt(lambda: matching(view, pattern or "*", file))
+    if asked["values"]:
+        values = subject.attempt(lambda: values_of(view, asked["values"], which))
+    return {"foreign_files": view.foreign_files(), "tensors": tensors, "values": values}
 
-    values_bytes: int
-    dtypes: list[str]
 
-
-def extents(view: CheckpointView) -> dict[str, Extent]:
-    """By component; none where it would take long to find out, or cannot be known."""
+def extents(view: CheckpointView) -> dict[str, Any]:
+    """How large the plain values of a component are, and which dtypes its tensors have, by
+    component; nothing where it would take long to find out, or cannot be known."""
     files = view.manifest.files.items()
     sizes = {record.writer: record.size for name, record in files if name.endswith(".msgpack")}
     found = {}
@@ -196,38 +188,32 @@ def extents(view: CheckpointView) -> dict[str, Extent]:
         if len(writers) > INDEX_FILES or needed > INDEX_LIMIT:
             continue
         try:
-            found[key] = Extent(view.values_bytes(key), view.dtypes(key))
+            found[key] = {"values_bytes": view.values_bytes(key), "dtypes": view.dtypes(key)}
         except CheckpointError:  # a finding for `verify`, or for who asks for the values
             continue
     return found
 
 
-def parts_of(name: str) -> list[str]:
-    """The parts of a tensor's name: of modules, and of nested dicts and lists."""
-    return [part for level in name.split("/") for part in level.split(".")]
-
-
-def by_module(tensors: list[dict[str, Any]], depth: int) -> list[dict[str, Any]]:
-    """Totals of the tensors of each component by the first `depth` parts of their names."""
+def by_module(tensors: Sequence[dict[str, Any]], depth: int) -> list[dict[str, Any]]:
+    """Totals of the tensors of each component by the first `depth` parts of their names: of
+    modules, and of nested dicts and lists."""
 
     def module(item: dict[str, Any]) -> tuple[str, str]:
-        parts = parts_of(item["name"])
+        parts = item["name"].replace("/", ".").split(".")
         return item["component"], ".".join(parts[: min(depth, len(parts) - 1)] or parts)
 
     rows = []
     for (component, name), group in groupby(sorted(tensors, key=module), key=module):
         members = list(group)
-        own = [item for item in members if item["alias_of"] is None]
-        rows.append(
-            {
-                "component": component,
-                "module": name,
-                "tensors": len(members),
-                "dtypes": sorted({item["dtype"] for item in members}),
-                "size_bytes": sum(item["size_bytes"] for item in own),
-            }
-        )
+        row = {"component": component, "module": name, "tensors": len(members)}
+        row["dtypes"] = sorted({item["dtype"] for item in members})
+        rows.append(row | {"size_bytes": stored_bytes(members)})
     return rows
+
+
+def stored_bytes(tensors: Iterable[dict[str, Any]]) -> int:
+    """Of several names of one tensor, once."""
+    return sum(item["size_bytes"] for item in tensors if item["alias_of"] is None)
 
 
 def written_by(manifest: CheckpointManifest) -> list[dict[str, Any]]:
@@ -250,7 +236,7 @@ def written_by(manifest: CheckpointManifest) -> list[dict[str, Any]]:
     ]
 
 
-def matching(view: CheckpointView, pattern: str, file: str | None = None) -> list[dict[str, Any]]:
+def matching(view: CheckpointView, pattern: str, file: str | None) -> list[dict[str, Any]]:
     """Tensors whose full name ("component/name") or name is `pattern`, or matches it as a shell
     pattern; of `file` alone where it is given.
 
@@ -261,74 +247,47 @@ def matching(view: CheckpointView, pattern: str, file: str | None = None) -> lis
     keys = {key + copy.label: key for key in manifest.components for copy in manifest.copies(key)}
     everything = view.tensors()
     if file is not None:
-        inside = members(view, file)
+        reads = view.reads_of(view.index(manifest.files[file].writer))
+        inside = {(read.component, read.entry.name) for read in reads if read.entry.file == file}
         everything = [t for t in everything if t.file == file or (t.component, t.name) in inside]
 
     def matches(tensor: TensorInfo) -> bool:
         names = tensor.full_name, tensor.name, f"{keys.get(tensor.component)}/{tensor.name}"
-        return pattern == "*" or any(
-            pattern == name or fnmatchcase(name, pattern) for name in names
-        )
+        return pattern in ("*", *names) or any(fnmatchcase(name, pattern) for name in names)
 
     found = [facts.tensor(info) for info in everything if matches(info)]
     if not found and (everything or pattern != "*"):
-        where = f"{len(everything)} tensors in {', '.join(view.manifest.components)}"
+        where = f"{len(everything)} tensors in {', '.join(manifest.components)}"
         raise not_found(f"no tensor matches {pattern!r}: {where}", path=view.url, pattern=pattern)
     return found
 
 
-def members(view: CheckpointView, file: str) -> set[tuple[str, str]]:
-    """(component, tensor) of the boxes of sharded tensors that lie in a file."""
-    index = view.index(view.manifest.files[file].writer)
-    return {
-        (read.component, read.entry.name)
-        for read in view.reads_of(index)
-        if read.entry.file == file
-    }
-
-
-def values_of(
-    view: CheckpointView, components: tuple[str, ...], which: Which
-) -> dict[str, tuple[StoredCopy, Any]]:
+def values_of(view: CheckpointView, components: tuple[str, ...], which: Which) -> Values:
     """Python values by component, and whose they are. Raises Failure when there is no such
     component, or copy."""
     for name in components:
         if name not in view.manifest.components:
             known = ", ".join(view.manifest.components) or "none"
-            raise not_found(
-                f"no component {name!r} in {view.url}: it has {known}",
-                path=view.url,
-                component=name,
-            )
+            what = f"no component {name!r} in {view.url}: it has {known}"
+            raise not_found(what, path=view.url, component=name)
     check_fits(view, components, which)
-    found = {}
-    for name in components:
-        copy = choose_copy(view, name, which)
-        found[name] = copy, view.values(name, copy.number)
-    return found
+    copies = {name: choose_copy(view, name, which) for name in components}
+    return {name: (copy, view.values(name, copy.number)) for name, copy in copies.items()}
 
 
 # ---------------------------------------------------------------- for people
 
 
-def describe(
-    document: dict[str, Any],
-    values: dict[str, tuple[StoredCopy, Any]] | None,
-    asked: Questions,
-    file: str | None,
-) -> list[Block]:
+def describe(document: dict[str, Any]) -> list[Block]:
+    """The overview."""
     checkpoint = document["checkpoint"]
-    problems = problem_lines(document, document["fallback"])
-    if not asked.overview or file is not None:
-        blocks: list[Block] = [short_header(checkpoint, document), *problems]
-        return blocks + answers(document, values, asked)
-    blocks = [header(checkpoint, document), *problems]
+    blocks: list[Block] = [header(document), *problem_lines(document)]
     if document["components"]:
         blocks.append(component_table(document["components"]))
     if checkpoint.get("metrics"):
         at = checkpoint["metrics_step"]
         other = "" if at in (None, checkpoint["step"]) else f" (measured at step {at})"
-        rows = [[name, render.number(value)] for name, value in checkpoint["metrics"].items()]
+        rows = [{"metric": name, "value": value} for name, value in checkpoint["metrics"].items()]
         blocks.append(table(f"metrics{other}", "metric, value>", rows))
     if document["foreign_files"]:
         title = "foreign files: not part of this checkpoint, ignored when it is loaded"
@@ -337,173 +296,136 @@ def describe(
     return blocks
 
 
-def answers(
-    document: dict[str, Any], values: dict[str, tuple[StoredCopy, Any]] | None, asked: Questions
-) -> list[Block]:
+def answer_blocks(document: dict[str, Any], values: Values, asked: dict[str, Any]) -> list[Block]:
     """What was asked beside the overview."""
     blocks: list[Block] = []
-    if asked.metadata and "format_version" in document["checkpoint"]:
+    tensors = document["tensors"]
+    if asked["metadata"] and "format_version" in document["checkpoint"]:
         blocks.append(metadata(document["checkpoint"]))
-    if asked.ranks and document["ranks"] is not None:
-        blocks.append(rank_table(document))
-    if asked.files and document["files"]:
+    if document["ranks"] is not None:
+        keys = [*(item["key"] for item in document["components"]), "index"]
+        columns = [Column("rank"), *(Column(key, right=True) for key in (*keys, "total"))]
         rows = [
-            [item["name"], size(item["size_bytes"]), str(item["writer"]), item["digest"]]
-            for item in document["files"]
+            [ranks, *(size(parts.get(key)) for key in keys), size(total)]
+            for ranks, parts, total in like_ranks(document["ranks"])
         ]
-        blocks.append(table("files", "file, size>, writer>, digest", rows))
+        blocks.append(Table("who wrote what", columns, rows))
+    if asked["files"] and document["files"]:
+        columns_of_files = "file=name, size>=size_bytes, writer>, digest"
+        blocks.append(table("files", columns_of_files, document["files"]))
     if document["modules"] is not None:
-        modules = map(module_row, document["modules"])
-        blocks.append(table("modules", "module, tensors>, dtype, size>", modules))
-    elif document["tensors"] is not None:
-        tensors = map(tensor_row, document["tensors"])
-        blocks.append(table("tensors", "tensor, dtype, shape, size>, file", tensors))
-    if document["tensors"] is not None:
-        own = [item for item in document["tensors"] if item["alias_of"] is None]
-        total = size(sum(item["size_bytes"] for item in own))
-        blocks.append(Line(f"  total: {count(len(document['tensors']), 'tensor')}, {total}"))
-    for component, (copy, value) in (values or {}).items():
-        pairs: list[tuple[str, Cell | str]] = [
-            (path or ".", text) for path, text in facts.leaves(value)
+        modules = [
+            row | {"module": f"{row['component']}/{row['module']}"} for row in document["modules"]
         ]
-        blocks.append(Facts(Cell(copy.title(component), "bold"), pairs))
+        columns_of_modules = "module, tensors>, dtype=dtypes, size>=size_bytes"
+        blocks.append(table("modules", columns_of_modules, modules))
+    elif tensors is not None:
+        columns_of_tensors = "tensor=full_name, dtype, shape, size>=size_bytes, file"
+        blocks.append(table("tensors", columns_of_tensors, map(_with_file, tensors)))
+    if tensors is not None:
+        blocks.append(
+            Line(f"  total: {count(len(tensors), 'tensor')}, {size(stored_bytes(tensors))}")
+        )
+    for component, (copy, value) in values.items():
+        pairs = [(path or ".", facts.text(leaf)) for path, leaf in facts.leaves(value)]
+        blocks.append(Facts(Cell(f"values of {component}{copy.title()}", "bold"), pairs))
     return blocks
+
+
+def _with_file(tensor: dict[str, Any]) -> dict[str, Any]:
+    same = f"same as {tensor['alias_of']}" if tensor["alias_of"] else None
+    return tensor | {"file": same or tensor["layout"] or tensor["file"]}
 
 
 def component_table(components: Sequence[dict[str, Any]]) -> Table:
     """A group, or copies, are a column where there are any."""
-    groups = any(item["group"] for item in components)
-    copies = any(item["copies"] > 1 for item in components)
-    columns = "component!, pattern, dtype, tensors>, size>"
-    columns += ", copies>" * copies + ", group" * groups + ", written by ranks"
-    rows = []
-    for item in components:
-        dtypes = item["dtypes"]
-        row = [item["key"], item["pattern"] + ("" if item["required"] else ", optional")]
-        row.append("?" if dtypes is None else ",".join(dtypes) or "-")
-        row += [str(item["tensors"]), size(item["size_bytes"] + (item["values_bytes"] or 0))]
-        row += [str(item["copies"])] * copies + [item["group"] or "-"] * groups
-        rows.append([*row, render.ranks(item["writers"])])
-    return table("components", columns, rows)
+    columns = "component!=key, pattern, dtype=dtypes, tensors>, size>=size_bytes"
+    columns += ", copies>" * any(item["copies"] > 1 for item in components)
+    columns += ", group" * any(item["group"] for item in components)
+    rows = [
+        item
+        | {
+            "pattern": item["pattern"] + ", optional" * (not item["required"]),
+            "dtypes": "?" if item["dtypes"] is None else item["dtypes"],
+            "size_bytes": item["size_bytes"] + (item["values_bytes"] or 0),
+        }
+        for item in components
+    ]
+    return table("components", f"{columns}, written by ranks=writers", rows)
 
 
-def rank_table(document: dict[str, Any]) -> Table:
-    """Ranks that follow one another and wrote the same are one row."""
-    keys = [*(item["key"] for item in document["components"]), "index"]
+def like_ranks(ranks: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, int], int]]:
+    """(Ranks, bytes of each of them by component, bytes of them all): ranks that follow one another
+    and wrote the same, to the digits that are shown, are one."""
 
-    def cells(row: dict[str, Any]) -> list[str]:
-        return [size(row["components"].get(key)) for key in keys]
+    def shown(row: dict[str, Any]) -> dict[str, str]:
+        return {key: size(nbytes) for key, nbytes in row["components"].items()}
 
-    rows = []
-    for same, group in groupby(document["ranks"], key=cells):
+    for _, group in groupby(ranks, key=shown):
         members = list(group)
-        ranks = render.ranks([row["rank"] for row in members]) + " each" * (len(members) > 1)
-        rows.append([ranks, *same, size(sum(row["size_bytes"] for row in members))])
-    columns = [render.Column(key, right=True) for key in [*keys, "total"]]
-    return Table("who wrote what", [render.Column("rank"), *columns], rows)
+        name = render.ranks(row["rank"] for row in members) + " each" * (len(members) > 1)
+        yield name, members[0]["components"], sum(row["size_bytes"] for row in members)
 
 
-def short_header(checkpoint: dict[str, Any], document: dict[str, Any]) -> Facts:
-    """One line, and what restore would pass over."""
-    status = checkpoint["status"]
-    verified = ", every byte verified" if document["verified"] and not document["problems"] else ""
-    title = f"{checkpoint['name']}  {status}{verified}"
-    return Facts(Cell(title, status_cell(status).style), not_usable(document["newer"]))
+def not_usable(document: dict[str, Any]) -> list[tuple[str, Cell | str]]:
+    """What restore would pass over."""
+    known = ((e, e["reason"] or "no reason known") for e in reversed(document["newer"]))
+    texts = (f"{entry['name']} is {entry['status']}: {reason}" for entry, reason in known)
+    return [("newer, not usable", Cell(text, "yellow")) for text in texts]
 
 
-def not_usable(newer: list[dict[str, Any]]) -> list[tuple[str, Cell | str]]:
-    return [
-        (
-            "newer, not usable",
-            Cell(
-                f"{entry['name']} is {entry['status']}: {entry['reason'] or 'no reason known'}",
-                "yellow",
-            ),
-        )
-        for entry in reversed(newer)
-    ]
-
-
-def header(checkpoint: dict[str, Any], document: dict[str, Any]) -> Facts:
-    title = status_cell(checkpoint["status"])
-    verified = document["verified"] and not document["problems"]
-    status = title._replace(text=title.text + (", every byte verified" if verified else ""))
-    pairs: list[tuple[str, Cell | str]] = [("status", status), *not_usable(document["newer"])]
-    pairs.append(("path", checkpoint["url"]))
-    if checkpoint["pinned"]:
-        pairs.append(("pinned", "yes: retention and delete leave it alone"))
-    for name in ("step", "run_id"):
-        if checkpoint.get(name) is not None:
-            pairs.append((name.removesuffix("_id").replace("_", " "), str(checkpoint[name])))
+def header(document: dict[str, Any]) -> Facts:
+    checkpoint = document["checkpoint"]
+    note = ", every byte verified" * (document["verified"] and not document["problems"])
+    pairs = [("status", status_cell(checkpoint["status"], note)), *not_usable(document)]
+    kept = "yes: retention and delete leave it alone" if checkpoint["pinned"] else None
+    pairs += pairs_of(checkpoint | {"pinned": kept}, "path=url, pinned, step, run=run_id")
+    title = Cell(checkpoint["name"], "bold")
     if "format_version" not in checkpoint:
-        return Facts(Cell(checkpoint["name"], "bold"), pairs)
-    nodes, created = checkpoint["nodes"], render.moment(checkpoint["created"])
+        return Facts(title, pairs)
+    nodes, node, created = (
+        checkpoint["nodes"],
+        checkpoint["node"],
+        render.moment(checkpoint["created"]),
+    )
     age = f"{created.text} ({created.terminal})" if created.terminal else ""
-    pairs += [
-        ("created", created._replace(terminal=age)),
-        ("size", f"{size(checkpoint['size_bytes'])} in {count(checkpoint['files'], 'file')}"),
-        (
-            "world size",
-            f"{checkpoint['world_size']}" + (f" on {len(nodes)} nodes" if len(nodes) > 1 else ""),
-        ),
-        *([("storage mode", _part(checkpoint))] if checkpoint["node"] is not None else []),
-    ]
+    known: dict[str, Any] = {
+        "created": created._replace(terminal=age),
+        "size": f"{size(checkpoint['size_bytes'])} in {count(checkpoint['files'], 'file')}",
+        "world_size": str(checkpoint["world_size"]) + f" on {len(nodes)} nodes" * (len(nodes) > 1),
+    }
+    if node is not None:
+        part = f"the part of node {node} of {len(nodes)} (ranks {render.ranks(nodes[node])})"
+        known["storage_mode"] = f"node: this is {part}"
+    pairs += pairs_of(known, "created, size, world size, storage mode")
     for name, partition in checkpoint["groups"].items():
         text = " ".join(f"{{{render.ranks(group)}}}" for group in partition)
-        pairs.append((f"group {name}", text if len(text) <= 100 else text[:97] + "..."))
-    return Facts(Cell(checkpoint["name"], "bold"), pairs)
+        pairs.append((f"group {name}", facts.shortened(text, 100)))
+    return Facts(title, pairs)
 
 
 def metadata(checkpoint: dict[str, Any]) -> Facts:
     """All that a person seldom asks for; the user's own metadata one line for each leaf."""
-    pairs: list[tuple[str, Cell | str]] = [
-        (name.replace("_", " "), str(checkpoint[name]))
-        for name in ("sequence", "checkpoint_id", "attempt_id", "format_version", "digest")
-    ]
-    pairs.append(("versions", _words(checkpoint["versions"])))
-    if checkpoint["environment"]:
-        pairs.append(("environment", _words(checkpoint["environment"])))
-    if checkpoint["training_args_hash"]:
-        pairs.append(("training args", checkpoint["training_args_hash"]))
-    if checkpoint["timings"]:
-        pairs.append(("timings", render.seconds(checkpoint["timings"])))
-    if checkpoint["extra"]:
-        pairs.append(("other fields", ", ".join(checkpoint["extra"])))
-    found = _json_leaves(checkpoint["metadata"], "metadata")
-    return Facts(Cell("metadata", "bold"), pairs + found)
+    words = {
+        name: ", ".join(f"{what} {value}" for what, value in checkpoint[name].items())
+        for name in ("versions", "environment")
+    }
+    words["timings"] = render.seconds(checkpoint["timings"])
+    words["extra"] = ", ".join(checkpoint["extra"])
+    names = "sequence, checkpoint id, attempt id, format version, digest, versions, environment, "
+    names += "training args=training_args_hash, timings, other fields=extra"
+    return Facts(
+        Cell("metadata", "bold"),
+        [*pairs_of(checkpoint | words, names), *_json_leaves(checkpoint["metadata"], "metadata")],
+    )
 
 
-def _json_leaves(document: Any, path: str) -> list[tuple[str, Cell | str]]:
+def _json_leaves(document: Any, path: str) -> Iterator[tuple[str, str]]:
     """Without recursion: metadata may be nested as deeply as its writer liked."""
-    pairs: list[tuple[str, Cell | str]] = []
     todo = [(path, document)]
     while todo:
         path, item = todo.pop()
         if isinstance(item, dict) and item:
             todo += [(f"{path}/{key}", item[key]) for key in sorted(item, reverse=True)]
         elif not (isinstance(item, dict) and path == "metadata"):
-            pairs.append((path, json.dumps(item, ensure_ascii=False)))
-    return pairs
-
-
-def _part(checkpoint: dict[str, Any]) -> str:
-    node, nodes = checkpoint["node"], checkpoint["nodes"]
-    return (
-        f"node: this is the part of node {node} of {len(nodes)} (ranks {render.ranks(nodes[node])})"
-    )
-
-
-def _words(values: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def module_row(item: dict[str, Any]) -> list[Cell | str]:
-    name = f"{item['component']}/{item['module']}"
-    return [name, str(item["tensors"]), ",".join(item["dtypes"]), size(item["size_bytes"])]
-
-
-def tensor_row(item: dict[str, Any]) -> list[Cell | str]:
-    shape = "x".join(map(str, item["shape"])) or "scalar"
-    place = item["layout"] or item["file"] or "-"
-    file = f"same as {item['alias_of']}" if item["alias_of"] else place
-    return [item["full_name"], item["dtype"], shape, size(item["size_bytes"]), file]
+            yield path, json.dumps(item, ensure_ascii=False)

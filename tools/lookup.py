@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
+
+import click
 
 from ckptcore import (
     CheckpointError,
@@ -20,6 +23,8 @@ from ckptcore import (
     split_url,
 )
 
+from .cli import LOCATION
+from .facts import head
 from .failures import GOOD, USAGE, Failure, bad, not_found
 from .render import Report
 from .subject import MANIFEST, Options, Subject
@@ -27,20 +32,56 @@ from .subject import MANIFEST, Options, Subject
 # A manifest is there, so these were committed once: what is wrong with them now is a finding, not a
 # leftover.
 PUBLISHED = ("committed", "damaged", "unsupported", "unreadable")
-LOOKS = 20  # how often a root that changes while a command looks at it is looked at again
+LOOKS = 20  # how often a root that changes while a command reads it is read again
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A folder of checkpoints; `entries` is never empty. typed: where it is; url: the same as it
-    may be shown."""
+    """A folder of checkpoints. typed: where it is; `url`: the same as it may be shown."""
 
     typed: str
-    url: str
     entries: list[CheckpointInfo]
+    options: Options
+
+    @property
+    def url(self) -> str:
+        return masked_url(self.typed)
+
+    def subject(self, info: CheckpointInfo) -> Subject:
+        """The subject for one of the entries, opened where that is possible."""
+        url = join_url(self.typed, info.name)
+        if info.status not in PUBLISHED:
+            return Subject.uncommitted(url, info, info.reason, self.options)
+        try:
+            subject = Subject.open(url, info.name, self.options)
+        except CheckpointNotFound:
+            gone = f"it was deleted while {info.url} was looked at"
+            info = replace(info, status="uncommitted")
+            return Subject.uncommitted(url, info, gone, self.options)
+        if info.status != "committed" and subject.good:
+            subject.info = replace(subject.info, status=info.status, reason=info.reason)
+        subject.learn(info)
+        return subject
+
+    def newest(self) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
+        """The entry that `restore` would take, as far as a listing says, and what it would pass
+        over for it (oldest first)."""
+        passed: list[CheckpointInfo] = []
+        for info in restore_candidates(self.entries):
+            if info.status == "committed":
+                return info, passed[::-1]
+            passed.append(info)
+        return None, passed[::-1]
+
+    def state(self) -> list[tuple[Any, ...]]:
+        """What changes when somebody saves or deletes here."""
+        return [(i.name, i.status, i.manifest and i.manifest.digest) for i in self.entries]
 
 
-def resolve(url: str, options: Options) -> Subject | Root:
+Found = Subject | Root
+
+
+def resolve(url: str, options: Options) -> Found:
     """What lies at `url`; the path of a manifest means its folder. Raises Failure when there is
     nothing, and what the storage raises."""
     if not url:
@@ -54,40 +95,53 @@ def resolve(url: str, options: Options) -> Subject | Root:
         subject = Subject.open(url, name, options)
     except CheckpointNotFound:
         if entries := scan(url, options):
-            return Root(url, masked_url(url), entries)
-        if folder and (info := _beside(folder, name, options)):
+            return Root(url, entries, options)
+        if info := _beside(folder, name, options):
             # It looks like a checkpoint and is none: no manifest.
-            return subject_of(info, options, folder)
+            return Root(folder or "", [info], options).subject(info)
         raise _nothing(url) from None
     # A storage that did not answer is not asked again: each time may take all of retry_deadline.
-    unknown = subject.error is None and subject.step is None
-    if unknown and folder and (info := _beside(folder, name, options)):
+    unknown = subject.error is None and subject.info.step is None
+    if unknown and (info := _beside(folder, name, options)):
         subject.learn(info)
     return subject
 
 
-def settled(url: str, options: Options, work: Callable[[Subject | Root], Report]) -> Report:
-    """What `work` finds of what lies at `url`. What was bad in a root that has changed since is
-    looked for again: a job that saves and deletes there is no damage. Raises what `resolve` and
-    `work` raise of a root that stays as it is."""
+def on_path(work: Callable[..., Report]) -> Callable[..., Report]:
+    """A command with the argument PATH: it gets what lies there.
+
+    What was bad in a root that has changed since is read again: a job that saves and deletes there
+    is no damage."""
+
+    @click.argument("path", type=LOCATION)
+    @wraps(work)
+    def run(path: str, options: Options, **how: Any) -> Report:
+        return retried(path, options, lambda found: work(found, **how))
+
+    return run
+
+
+def retried(url: str, options: Options, work: Callable[[Found], Report]) -> Report:
+    """What `work` finds of what lies at `url`. Raises what `resolve` and `work` raise of a root
+    that stays as it is."""
     for _ in range(LOOKS - 1):
         found = resolve(url, options)
         try:
             report = work(found)
         except (Failure, CheckpointError):
-            if not _has_changed(found, options):
+            if not _has_changed(found):
                 raise
         else:
-            if report.exit_code == GOOD or not _has_changed(found, options):
+            if report.exit_code == GOOD or not _has_changed(found):
                 return report
     return work(resolve(url, options))
 
 
-def _has_changed(found: Subject | Root, options: Options) -> bool:
-    def state(entries: list[CheckpointInfo]) -> list[tuple[str, str, str | None]]:
-        return [(i.name, i.status, i.manifest.digest if i.manifest else None) for i in entries]
-
-    return isinstance(found, Root) and state(scan(found.typed, options)) != state(found.entries)
+def _has_changed(found: Found) -> bool:
+    if isinstance(found, Subject):
+        return False
+    now = scan(found.typed, found.options)
+    return replace(found, entries=now).state() != found.state()
 
 
 def normal(url: str) -> str:
@@ -110,20 +164,22 @@ def scan(url: str, options: Options) -> list[CheckpointInfo]:
         return []
 
 
-def around(subject: Subject) -> list[CheckpointInfo]:
-    """What lies in the root of a checkpoint; nothing where that may not be read."""
+def around(subject: Subject) -> Root:
+    """The root that a checkpoint is in; without entries where that may not be read."""
     folder, _ = split(subject.typed)
     try:
-        return scan(folder, subject.options) if folder else []
+        entries = scan(folder, subject.options) if folder else []
     except StorageError:
-        return []
+        entries = []
+    return Root(folder or "", entries, subject.options)
 
 
-def _beside(folder: str, name: str, options: Options) -> CheckpointInfo | None:
+def _beside(folder: str | None, name: str, options: Options) -> CheckpointInfo | None:
     try:
-        return next((info for info in scan(folder, options) if info.name == name), None)
+        found = scan(folder, options) if folder else []
     except StorageError:
         return None  # the folder around a checkpoint need not be readable
+    return next((info for info in found if info.name == name), None)
 
 
 def _nothing(url: str) -> Failure:
@@ -139,46 +195,30 @@ def _nothing(url: str) -> Failure:
     return not_found(what, path=shown)
 
 
-def subject_of(info: CheckpointInfo, options: Options, root: str) -> Subject:
-    """The subject for an entry of a root, opened where that is possible."""
-    url = join_url(root, info.name)
-    if info.status in PUBLISHED:
-        try:
-            subject = Subject.open(url, info.name, options)
-        except CheckpointNotFound:
-            subject = Subject(url, info.name, options)
-            gone = f"it was deleted while {info.url} was looked at"
-            subject.not_committed("uncommitted", gone)
-        if info.status != "committed" and subject.good:
-            subject.status, subject.reason = info.status, info.reason
-    else:
-        subject = Subject(url, info.name, options)
-        subject.not_committed(info.status, info.reason)
-    subject.learn(info)
-    return subject
+def chosen(found: Found) -> Subject | None:
+    """The checkpoint that `restore` would take; None where it would find nothing that is usable. A
+    checkpoint that was named is itself."""
+    if isinstance(found, Subject):
+        return found
+    info = found.newest()[0]
+    return found.subject(info) if info else None
 
 
-def chosen(found: Subject | Root, options: Options) -> tuple[Subject | None, list[CheckpointInfo]]:
-    """The checkpoint that `restore` would take, and what it would pass over for it, oldest first;
-    None where it would find nothing that is usable. A checkpoint that was named is itself."""
-    if not isinstance(found, Root):
-        return found, []
-    info, passed = newest(found.entries)
-    return (subject_of(info, options, found.typed) if info else None), passed
+def passed_over(found: Found) -> list[CheckpointInfo]:
+    """What `restore` would pass over for `chosen`, oldest first."""
+    return found.newest()[1] if isinstance(found, Root) else []
 
 
-def opened(found: Subject | Root, options: Options) -> Subject:
+def opened(found: Found) -> Subject:
     """`chosen`, where it can be read. Raises Failure, and why it cannot be read."""
-    subject, passed = chosen(found, options)
+    subject = chosen(found)
     if subject is None:
-        raise none_usable(found.url, passed)
+        passed = passed_over(found)
+        why = "".join(f"; {each.name} is {each.status}: {each.reason}" for each in passed)
+        what = f"no committed checkpoint of the run that saved last in {found.url}{why}"
+        raise bad(what, path=found.url)
     subject.readable()
     return subject
-
-
-def none_usable(url: str, passed: list[CheckpointInfo]) -> Failure:
-    why = "".join(f"; {each.name} is {each.status}: {each.reason}" for each in passed)
-    return bad(f"no committed checkpoint of the run that saved last in {url}{why}", path=url)
 
 
 def one_checkpoint(url: str, options: Options) -> Subject:
@@ -192,17 +232,6 @@ def one_checkpoint(url: str, options: Options) -> Subject:
     return found
 
 
-def newest(entries: list[CheckpointInfo]) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
-    """The entry that `restore` would take, as far as a listing says, and what it would pass over
-    for it (oldest first)."""
-    passed: list[CheckpointInfo] = []
-    for info in restore_candidates(entries):
-        if info.status == "committed":
-            return info, passed[::-1]
-        passed.append(info)
-    return None, passed[::-1]
-
-
 def fallback(
     subject: Subject, verify: bool, known: dict[str, Subject] | None = None
 ) -> dict[str, Any] | None:
@@ -211,21 +240,18 @@ def fallback(
     With `verify`, every byte of a candidate is checked before it is named. known: what was checked
     already, by name.
     """
-    folder, name = split(subject.typed)
-    entries = around(subject)
-    older = [info for info in entries if info.status == "committed" and info.name != name]
-    if subject.step is not None:
-        mine = (subject.step, subject.sequence or 0)
-        older = [info for info in older if (info.step or 0, info.sequence or 0) < mine]
+    root, mine = around(subject), subject.info
+    older = [i for i in root.entries if i.status == "committed" and i.name != subject.name]
+    if mine.step is not None:
+        older = [info for info in older if info.order < mine.order]
     # A stable sort: oldest first within "other run" and within "same run".
-    older.sort(key=lambda info: info.run_id == subject.run_id)
+    older.sort(key=lambda info: info.run_id == mine.run_id)
     for info in reversed(older):
         candidate = (known or {}).get(info.name)
         if candidate is None:
-            with (candidate := subject_of(info, subject.options, folder or "")):
+            with (candidate := root.subject(info)):
                 if verify:
                     candidate.verify()
         if candidate.good:
-            head = {"name": info.name, "url": info.url, "step": info.step, "run_id": info.run_id}
-            return head | {"created": info.created, "verified": verify}
+            return head(info) | {"run_id": info.run_id, "created": info.created, "verified": verify}
     return None

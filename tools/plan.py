@@ -10,11 +10,11 @@ import click
 
 from ckptcore import CheckpointView, StoredBox
 
-from .cli import LOCATION, command
+from .cli import command
+from .facts import head
 from .failures import BAD, GOOD
-from .lookup import opened, settled
+from .lookup import Found, on_path, opened
 from .render import Block, Cell, Line, Report, count, size, table
-from .subject import Options, Subject
 
 CHUNK = 4 << 20  # bytes that are verified, and so read, together
 WORK = 400_000  # tensors times ranks beyond which some ranks stand for all
@@ -33,7 +33,7 @@ class Load(NamedTuple):
 
 
 @command("ckpt plan runs/a --world-size 16", "ckpt plan runs/a --world-size 1 --layout whole")
-@click.argument("path", type=LOCATION)
+@on_path
 @click.option("--world-size", type=click.IntRange(1), required=True, help="Ranks to restore on.")
 @click.option(
     "--layout",
@@ -41,20 +41,17 @@ class Load(NamedTuple):
     default="same",
     help="Sharded tensors are cut as they are in the checkpoint (default), or wanted whole.",
 )
-def plan_command(path: str, world_size: int, layout: str, options: Options) -> Report:
+def plan_command(found: Found, world_size: int, layout: str) -> Report:
     """What a restore of PATH on another number of ranks would read, at most, and which components
     it would refuse."""
-    return settled(path, options, lambda found: planned(opened(found, options), world_size, layout))
-
-
-def planned(subject: Subject, world_size: int, layout: str) -> Report:
+    subject = opened(found)
     with subject.readable() as view:
         manifest = view.manifest
         ranks = chosen_ranks(world_size, sum(c.tensors for c in manifest.components.values()))
         loads = dict.fromkeys(ranks, Load())
         rows: list[dict[str, Any]] = []
         for key, component in manifest.components.items():
-            verdict, why = judged(view, key, world_size)
+            verdict, why = verdict_on(view, key, world_size)
             mine = component_loads(view, key, ranks, world_size, layout, verdict)
             for rank, load in mine.items():
                 loads[rank] = loads[rank].plus(*load)
@@ -70,7 +67,7 @@ def planned(subject: Subject, world_size: int, layout: str) -> Report:
                 }
             )
         document = {
-            "checkpoint": subject.head(),
+            "checkpoint": head(subject.info),
             "saved_world_size": manifest.world_size,
             "world_size": world_size,
             "layout": layout,
@@ -92,7 +89,7 @@ def chosen_ranks(world_size: int, tensors: int) -> list[int]:
     return sorted({round(n * (world_size - 1) / (SAMPLES - 1)) for n in range(SAMPLES)})
 
 
-def judged(view: CheckpointView, key: str, world_size: int) -> tuple[str, str]:
+def verdict_on(view: CheckpointView, key: str, world_size: int) -> tuple[str, str]:
     """Whether a component restores on so many ranks: "yes", "no", or "depends", and why."""
     manifest = view.manifest
     component = manifest.components[key]
@@ -165,15 +162,7 @@ def _span(box: StoredBox, along: int, first: int, last: int) -> int:
 def describe(document: dict[str, Any]) -> list[Block]:
     styles = {"yes": "green", "no": "bold red", "depends": "yellow"}
     rows = [
-        [
-            row["key"],
-            row["pattern"],
-            Cell(row["restores"], styles[row["restores"]]),
-            size(row["stored_bytes"]),
-            size(row["most_bytes"]),
-            str(row["most_reads"]),
-            row["why"],
-        ]
+        row | {"restores": Cell(row["restores"], styles[row["restores"]])}
         for row in document["components"]
     ]
     saved, wanted = document["saved_world_size"], document["world_size"]
@@ -181,5 +170,6 @@ def describe(document: dict[str, Any]) -> list[Block]:
     loads = [row["size_bytes"] for row in document["ranks"]]
     of = f"{len(loads)} of {wanted} ranks" if document["sampled"] else count(wanted, "rank")
     total = f"{of}: {size(min(loads))} to {size(max(loads))} each, {size(sum(loads))} together"
-    columns = "component!, pattern, restores, stored>, a rank reads>, in reads>, why"
+    columns = "component!=key, pattern, restores, stored>=stored_bytes, a rank reads>=most_bytes, "
+    columns += "in reads>=most_reads, why"
     return [Line(head), table("", columns, rows), Line(total)]

@@ -1,8 +1,9 @@
-"""How facts reach the reader: rich tables on a terminal, plain aligned text in a pipe, JSON for
-programs.
+"""How facts reach the reader: rich tables on a terminal, plain aligned text in a pipe, a page of
+HTML, JSON for programs.
 
-A command describes its output once, as a list of blocks; both people's forms are drawn from those.
-JSON is strict: NaN and the infinities are strings, and it is pure ASCII whatever the locale.
+A command makes one document; its tables name keys of that, and how a value is written follows from
+its key. JSON is strict: NaN and the infinities are strings, and it is pure ASCII whatever the
+locale.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 from unicodedata import combining, east_asian_width
 
 NAME_WIDTH = 48  # names longer than this do not push the facts of all others to the right
+SHOWN = 20  # rows of a long table that people get
 
 
 class Cell(NamedTuple):
+    """terminal: shown instead on a terminal: such as an age, which plain text cannot repeat
+    tomorrow."""
+
     text: str
     style: str = ""
-    terminal: str = (
-        ""  # shown instead on a terminal: such as an age, which plain text cannot repeat tomorrow
-    )
+    terminal: str = ""
 
 
 class Column(NamedTuple):
@@ -32,7 +35,7 @@ class Column(NamedTuple):
     whole: bool = False  # a terminal too narrow for all columns folds others first
 
 
-Row = Sequence["Cell | str"]
+Row = Sequence[Cell | str]
 
 
 class Table(NamedTuple):
@@ -41,17 +44,9 @@ class Table(NamedTuple):
     rows: Sequence[Row]
 
 
-def table(title: str, columns: str, rows: Iterable[Row]) -> Table:
-    """columns: their names with commas between them; one of numbers ends in ">", one that is not
-    folded in "!"."""
-    names = [name.strip() for name in columns.split(",")]
-    made = [Column(name.rstrip(">!"), ">" in name, "!" in name) for name in names]
-    return Table(title, made, [*rows])
-
-
 class Facts(NamedTuple):
     title: Cell
-    pairs: list[tuple[str, Cell | str]]
+    pairs: Sequence[tuple[str, Cell | str]]
 
 
 class Line(NamedTuple):
@@ -72,17 +67,74 @@ class Report(NamedTuple):
     complaint: str | None = None
 
 
+# ---------------------------------------------------------------- values
+
 STATUS_STYLES = {
     "committed": "green",
-    "ok": "green",
     "damaged": "bold red",
     "uncommitted": "yellow",
     "partial": "yellow",
 }
 
 
+def cell(key: str, value: Any) -> Cell:
+    """A value of a document as a person reads it."""
+    if isinstance(value, Cell):
+        return value
+    if key == "created":
+        return moment(value)
+    if isinstance(value, str):
+        return Cell(value or "-")
+    if key == "shape":
+        return Cell("x".join(map(str, value)) or "scalar")
+    if value is None or value == [] or value == {}:
+        return Cell("-")
+    if key.endswith("bytes"):
+        return Cell(size(value))
+    if key in ("writers", "ranks"):
+        return Cell(ranks(value))
+    if isinstance(value, dict):
+        return Cell(metrics(value))
+    if isinstance(value, list):
+        return Cell(("," if key == "dtypes" else ", ").join(map(str, value)))
+    if isinstance(value, bool):
+        return Cell("yes" if value else "no")
+    return Cell(number(value))
+
+
 def status_cell(status: str, note: str = "") -> Cell:
     return Cell(f"{status}{note}", STATUS_STYLES.get(status, ""))
+
+
+def named(names: str) -> Iterable[tuple[str, str]]:
+    """(Name, key) of "name, name=key, ...". The key is the name where none is given."""
+    for part in names.split(","):
+        name, _, key = part.strip().partition("=")
+        yield name, key or name.rstrip(">!").replace(" ", "_")
+
+
+def table(title: str, columns: str, rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Documents as rows. columns: "name, name=key, ..."; that of one of numbers ends in ">", of one
+    that is not folded in "!"."""
+    pairs = list(named(columns))
+    made = [Column(name.rstrip(">!"), ">" in name, "!" in name) for name, _ in pairs]
+    return Table(title, made, [[cell(key, row.get(key)) for _, key in pairs] for row in rows])
+
+
+def pairs_of(document: Mapping[str, Any], names: str) -> list[tuple[str, Cell | str]]:
+    """What is known of "name, name=key, ..."."""
+    known = ((name, key) for name, key in named(names) if document.get(key) not in (None, ""))
+    return [(name, cell(key, document[key])) for name, key in known]
+
+
+def first_rows(
+    title: str, columns: str, rows: Sequence[Mapping[str, Any]], command: str
+) -> list[Block]:
+    """The first rows of a table, and which command has how many more; nothing where there is
+    none."""
+    more = f"  ... and {len(rows) - SHOWN} more: ckpt {command} --json has all"
+    rest: list[Block] = [Line(more)] if len(rows) > SHOWN else []
+    return [table(title, columns, rows[:SHOWN]), *rest] if rows else []
 
 
 def size(nbytes: int | None) -> str:
@@ -101,7 +153,7 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def ranks(members: list[int]) -> str:
+def ranks(members: Iterable[int]) -> str:
     """[0, 1, 2, 5] -> '0-2,5'."""
     runs: list[list[int]] = []
     for rank in sorted(members):
@@ -116,11 +168,11 @@ def number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def metrics(values: dict[str, Any]) -> str:
-    return " ".join(f"{name}={number(value)}" for name, value in values.items()) or "-"
+def metrics(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={number(value)}" for name, value in values.items())
 
 
-def seconds(timings: dict[str, float]) -> str:
+def seconds(timings: Mapping[str, float]) -> str:
     """The phases of a save."""
     return " ".join(f"{name}={value:.3g}s" for name, value in timings.items())
 
@@ -151,8 +203,8 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _text(cell: Cell | str) -> str:
-    return printable(cell.text if isinstance(cell, Cell) else cell)
+def text_of(value: Cell | str) -> str:
+    return printable(value.text if isinstance(value, Cell) else value)
 
 
 # ---------------------------------------------------------------- JSON
@@ -169,19 +221,49 @@ def strict(value: Any) -> Any:
     return value
 
 
-def show_json(document: dict[str, Any], stream: TextIO | None = None) -> None:
+def show_json(document: dict[str, Any]) -> None:
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(
-        4 * limit
-    )  # what could be read can be written: a level takes several calls here
+    # What could be read can be written: a level takes several calls here.
+    sys.setrecursionlimit(4 * limit)
     try:
         text = json.dumps(strict(document), allow_nan=False, indent=2)
     finally:
         sys.setrecursionlimit(limit)
-    (stream or sys.stdout).write(text + "\n")
+    sys.stdout.write(text + "\n")
 
 
 # ---------------------------------------------------------------- plain text
+
+
+def plain(blocks: Sequence[Block]) -> str:
+    """Text that stays the same for the same facts: no colour, no width of a window, no ages."""
+    out: list[str] = []
+    for number, block in enumerate(blocks):
+        if isinstance(block, Line):
+            out.append(printable(block.text))
+            continue
+        out += [""] * bool(number)
+        if isinstance(block, Facts):
+            out.append(text_of(block.title))
+            pairs = [(printable(name), value) for name, value in block.pairs]
+            width = max((len(name) for name, _ in pairs if len(name) <= NAME_WIDTH), default=0)
+            out += [f"  {name:{width}}  {text_of(value)}".rstrip() for name, value in pairs]
+        else:
+            out += plain_table(block)
+    return "".join(f"{line}\n" for line in out)
+
+
+def plain_table(block: Table) -> list[str]:
+    lines = [[column.name for column in block.columns]]
+    lines += [[text_of(value) for value in row] for row in block.rows]
+    widths = [max(map(_width, cells)) for cells in zip(*lines, strict=True)]
+    shape = list(zip(widths, (column.right for column in block.columns), strict=True))
+    indent = "  " if block.title else ""
+    out = [printable(block.title)] if block.title else []
+    for cells in lines:
+        padded = (_pad(text, *each) for text, each in zip(cells, shape, strict=True))
+        out.append((indent + "  ".join(padded)).rstrip())
+    return out
 
 
 def _width(text: str) -> int:
@@ -191,41 +273,5 @@ def _width(text: str) -> int:
 
 
 def _pad(text: str, width: int, right: bool) -> str:
-    if text.isascii():
-        return text.rjust(width) if right else text.ljust(width)
     space = " " * (width - _width(text))
     return space + text if right else text + space
-
-
-def plain(blocks: list[Block]) -> str:
-    """Text that stays the same for the same facts: no colour, no width of a window, no ages."""
-    out: list[str] = []
-    for number, block in enumerate(blocks):
-        if isinstance(block, Line):
-            out.append(printable(block.text))
-            continue
-        if number:
-            out.append("")
-        if isinstance(block, Facts):
-            out.append(_text(block.title))
-            pairs = [(printable(name), cell) for name, cell in block.pairs]
-            width = max((len(name) for name, _ in pairs if len(name) <= NAME_WIDTH), default=0)
-            out += [f"  {name:{width}}  {_text(cell)}".rstrip() for name, cell in pairs]
-        else:
-            out += plain_table(block)
-    return "".join(f"{line}\n" for line in out)
-
-
-def plain_table(block: Table) -> list[str]:
-    lines = [[column.name for column in block.columns]]
-    lines += [[_text(cell) for cell in row] for row in block.rows]
-    widths = [max(map(_width, cells)) for cells in zip(*lines, strict=True)]
-    shape = list(zip(widths, (column.right for column in block.columns), strict=True))
-    title = [printable(block.title)] if block.title else []
-    indent = "  " if block.title else ""
-    for cells in lines:
-        padded = (
-            _pad(text, width, right) for text, (width, right) in zip(cells, shape, strict=True)
-        )
-        title.append((indent + "  ".join(padded)).rstrip())
-    return title

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ckptcore import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointInfo,
-    CheckpointManifest,
     CheckpointView,
     Problem,
     StorageError,
@@ -34,21 +34,13 @@ T = TypeVar("T")
 class Subject:
     """A checkpoint, opened (`view`), or as much as is known about why it cannot be.
 
-    status: "committed", "damaged", "uncommitted" or "partial" as the engine says, "unreadable" when
-    only the storage stands in the way, "unsupported" when a newer ckptcore wrote it. error: why it
-    could not be opened, where that is no damage. Leaving the context closes the view.
+    typed: where it is; `info` has the URL as it may be shown. info: what the engine lists of it,
+    with the status that was found here. error: why it could not be opened, where that is no damage.
+    Leaving the context closes the view.
     """
 
-    def __init__(self, url: str, name: str, options: Options) -> None:
-        self.typed, self.url, self.name = url, masked_url(url), name  # url: as it may be shown
-        self.options = options
-        self.status = "committed"
-        self.reason: str | None = None
-        self.step: int | None = None
-        self.sequence: int | None = None
-        self.run_id: str | None = None
-        self.pinned = False
-        self.manifest: CheckpointManifest | None = None
+    def __init__(self, typed: str, info: CheckpointInfo, options: Options) -> None:
+        self.typed, self.info, self.options = typed, info, options
         self.view: CheckpointView | None = None
         self.problems: list[dict[str, Any]] = []
         self.error: CheckpointError | None = None
@@ -57,11 +49,11 @@ class Subject:
     def open(cls, url: str, name: str, options: Options) -> Subject:
         """Open a checkpoint, or describe why it cannot be. Raises CheckpointNotFound without a
         manifest."""
-        subject = cls(url, name, options)
+        subject = cls(url, CheckpointInfo(name, masked_url(url), "committed"), options)
         try:
             subject.view = open_checkpoint(url, storage_options=options)
-            subject.manifest = subject.view.manifest
-            subject.learn(subject.manifest)
+            manifest = subject.view.manifest
+            subject.info = replace(subject.info, step=manifest.step, manifest=manifest)
             subject.check_sizes(subject.view)
         except CheckpointCorrupt as error:
             subject.add(problem_of(error))
@@ -71,12 +63,34 @@ class Subject:
             subject.add(Problem(MANIFEST, kind, str(error)))
         return subject
 
+    @classmethod
+    def uncommitted(
+        cls, url: str, info: CheckpointInfo, reason: str | None, options: Options
+    ) -> Subject:
+        """What looks like a checkpoint, and has no manifest."""
+        reason = reason or "the save or the copy did not finish"
+        subject = cls(url, replace(info, reason=reason, url=masked_url(url)), options)
+        subject.problems = [facts.problem(Problem(MANIFEST, "missing", reason), None)]
+        return subject
+
     def __enter__(self) -> Subject:
         return self
 
     def __exit__(self, *exception: Any) -> None:
         if self.view is not None:
             self.view.__exit__(*exception)
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def url(self) -> str:
+        return self.info.url
+
+    @property
+    def status(self) -> str:
+        return self.info.status
 
     @property
     def good(self) -> bool:
@@ -91,20 +105,15 @@ class Subject:
         if self.error is not None:
             raise self.error
         if self.view is None:
-            raise bad(f"{self.url} is {self.status}: {self.reason}", path=self.url)
+            raise bad(f"{self.url} is {self.status}: {self.info.reason}", path=self.url)
         return self.view
 
-    def learn(self, source: CheckpointInfo | CheckpointManifest) -> None:
-        """Step, sequence and run, where they are not known from the manifest itself; and whether it
-        is pinned."""
-        self.pinned = self.pinned or getattr(source, "pinned", False)
-        if self.manifest is None or source is self.manifest:
-            self.step, self.sequence, self.run_id = source.step, source.sequence, source.run_id
-
-    def not_committed(self, status: str, reason: str | None) -> None:
-        self.status = status
-        self.reason = reason or "the save or the copy did not finish"
-        self.problems = [facts.problem(Problem(MANIFEST, "missing", self.reason))]
+    def learn(self, listed: CheckpointInfo) -> None:
+        """What a listing of the root knows beside: the step where there is no manifest, pins."""
+        step = self.info.step if self.view is not None else listed.step
+        pinned = self.info.pinned or listed.pinned
+        left, manifest = listed.abandoned, self.info.manifest or listed.manifest
+        self.info = replace(self.info, step=step, pinned=pinned, abandoned=left, manifest=manifest)
 
     def add(self, *found: Problem) -> None:
         """What is wrong with it; which replaces what was known of the same files."""
@@ -112,15 +121,15 @@ class Subject:
             return
         again = {problem.file for problem in found}
         self.problems = [problem for problem in self.problems if problem["file"] not in again]
-        self.problems += [facts.problem(problem, self.manifest) for problem in found]
+        self.problems += [facts.problem(problem, self.info.manifest) for problem in found]
         kinds = {problem["kind"] for problem in self.problems}
-        self.status = NO_DAMAGE.get(kinds.pop(), "damaged") if len(kinds) == 1 else "damaged"
-        self.reason = self.reason or found[0].message
+        status = NO_DAMAGE.get(kinds.pop(), "damaged") if len(kinds) == 1 else "damaged"
+        self.info = replace(self.info, status=status, reason=self.info.reason or found[0].message)
 
     def check_sizes(self, view: CheckpointView) -> None:
         """Every listed file must be there with its size: one listing, so even without --verify."""
         found = {entry.name: entry.size for entry in view.storage.list(view.folder)}
-        self.pinned = PIN in found
+        self.info = replace(self.info, pinned=PIN in found)
         problems = []
         for name, record in view.manifest.files.items():
             size = found.get(name)
@@ -147,45 +156,26 @@ class Subject:
         if (view := self.view) is not None:
             self.add(*(self.attempt(lambda: view.verify(progress=progress)) or []))
 
-    def document(self) -> dict[str, Any]:
-        """docs/cli.md: checkpoint."""
-        header = facts.fields(self, "name url status reason pinned step run_id sequence")
-        return header | facts.checkpoint(self.manifest) if self.manifest else header
-
-    def head(self) -> dict[str, Any]:
-        return facts.fields(self, "name url step")
-
-    def entry(self) -> dict[str, Any]:
-        """docs/cli.md: entry."""
-        known = self.document()
-        names = "name url step status reason pinned size_bytes created run_id sequence node"
-        found = {name: known.get(name) for name in names.split()}
-        return found | {"latest": False, "abandoned": False, "metrics": known.get("metrics", {})}
-
 
 def problem_of(error: CheckpointCorrupt) -> Problem:
     where, kind = error.file or MANIFEST, error.kind or "format"
     return Problem(where, kind, str(error), error.tensor, error.expected, error.actual)
 
 
-def problem_lines(document: dict[str, Any], instead: dict[str, Any] | None) -> list[Block]:
+def problem_lines(document: dict[str, Any]) -> list[Block]:
     """Lines for what is wrong with a checkpoint, and for the nearest older usable one; none when it
-    is good. document: with "checkpoint" and "problems"."""
-    checkpoint, problems = document["checkpoint"], document["problems"]
+    is good. document: with "checkpoint", "problems" and "fallback"."""
+    checkpoint, problems, instead = (document[k] for k in ("checkpoint", "problems", "fallback"))
     if checkpoint["status"] == "committed" and not problems:
         return []
-    lines: list[Block] = []
-    for problem in problems:
-        lines += one_problem(problem)
+    lines: list[Block] = [line for problem in problems for line in one_problem(problem)]
     if not problems and checkpoint["reason"]:
         lines.append(Line(f"  {checkpoint['reason']}", "red"))
     if instead is None:
-        lines.append(Line("  no older usable checkpoint beside it", "yellow"))
-    else:
-        how = "every byte verified" if instead["verified"] else "by its manifest"
-        which = f"{instead['step']} of run {instead['run_id']} ({how})"
-        lines.append(Line(f"  nearest older usable step: {which}: {instead['url']}", "green"))
-    return lines
+        return [*lines, Line("  no older usable checkpoint beside it", "yellow")]
+    how = "every byte verified" if instead["verified"] else "by its manifest"
+    which = f"{instead['step']} of run {instead['run_id']} ({how})"
+    return [*lines, Line(f"  nearest older usable step: {which}: {instead['url']}", "green")]
 
 
 def one_problem(problem: dict[str, Any]) -> list[Block]:
@@ -194,14 +184,14 @@ def one_problem(problem: dict[str, Any]) -> list[Block]:
         Line(f"  {problem['kind']}: {problem['message']}", "red"),
         Line(f"    file {problem['file']}{tensor}"),
     ]
-    told = set()
+    shown = set()
     for what, unit in (("size", " bytes"), ("digest", "")):
         expected, actual = problem[f"expected_{what}"], problem[f"actual_{what}"]
-        told.add(actual)
+        shown.add(actual)
         if expected is not None or actual is not None:
             but = "" if actual is None else f", actual {actual}{unit}"
             lines.append(Line(f"    {what}: expected {expected}{unit}{but}"))
-    if problem["actual"] is not None and problem["actual"] not in told:
+    if problem["actual"] is not None and problem["actual"] not in shown:
         parts = {"digest": "digest of the chunk: ", "header": "digest of the header: "}
         part = parts.get(problem["kind"], "")
         lines.append(Line(f"    {part}expected {problem['expected']}, actual {problem['actual']}"))

@@ -25,7 +25,7 @@ from ckptcore import (
 )
 
 from . import facts
-from .cli import LOCATION, command
+from .cli import LOCATION, command, flag, repeated
 from .failures import BAD, GOOD, USAGE, Failure, bad, not_found
 from .lookup import Root, one_checkpoint, resolve
 from .render import Block, Cell, Line, Report, count, size, table
@@ -33,7 +33,7 @@ from .subject import Options
 
 UNITS = {"min": 60, "s": 1, "h": 3600, "d": 86400}
 PATHS = click.argument("paths", nargs=-1, required=True, type=LOCATION)
-YES = click.option("--yes", is_flag=True, help="Do it; without, only say what would go.")
+YES = flag("--yes", "Do it; without, only say what would go.")
 
 
 @command("ckpt pin runs/a/checkpoint-500", "ckpt pin s3://bucket/run/checkpoint-500")
@@ -56,14 +56,14 @@ def pinned(
     subjects = [one_checkpoint(path, options) for path in paths]
     for subject in subjects:
         change(subject.typed, options)
-    rows = [facts.fields(each, "name url") | {"pinned": wanted} for each in subjects]
+    rows = [facts.fields(each.info, "name url") | {"pinned": wanted} for each in subjects]
     now = "pinned: retention and delete leave it alone" if wanted else "not pinned"
     return Report({"checkpoints": rows}, [Line(f"{row['name']}  {now}") for row in rows])
 
 
 @command("ckpt rm runs/a/checkpoint-500", "ckpt rm runs/a/checkpoint-{100,200} --yes")
 @PATHS
-@click.option("--damaged", is_flag=True, help="Also what is damaged, or was never committed.")
+@flag("--damaged", "Also what is damaged, or was never committed.")
 @YES
 def rm_command(paths: tuple[str, ...], damaged: bool, yes: bool, options: Options) -> Report:
     """Delete the checkpoints PATHS: their manifests first, then their own files. What others have
@@ -72,14 +72,13 @@ def rm_command(paths: tuple[str, ...], damaged: bool, yes: bool, options: Option
     for each in subjects:
         if each.error is not None:
             raise each.error
-        if each.pinned:
+        if each.info.pinned:
             raise bad(f"{each.url} is pinned: ckpt unpin {each.url}")
         if not each.good and not damaged:
             what = f"{each.url} is {each.status}: --damaged removes what is named like ours"
             raise bad(what, path=each.url)
     rows = [
-        facts.fields(each, "name url step status")
-        | {"size_bytes": each.manifest.size_bytes if each.manifest else None, "removed": yes}
+        facts.fields(each.info, "name url step status size_bytes") | {"removed": yes}
         for each in subjects
     ]
     for subject in subjects if yes else ():
@@ -96,13 +95,8 @@ def rm_command(paths: tuple[str, ...], damaged: bool, yes: bool, options: Option
     "ckpt prune runs/a --partials --yes",
 )
 @click.argument("root", type=LOCATION)
-@click.option(
-    "--keep",
-    metavar="RULE",
-    multiple=True,
-    help="last=N, best=METRIC[:min|max][:N], every=STEPS or every=6h (repeatable).",
-)
-@click.option("--partials", is_flag=True, help="What interrupted saves and copies have left.")
+@repeated("--keep", "RULE", "last=N, best=METRIC[:min|max][:N], every=STEPS or every=6h.")
+@flag("--partials", "What interrupted saves and copies have left.")
 @click.option("--run", metavar="RUN", help="Of this run, not of the one that saved last.")
 @YES
 def prune_command(
@@ -206,17 +200,10 @@ def describe(document: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     gone, frees = ("would go", "would be freed") if document["dry_run"] else ("removed", "freed")
     if document["checkpoints"]:
-        rows = [
-            [
-                "-" if row["step"] is None else str(row["step"]),
-                row["name"],
-                size(row["size_bytes"]),
-                Cell("stays", "green") if row["keep"] else Cell(gone, "red"),
-                ", ".join(row["reasons"]) or "-",
-            ]
-            for row in document["checkpoints"]
-        ]
-        blocks.append(table("", "step>, name!, size>, fate!, kept by", rows))
+        fates = {True: Cell("stays", "green"), False: Cell(gone, "red")}
+        rows = [row | {"fate": fates[row["keep"]]} for row in document["checkpoints"]]
+        columns = "step>, name!, size>=size_bytes, fate!, kept by=reasons"
+        blocks.append(table("", columns, rows))
     for left in document["leftovers"]:
         fate = gone if left["abandoned"] else "stays"
         what = f"{size(left['size_bytes'])}: {left['reason']}; {left['writer']}"

@@ -10,44 +10,39 @@ import click
 from ckptcore import restore_candidates
 
 from . import facts
-from .cli import LOCATION, command
+from .cli import command
 from .failures import BAD, GOOD
-from .lookup import PUBLISHED, Root, fallback, settled, subject_of
+from .lookup import PUBLISHED, Found, Root, fallback, on_path
 from .output import progress_bar
 from .render import Block, Line, Report, count, size
-from .subject import Options, Subject, problem_lines
+from .subject import Subject, problem_lines
 
 
 @command("ckpt verify runs/a", "ckpt verify runs/a --all --json")
-@click.argument("path", type=LOCATION)
+@on_path
 @click.option(
     "--all",
     "everything",
     is_flag=True,
     help="Every checkpoint of a root, not only what restore would look at.",
 )
-def verify_command(path: str, everything: bool, options: Options) -> Report:
+def verify_command(found: Found, everything: bool) -> Report:
     """Read and check every byte of the checkpoint PATH. When PATH is a root, of the checkpoint that
     restore would take.
 
     What restore would pass over for it, because it is damaged or was never committed, is named, and
     the exit code is 1.
     """
-    return settled(path, options, lambda found: verified(found, options, everything))
-
-
-def verified(found: Subject | Root, options: Options, everything: bool) -> Report:
-    """Of a root: what `restore` would pass over, the newest first, then what it would take; with
-    `everything` all, the oldest first."""
     seconds: dict[str, float] = {}
     skipped = []
     taken: Subject | None = None
     if isinstance(found, Root):
-        subjects, taken = tried(found, options, seconds)
+        subjects = tried(found, seconds)
+        taken = subjects[-1] if subjects and subjects[-1].good else None
         if everything:
             known = {subject.name: subject for subject in subjects}
             subjects = [
-                known.get(info.name) or checked(subject_of(info, options, found.typed), seconds)
+                known.get(info.name) or checked(found.subject(info), seconds)
                 for info in found.entries
                 if info.status in PUBLISHED or info.name in known
             ]
@@ -60,32 +55,41 @@ def verified(found: Subject | Root, options: Options, everything: bool) -> Repor
     if len(subjects) == 1 and subjects[0].error is not None:
         raise subjects[0].error
     wrong = [subject for subject in subjects if not subject.good]
+    by_name = {subject.name: subject for subject in subjects}
     document = {
         "path": found.url,
         "ok": bool(subjects) and not wrong,
         "restores": taken.name if taken else None,
-        "checkpoints": [outcome(subject, subjects, seconds) for subject in subjects],
+        "checkpoints": [
+            {
+                "checkpoint": facts.checkpoint(subject.info),
+                "ok": subject.good,
+                "problems": subject.problems,
+                "fallback": None if subject.good else fallback(subject, True, by_name),
+                "seconds": round(seconds[subject.name], 6),
+            }
+            for subject in subjects
+        ],
         "skipped": [facts.entry(info) for info in skipped],
     }
+    blocks = describe(document)
     if not subjects:
-        return Report(document, describe(document), BAD, f"no committed checkpoint in {found.url}")
+        return Report(document, blocks, BAD, f"no committed checkpoint in {found.url}")
     # Damage is certain, a storage that refuses may be a passing matter: the former decides the exit
     # code.
     code = min((subject.exit_code for subject in wrong), default=GOOD)
     complaint = ", ".join(f"{subject.name} is {subject.status}" for subject in wrong)
-    return Report(document, describe(document), code, complaint or None)
+    return Report(document, blocks, code, complaint or None)
 
 
-def tried(
-    root: Root, options: Options, seconds: dict[str, float]
-) -> tuple[list[Subject], Subject | None]:
-    """What `restore` would look at until it finds one whose bytes verify, and that one."""
+def tried(root: Root, seconds: dict[str, float]) -> list[Subject]:
+    """What `restore` would read until it finds one whose bytes verify, that one last."""
     subjects: list[Subject] = []
     for info in restore_candidates(root.entries):
-        subjects.append(checked(subject_of(info, options, root.typed), seconds))
+        subjects.append(checked(root.subject(info), seconds))
         if subjects[-1].good:
-            return subjects, subjects[-1]
-    return subjects, None
+            break
+    return subjects
 
 
 def checked(subject: Subject, seconds: dict[str, float]) -> Subject:
@@ -97,17 +101,6 @@ def checked(subject: Subject, seconds: dict[str, float]) -> Subject:
     return subject
 
 
-def outcome(subject: Subject, known: list[Subject], seconds: dict[str, float]) -> dict[str, Any]:
-    by_name = {each.name: each for each in known}
-    return {
-        "checkpoint": subject.document(),
-        "ok": subject.good,
-        "problems": subject.problems,
-        "fallback": None if subject.good else fallback(subject, True, by_name),
-        "seconds": round(seconds[subject.name], 6),
-    }
-
-
 def describe(document: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     for each in document["checkpoints"]:
@@ -117,7 +110,7 @@ def describe(document: dict[str, Any]) -> list[Block]:
             blocks.append(Line(f"{checkpoint['name']}  ok  {what}", "green"))
         else:
             blocks.append(Line(f"{checkpoint['name']}  {checkpoint['status']}", "bold red"))
-            blocks += problem_lines(each, each["fallback"])
+            blocks += problem_lines(each)
     if document["restores"] and any(not each["ok"] for each in document["checkpoints"]):
         blocks.append(Line(f"restore would take {document['restores']}"))
     for entry in document["skipped"]:
