@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from ckptcore import (
     load_foreign,
     open_checkpoint,
 )
+from ckptcore.testing.processes import RankProcesses
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -203,39 +202,13 @@ def test_lightning(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- torch.distributed.checkpoint
 
-FSDP = """
-import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
-
-def run(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=4, init_method=f"file://{folder}.rendezvous")
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        model(torch.ones(2, 5)).sum().backward(); optimizer.step(); optimizer.zero_grad()
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments, "step": 2}, checkpoint_id=folder)
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    mp.spawn(run, (sys.argv[1],), nprocs=4)
-"""
-
 
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What FSDP2 on four ranks saved with torch's own functions."""
     folder = tmp_path_factory.mktemp("fsdp")
-    (folder / "program.py").write_text(FSDP)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, folder / "program.py", folder / "dcp"]
-    subprocess.run(command, check=True, timeout=280, env=environment)
+    ranks = RankProcesses(Path(__file__).with_name("fsdp_program.py"))
+    ranks.run("save", 4, {"name": "dcp"}, folder=folder)
     return folder / "dcp"
 
 
@@ -251,7 +224,6 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.timeout(300)  # four processes import torch for what they save
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_fsdp2_on_four_ranks_comes_in_and_goes_out_bit_by_bit(fsdp: Path, tmp_path: Path) -> None:
     report = import_checkpoint(fsdp, tmp_path / "root")

@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 import ckptcore
+from ckptcore.testing.processes import RankProcesses
 
 PAGE = Path(ckptcore.__file__).parent.parent / "docs" / "patterns.md"
 RANKS = 4
-
-# Ranks are forked from one process, which has imported torch once for all examples.
-PROGRAM = """
-import os, sys, traceback
-import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel
-import ckptcore.manager, ckptcore.preemption
-texts, port = sys.stdin.read().split("\\0"), int(sys.argv[1])
-for number, text in enumerate(texts):
-    children = []
-    for rank in range(RANKS):
-        children.append(os.fork())
-        if not children[-1]:
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank),
-                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port + number)}
-            code = 1
-            try:
-                names = {"__name__": "__main__"}
-                exec(text, names)
-                names["dist"].destroy_process_group()
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            os._exit(code)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    print(number, codes, flush=True)
-""".replace("RANKS", str(RANKS))
 
 
 def examples() -> dict[str, str]:
@@ -52,25 +21,12 @@ def test_every_block_has_a_name() -> None:
     assert len(examples()) == PAGE.read_text().count("```python")
 
 
-@pytest.mark.timeout(240)
 def test_the_examples_run_and_go_on(tmp_path: Path) -> None:
     first, *rest = examples().items()
-    texts = [f"{first[1]}\n{text}" for _, text in rest]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(port)],
-        input="\0".join([text for text in texts for _ in range(2)]),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # as torchrun has it
-        timeout=230,
-    )
-    assert done.returncode == 0, done.stderr
-    good = [f"{number} {[0] * RANKS}" for number in range(2 * len(texts))]
-    assert done.stdout.splitlines() == good, done.stderr[-3000:]
+    ranks = RankProcesses(Path(__file__).with_name("page_program.py"))
+    for name, text in rest:
+        for _ in range(2):
+            ranks.run("run", RANKS, {"name": name, "text": f"{first[1]}\n{text}"}, folder=tmp_path)
     steps = {
         root.name: [info.step for info in ckptcore.scan_root(root)]
         for root in (tmp_path / "runs").iterdir()

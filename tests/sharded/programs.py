@@ -1,7 +1,7 @@
 """What real ranks do in the tests of sharded state: each function is a program that every process
 of a job runs.
 
-Processes are forked by zygote.py, which has made the process group.
+Processes are forked by ckptcore.testing.processes, which makes the process group.
 """
 
 from __future__ import annotations
