@@ -171,10 +171,8 @@ def check_path(name: str, value: Any) -> str:
         what = f"{name} must be a path or a URL (text or a PathLike), not {shown(value)}"
         raise InvalidState(what) from None
     if not text.strip():
-        raise InvalidState(
-            f"{name} is empty ({shown(value)}): is a variable not set? Pass '.' for the working "
-            "directory"
-        )
+        hint = "" if name == "step" else " Pass '.' for the working directory"
+        raise InvalidState(f"{name} is empty ({shown(value)}): is a variable not set?{hint}")
     try:
         os.fsencode(text)
     except UnicodeEncodeError:

@@ -117,7 +117,7 @@ def one_call(what: str, at: int | None = None, default: Any = "") -> Callable[[F
                 step = args[at] if len(args) > at else named.get("step", default)
             if isinstance(step, str):
                 step = masked_url(step) if step else step
-            elif type(step) is not int or step >= COUNT_LIMIT:
+            elif type(step) is not int or abs(step) >= COUNT_LIMIT:
                 step = shown(step)
             with self.comm.call(f"{what}{step}"):
                 return method(self, *args, **named)
@@ -432,7 +432,12 @@ class CheckpointManager:
         loads = partial(load, job, partitions, request=request)
         goes_on = request.keys is None
         if location is not None:
-            report = loads(location)
+            try:
+                report = loads(location)
+            except CheckpointNotFound as error:
+                if isinstance(step, str) and "/" not in step:
+                    error.message += f", and {step!r} is no step: a number, 'latest' or 'best'"
+                raise
             if self._catalog.has(location.storage):
                 # The load is done; where this fails nothing is known to be left behind.
                 with suppress(StorageError):
@@ -607,7 +612,7 @@ class CheckpointManager:
             return named
         self._saves.wait_for_pending()
         with self._domains.scan("join", joining=True) as r:
-            check_flags(fresh_ok=fresh_ok)
+            check_flags(fresh_ok=fresh_ok, strict=strict)
             check_hash(training_args_hash)
             job = self._load_job(state)
             # A damaged checkpoint is found while it is read. Where the next one, or a fresh start,

@@ -682,7 +682,8 @@ class _Encoder:
     def refuse(self, path: tuple[Any, ...], value: Any, why: str) -> UnsupportedValue:
         key = join_path(path)
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        where = f"component {self.component!r}, key {key!r}" if self.component else f"key {key!r}"
+        at = [f"component {self.component!r}"] if self.component else []
+        where = ", ".join([*at, f"key {key!r}"] if key or not at else at)
         return UnsupportedValue(
             f"{where}: {why}", component=self.component or None, key=key, type_name=kind
         )

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..arguments import check_flag, check_flags, check_mapping, check_name, check_number, shown
 from ..errors import InvalidState, RanksDisagree
-from ..format.values import PLAIN_TYPES, only_plain
+from ..format.values import PLAIN_TYPES, encode, only_plain
 from .layout import Shard, is_dtensor_class
 from .modules import ModelState, one_walk, parameter_table, tensors_in
 from .optimizers import OptimizerState, OwnOptimizerState, inside, is_ordinary, split_over_ranks
@@ -297,11 +297,13 @@ def _differing_components(first: Sequence[str], other: Sequence[str], rank: int)
 
 def refuse_fixed_values(components: Iterable[StateComponent]) -> None:
     """Raise InvalidState for a component whose value a restore could not put back: a number, a
-    text, None, a tuple."""
+    text, None, a tuple. Raise UnsupportedValue for one that cannot be stored at all."""
     for component in components:
         held = component.stateful
         if isinstance(held, PlainState) and not changeable(held.value):
             key, text = component.key, shown(held.value)
+            if not isinstance(held.value, tuple):
+                encode(held.value, component=key)  # refuses what no dict can hold either
             raise InvalidState(
                 f"component {key!r} is {text}, a value of type {type(held.value).__qualname__}, "
                 "which a restore cannot change in "

@@ -83,10 +83,8 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
     if not ordinary and torch.nn.parameter.is_lazy(tensor):
         return "an uninitialized parameter has no data; run the model once first"
     if tensor.layout is not torch.strided or tensor.is_nested:
-        return (
-            f"a tensor of layout {tensor.layout} cannot be stored; convert it to dense or store "
-            "its parts"
-        )
+        kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
+        return f"a {kind} cannot be stored; convert it to dense or store its parts"
     if tensor.is_meta:
         return "a meta tensor has no data to store"
     if (tensor.numel() or prod(n or 1 for n in tensor.shape)) >= LARGEST:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptcore import CheckpointManager, UnsupportedValue
+from ckptcore import CheckpointManager, CheckpointNotFound, InvalidState, UnsupportedValue
 from ckptcore.format.values import encode
 
 Point = namedtuple("Point", "x y")
@@ -147,7 +147,7 @@ def test_deep_nesting_is_refused_however_deep_the_caller_is() -> None:
         (lambda: torch.ones(3, 3).to_sparse_csr(), "layout"),
         (lambda: torch.empty(3, device="meta"), "meta"),
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "qint8"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "layout"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
         (lambda: torch.nn.LazyLinear(3).weight, ""),
     ],
     ids=["sparse", "csr", "meta", "quantized", "nested", "uninitialized"],
@@ -161,3 +161,29 @@ def test_tensors_without_plain_bytes_are_refused(tensor, what: str, tmp_path: Pa
         ckpt.save(1, {"net": {"deep": {"t": tensor()}}})
     assert (caught.value.component, caught.value.key) == ("net", "deep/t")
     assert not (tmp_path / "root").exists() or list((tmp_path / "root").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "value", [object(), len, iter([1])], ids=["object", "function", "iterator"]
+)
+def test_a_component_that_nothing_could_hold_is_refused_as_such(value, tmp_path: Path) -> None:
+    """The advice to put it into a dict would only lead to the next refusal."""
+    with (
+        CheckpointManager(tmp_path / "root") as ckpt,
+        pytest.raises(
+            UnsupportedValue, match=r"^component 'a': a value of type builtins."
+        ) as caught,
+    ):
+        ckpt.save(1, {"a": value})
+    assert (caught.value.component, caught.value.key) == ("a", "")
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_word_that_is_no_step_is_told_from_a_path(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with CheckpointManager(tmp_path / "root") as ckpt:
+        ckpt.save(1, {"model": model})
+        with pytest.raises(CheckpointNotFound, match="'lates' is no step: a number, 'latest' or"):
+            ckpt.load({"model": model}, "lates")
+        with pytest.raises(InvalidState, match=r"step is empty \(''\): is a variable not set\?$"):
+            ckpt.load({"model": model}, "")
