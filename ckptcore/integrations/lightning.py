@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from ..errors import CheckpointWarning
 from ..manager import CheckpointManager
 from ..state.component import OnResize, SharingPattern
 from ..state.randomness import RNGState
 
 __all__ = ["EngineCheckpoint"]
+
+WRAPPED = (
+    "Lightning spreads what the {} of a loader draws over the processes, and keeps no state of it: "
+    "a resumed run takes the samples in another order; give the loader a sampler of several "
+    "processes, such as torchdata's StatefulDistributedSampler"
+)
 
 
 class EngineCheckpoint(Checkpoint):
@@ -54,6 +64,11 @@ class EngineCheckpoint(Checkpoint):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.manager = CheckpointManager(self.root, **self.options)
         trainer.fit_loop.setup_data()  # makes the loaders, which Lightning would do later
+        for loader in getattr(trainer.fit_loop._combined_loader, "flattened", ()):
+            by: Any = getattr(getattr(loader, "batch_sampler", loader), "sampler", None)
+            if trainer.is_global_zero and isinstance(by, DistributedSamplerWrapper):
+                kind = type(vars(by.dataset)["_sampler"]).__name__
+                warnings.warn(WRAPPED.format(kind), CheckpointWarning)
         self.report = self.manager.restore(self.state(trainer))
         self.saved = self.report.step or 0
         if not self.report.fresh:
@@ -98,6 +113,9 @@ class Loops:
             # The loaders make their iterators now, which draw seeds: later those would come out of
             # the random streams, which are restored last.
             loader._load_state_dicts(positions)
+            epoch: Any = self.loop.epoch_progress.current
+            for part in loader.flattened:
+                _set_sampler_epoch(part, epoch.processed)
             if state_dict["epoch_loop.batch_progress"]["is_last_batch"]:
                 iter(loader)  # of the epoch that has ended; the next iterator begins another one
             else:

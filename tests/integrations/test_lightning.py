@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,38 @@ def test_the_parts_and_metrics_of_a_checkpoint(tmp_path: Path) -> None:
     assert set(manifest.components) == parts
     assert manifest.metrics["loss"] == pytest.approx(module.seen[29][1])
     assert trainer.checkpoint_callback.report.fresh
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "order"),
+    [
+        ("ddp", 13, "torchdata"),
+        ("ddp", 13, "torch"),
+        ("ddp", 10, "Lightning"),
+        ("fsdp2", 13, "torchdata"),
+    ],
+)
+def test_two_processes_that_were_killed_go_on(
+    tmp_path: Path, processes: Any, mode: str, every: int, order: str
+) -> None:
+    how = {"mode": mode, "every": every, "order": order}
+    run = partial(processes.run, "lightning_fit", 2, tmp_path, **how)
+    expected = run(root=str(tmp_path / "whole"), seed=0)
+    killed = run(root=str(tmp_path / "run"), seed=0, kill_at=16)
+    assert killed == {0: {"signal": 9}, 1: {"signal": 9}}
+    resumed = run(root=str(tmp_path / "run"), seed=1)
+    for rank in (0, 1):
+        losses = expected[rank]["losses"]
+        assert resumed[rank]["warned"] == []
+        after = {number: losses[number] for number in losses if int(number) >= every}
+        assert resumed[rank] == {**expected[rank], "losses": after}
+    assert expected[0]["draw"] != expected[1]["draw"]
+    newest = scan_root(tmp_path / "run")[-1].url
+    model = open_checkpoint(newest).manifest.components["model"]
+    assert model.pattern == ("SHARDED" if mode == "fsdp2" else "REPLICATED")
+
+
+def test_an_order_that_lightning_loses_is_warned_of(tmp_path: Path, processes: Any) -> None:
+    how = {"mode": "ddp", "every": 10, "order": "lost"}
+    run = processes.run("lightning_fit", 2, tmp_path, root=str(tmp_path / "run"), seed=0, **how)
+    assert [result["warned"] for result in run.values()] == [["RandomSampler"], []]
