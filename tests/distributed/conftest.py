@@ -70,11 +70,11 @@ def split_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Processes:
-    """Runs the functions of some files on real ranks, forked from one process that has imported
-    torch, and these files, already."""
+    """Runs the programs of programs.py and training.py on real ranks, forked from one process that
+    has imported torch already."""
 
-    def __init__(self, *files: Path) -> None:
-        command = [sys.executable, str(HERE / "zygote.py"), *map(str, files)]
+    def __init__(self) -> None:
+        command = [sys.executable, str(HERE / "zygote.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -116,6 +116,6 @@ class Processes:
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
-    started = Processes(*(HERE / name for name in ("programs.py", "training.py", "calls.py")))
+    started = Processes()
     yield started
     started.close()

@@ -1,5 +1,5 @@
 """Forks real ranks from a process that imported torch once. Reads one JSON order per line, answers
-with one line. Its arguments are the files whose functions are the programs of ranks.
+with one line.
 
 Every rank is a process of its own with a gloo process group and a TCPStore that its rank 0 hosts.
 The sockets on which the stores listen are made before the fork, so no two jobs can ever want the
@@ -16,14 +16,13 @@ import socket
 import sys
 import time
 import traceback
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from programs import Job, told
+import calls
+import programs
+import training
+from programs import Job
 
-sys.path[:0] = [str(Path(file).parent) for file in sys.argv[1:]]
-MODULES = [import_module(Path(file).stem) for file in sys.argv[1:]]
 JOBS = 2  # how many process groups a program may make, one after the other
 
 
@@ -41,12 +40,12 @@ def child(order: dict[str, Any], rank: int, sockets: list[socket.socket], answer
     try:
         job = Job(rank, order["world"], order["folder"], sockets)
         name = order["program"]
-        module = next(module for module in MODULES if hasattr(module, name))
+        module = next(module for module in (programs, training, calls) if hasattr(module, name))
         result = getattr(module, name)(job, **order["arguments"])
         job.leave()
     except BaseException as error:
         traceback.print_exc()
-        result = told(error)
+        result = programs.told(error)
     data = json.dumps(result).encode()
     while data:
         data = data[os.write(answer, data) :]

@@ -14,7 +14,7 @@ from accelerate.utils import (
     set_seed,
 )
 from torch import nn
-from two_ranks import die, facts, launch
+from two_ranks import die, facts
 
 from ckptcore import CheckpointManager
 from ckptcore.integrations.accelerate import state_of
@@ -34,10 +34,9 @@ def made(mode: str) -> Accelerator:
 
 
 def accelerate_loop(
-    job: Any, mode: str, root: str, seed: int, save_at: int = 0, kill_at: int = 0
+    rank: int, world_size: int, mode: str, root: str, seed: int, save_at: int = 0, kill_at: int = 0
 ) -> dict[str, Any]:
     """24 batches, 10 an epoch."""
-    launch(job)
     accelerator = made(mode)
     set_seed(seed, device_specific=True)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-from two_ranks import die, facts, launch
+from two_ranks import die, facts
 
 from ckptcore import CheckpointWarning, KeepLast
 from ckptcore.integrations.lightning import EngineCheckpoint
@@ -50,14 +50,20 @@ class Module(lightning.LightningModule):
 
 
 def lightning_fit(
-    job: Any, mode: str, root: str, seed: int, every: int, order: str, kill_at: int = -1
+    rank: int,
+    world_size: int,
+    mode: str,
+    root: str,
+    seed: int,
+    every: int,
+    order: str,
+    kill_at: int = -1,
 ) -> dict[str, Any]:
     """Three epochs of ten batches. order: who makes it, torchdata, torch or Lightning, which may
     lose it."""
-    launch(job)
     lightning.seed_everything(5, verbose=False)
     keeper = EngineCheckpoint(root, every, keep=KeepLast(2))
-    module = Module(keeper, kill_at, mode == "fsdp2", 1 + job.rank + 2 * seed)
+    module = Module(keeper, kill_at, mode == "fsdp2", 1 + rank + 2 * seed)
     data = torch.arange(120.0).view(40, 3) / 60
     if order == "lost":
         loader: Any = StatefulDataLoader(data, batch_size=2, shuffle=True)
@@ -65,7 +71,7 @@ def lightning_fit(
         loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
     else:
         kind = StatefulDistributedSampler if order == "torchdata" else DistributedSampler
-        sampler = kind(data, 2, job.rank, shuffle=True, seed=3)
+        sampler = kind(data, 2, rank, shuffle=True, seed=3)
         loader = StatefulDataLoader(data, batch_size=2, sampler=sampler)
     trainer = lightning.Trainer(
         accelerator="cpu",

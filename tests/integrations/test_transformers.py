@@ -170,13 +170,15 @@ def test_a_limit_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_processes_that_were_killed_go_on(tmp_path: Path, processes: Any, mode: str) -> None:
-    run = partial(processes.run, "transformers_run", 2, tmp_path, mode=mode)
+def test_two_processes_that_were_killed_go_on(
+    tmp_path: Path, two_processes: Any, mode: str
+) -> None:
+    run = partial(two_processes, "transformers_ranks.py", "transformers_run", mode=mode)
     expected = run(root=str(tmp_path / "whole"), seed=0)
     killed = run(root=str(tmp_path / "run"), seed=0, kill_at=9)
-    assert killed == {0: {"signal": 9}, 1: {"signal": 9}}
+    assert killed == [-9, -9]
     resumed = run(root=str(tmp_path / "run"), seed=1)
-    assert resumed == {rank: {**expected[rank], "resumed": 8} for rank in (0, 1)}
+    assert resumed == [{**found, "resumed": 8} for found in expected]
     assert expected[0]["draw"] != expected[1]["draw"]
     manifest = open_checkpoint(tmp_path / "run" / "checkpoint-10").manifest
     wanted = "SHARDED" if mode == "fsdp2" else "REPLICATED"

@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
-from two_ranks import die, digest, facts, launch
+from two_ranks import die, digest, facts
 
 from ckptcore import KeepLast
 from ckptcore.integrations.transformers import EngineTrainer
@@ -47,10 +47,15 @@ class Sharded(EngineTrainer):
 
 
 def transformers_run(
-    job: Any, mode: str, root: str, seed: int, kill_at: int = -1, best: bool = False
+    rank: int,
+    world_size: int,
+    mode: str,
+    root: str,
+    seed: int,
+    kill_at: int = -1,
+    best: bool = False,
 ) -> dict[str, Any]:
     """Ten steps, six an epoch, of a model with dropout; a save every fourth."""
-    launch(job)
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
@@ -78,7 +83,7 @@ def transformers_run(
         checkpoints={"keep": KeepLast(3)},
     )
     death.trainer = trainer
-    torch.rand(1 + job.rank + 2 * seed)  # the Trainer has given all ranks the same stream
+    torch.rand(1 + rank + 2 * seed)  # the Trainer has given all ranks the same stream
     trainer.train(resume_from_checkpoint=True)
     names = {"loss", "eval_loss", "grad_norm", "learning_rate"}
     logged = [{k: e[k] for k in names & e.keys()} for e in trainer.state.log_history]

@@ -1,4 +1,4 @@
-"""What the programs of the libraries share: a job as a launcher makes it, its end, and its facts."""
+"""What the programs of the libraries share: the end of a job, and its facts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 torch.set_num_threads(1)
-
-
-def launch(job: Any) -> None:
-    """Join the job, with the variables that torchrun sets."""
-    job.join()
-    for name in ("RANK", "LOCAL_RANK"):
-        os.environ[name] = str(job.rank)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ[name] = str(job.world_size)
 
 
 def die() -> None:
