@@ -59,6 +59,12 @@ if TYPE_CHECKING:
     from .state.optimizers import OptimizerState as OptimizerState
     from .state.plain import Value as Value
     from .state.randomness import RNGState as RNGState
+    from .state.words import Global as Global
+    from .state.words import PerGroup as PerGroup
+    from .state.words import PerNode as PerNode
+    from .state.words import PerRank as PerRank
+    from .state.words import Replicated as Replicated
+    from .state.words import Sharded as Sharded
     from .storage.base import Storage as Storage
     from .storage.opening import open_storage as open_storage
     from .storage.urls import join_url as join_url
@@ -107,6 +113,7 @@ _HOMES = {
     "state.optimizers": ["OptimizerState"],
     "state.plain": ["Value"],
     "state.randomness": ["RNGState"],
+    "state.words": ["Global", "PerGroup", "PerNode", "PerRank", "Replicated", "Sharded"],
     "storage.base": ["Storage"],
     "storage.opening": ["open_storage"],
     "storage.urls": ["join_url", "masked_url", "split_url"],

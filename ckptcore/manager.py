@@ -61,7 +61,7 @@ from .errors import (
 )
 from .events import OnEvent, SaveEvent
 from .format.manifest import CheckpointManifest
-from .loading.keys import Keys
+from .loading.keys import Keys, Rename
 from .loading.load import PARTLY_OVERWRITTEN, LoadJob, LoadReport, LoadRequest, load, same_call
 from .loading.view import CheckpointView, Problem
 from .nodes.roots import StorageMode, domains_of
@@ -82,7 +82,14 @@ from .saving.save import (
     finish,
     join,
 )
-from .state.component import StateComponent, ValidationLevel, as_components, process_groups_of
+from .state.component import (
+    Only,
+    StateComponent,
+    ValidationLevel,
+    as_components,
+    chosen_of,
+    process_groups_of,
+)
 from .storage.base import Storage
 from .storage.chunks import Workers, default_threads
 from .storage.opening import open_storage
@@ -382,6 +389,7 @@ class CheckpointManager:
         transactional: bool = False,
         training_args_hash: str | None = None,
         keys: Keys | None = None,
+        rename: Rename | None = None,
     ) -> LoadReport:
         """Load the components in `state` from one checkpoint. Others that it has are left alone.
 
@@ -399,11 +407,15 @@ class CheckpointManager:
             "model/layers.0.*"), a list of them, or a function of each such name of the live state
             that returns True, False or None, or the name to load it from. Names of an optimizer are
             those of its parameters. `strict` is about what is asked for.
+        rename: dict of beginnings of names "component/name", saved -> live ({"ema/": "model/"};
+            the first that fits counts), or a function of each saved name that gives the live one
+            (default None: names are the same).
 
         Raises InvalidState (an argument), CheckpointNotFound, CheckpointCorrupt,
         UnsupportedVersion, StateMismatch, StorageError.
         """
-        how = {"strict": strict, "cast": cast, "transactional": transactional, "keys": keys}
+        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
+        how |= {"keys": keys, "rename": rename}
         report = self._load(state, step, how, training_args_hash)
         self._compare_hash(report, training_args_hash)
         return report
@@ -414,6 +426,7 @@ class CheckpointManager:
         step: int | str | os.PathLike[str],
         how: dict[str, Any],
         args_hash: str | None,
+        only: Only | None = None,
     ) -> LoadReport:
         self._saves.wait_for_pending()
         choose = partial(self._to_load, step)
@@ -423,7 +436,7 @@ class CheckpointManager:
             which = checked_which(step)
             # A login that fails on one rank fails the call on all.
             location = self._location(step) if _is_path(step) else None
-            job = self._load_job(state)
+            job = self._load_job(state, only)
             calls = r.gather(job.call(f"load of {which}", request))
             if r.leads:
                 groups = same_call(calls)
@@ -455,14 +468,12 @@ class CheckpointManager:
         self._adopt(report, goes_on=goes_on, back=not latest)
         return report
 
-    def _load_job(self, state: Any) -> LoadJob:
-        return LoadJob(
-            self.comm,
-            self._domains,
-            as_components(state, self.comm.world_size),
-            process_groups_of(state, self.process_groups),
-            self.io_threads,
-        )
+    def _load_job(self, state: Any, only: Only | None = None) -> LoadJob:
+        components = as_components(state, self.comm.world_size)
+        if only is not None:
+            components = chosen_of(components, only)
+        groups = process_groups_of(state, self.process_groups)
+        return LoadJob(self.comm, self._domains, components, groups, self.io_threads)
 
     def _location(self, path: Any) -> Location:
         """Where a checkpoint is that is given by its path or URL."""
@@ -578,12 +589,14 @@ class CheckpointManager:
         transactional: bool = False,
         training_args_hash: str | None = None,
         keys: Keys | None = None,
+        rename: Rename | None = None,
+        only: Only | None = None,
     ) -> LoadReport:
         """Restore where a run left off: the newest checkpoint that verifies, or a fresh start
         (`report.fresh`).
 
         Damaged or unfinished ones are skipped with one CheckpointWarning. A component of the
-        checkpoint that `state` lacks is an error (strict, and not left out by `keys`).
+        checkpoint that `state` lacks is an error (strict, and not left out by `keys` or `only`).
 
         state: as for `save`; modules, optimizers and tensors are filled in place.
         which: "auto" (default), or what `load` takes as its step.
@@ -597,30 +610,29 @@ class CheckpointManager:
         training_args_hash: text of now; another than was saved is a CheckpointWarning (default
             None: not compared).
         keys: names to load, as for `load` (default None: all).
+        rename: as for `load` (default None: names are the same).
+        only: components of `state` to restore: a name or pattern, a list of them, or a function of
+            a name that returns True or False (default None: all). The others stay as they are.
 
         Raises what `load` raises, but never CheckpointCorrupt for "auto"; NoUsableCheckpoint.
         """
-        how: dict[str, Any] = {
-            "strict": strict,
-            "cast": cast,
-            "transactional": transactional,
-            "keys": keys,
-        }
+        how: dict[str, Any] = {"strict": strict, "cast": cast, "transactional": transactional}
+        how |= {"keys": keys, "rename": rename, "whole": only is None}
         if not (isinstance(which, str) and which == "auto"):
-            named = self._load(state, which, {**how, "whole": True}, training_args_hash)
+            named = self._load(state, which, how, training_args_hash, only)
             self._compare_hash(named, training_args_hash)
             return named
         self._saves.wait_for_pending()
         with self._domains.scan("join", joining=True) as r:
             check_flags(fresh_ok=fresh_ok, strict=strict)
             check_hash(training_args_hash)
-            job = self._load_job(state)
+            job = self._load_job(state, only)
             # A damaged checkpoint is found while it is read. Where the next one, or a fresh start,
             # would not replace all of what was read by then, live state is touched only after
             # everything was verified.
             may_keep = any(not c.required or c.on_resize == "keep" for c in job.components)
             late = bool(fresh_ok or not strict or may_keep)
-            request = LoadRequest(**how, host_first=late, broadcast=self.load_broadcast, whole=True)
+            request = LoadRequest(**how, host_first=late, broadcast=self.load_broadcast)
             calls = r.gather(job.call("restore", request))
             if r.leads:
                 r.verdict = [same_call(calls), self._to_restore(r.infos)]
@@ -630,26 +642,31 @@ class CheckpointManager:
         self._known_damaged.update(
             name for name, reason in skipped.items() if NOT_OURS not in reason
         )
-        if report is not None:
-            self._adopt(report, goes_on=keys is None, back=False)
-            self._compare_hash(report, training_args_hash)
-            self._warn_skipped(
-                skipped, f"restored {(report.path or '').rpartition('/')[2]} (step {report.step})"
-            )
-            return report
+        if report is None:
+            return self._started_fresh(skipped, fresh_ok)
+        self._adopt(report, goes_on=keys is None, back=False)
+        self._compare_hash(report, training_args_hash)
+        name = (report.path or "").rpartition("/")[2]
+        self._warn_skipped(skipped, f"restored {name} (step {report.step})")
+        return report
+
+    def _started_fresh(self, skipped: dict[str, str], fresh_ok: bool) -> LoadReport:
+        """Raises NoUsableCheckpoint where that is not to be."""
         if skipped and not fresh_ok:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-            raise NoUsableCheckpoint(
-                f"{self.root} holds no checkpoint that can be restored: {listed}; repair or "
-                "remove them, or pass fresh_ok=True "
-                "to start again",
-                path=self.root,
-                reasons=skipped,
-            )
+            raise self._nothing_usable(skipped)
         self._warn_skipped(skipped, "starting fresh")
         log.info("%s holds no checkpoint of this run: starting fresh", self.root)
         self._begin_branch(None, True)
         return LoadReport(fresh=True, skipped=skipped)
+
+    def _nothing_usable(self, skipped: dict[str, str]) -> NoUsableCheckpoint:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        return NoUsableCheckpoint(
+            f"{self.root} holds no checkpoint that can be restored: {listed}; repair or "
+            "remove them, or pass fresh_ok=True to start again",
+            path=self.root,
+            reasons=skipped,
+        )
 
     def list(self) -> Checkpoints:
         """The committed checkpoints of this run, oldest first; of the run that committed last if
@@ -992,6 +1009,7 @@ class CheckpointCoordinator:
         cast: bool = False,
         transactional: bool = False,
         keys: Keys | None = None,
+        rename: Rename | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> LoadReport:
         """Load from the folder `path`. A call of all ranks.
@@ -1003,13 +1021,14 @@ class CheckpointCoordinator:
         transactional: bool, read all into host memory first; live state changes only when all is
             verified (default False).
         keys: names to load, as for `CheckpointManager.load` (default None: all).
+        rename: as for `CheckpointManager.load` (default None: names are the same).
         storage_options: dict for the filesystem of `path` (default None).
 
         Raises what `CheckpointManager.load` raises.
         """
         comm, components, groups = self.comm, self.components, self.process_groups
         with comm.round("join", joining=True) as r:
-            request = LoadRequest(strict, cast, transactional, keys=keys)
+            request = LoadRequest(strict, cast, transactional, keys=keys, rename=rename)
             storage = open_storage(check_path("path", path), storage_options)
             domains = domains_of(comm, Catalog(storage), self.storage_mode)
             job = LoadJob(comm, domains, components, groups, self.io_threads)

@@ -9,7 +9,7 @@ place, other layouts) is the same.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,18 +36,22 @@ from .placement import LoadedComponent, RankPosition, stored_copy_for
 from .view import CheckpointView, StoredComponent
 
 Keys = str | Collection[str] | Callable[[str], "bool | str | None"]
+Rename = Mapping[str, str] | Callable[[str], str]
 Path = tuple[Any, ...]
 
 
 class Selection:
-    """The `keys` of a load, checked; and what they chose on this rank.
+    """The `keys` and `rename` of a load, checked; and what they chose on this rank.
 
     A pattern asks for the names that it matches and for all that lies below them: "model",
     "model/*" and "m*" ask for the component "model". `*` matches `/`, too. A function is called
-    with each name of the live state, "component/name". Raises InvalidState for what is neither.
+    with each name of the live state, "component/name". rename: see Renaming. Raises InvalidState
+    for what is neither.
     """
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys | None, rename: Rename | None = None) -> None:
+        self.rename = None if rename is None else Renaming(rename)
+        keys = "*" if keys is None else keys
         self.function = keys if callable(keys) else None
         found: Any = () if callable(keys) else (keys,) if isinstance(keys, str) else keys
         if not isinstance(found, list | tuple | set | frozenset | KeysView):
@@ -69,21 +73,27 @@ class Selection:
     @property
     def text(self) -> str:
         """What must be equal on all ranks."""
-        return "a function" if self.function is not None else repr(sorted(self.patterns))
+        text = "a function" if self.function is not None else repr(sorted(self.patterns))
+        return text if self.rename is None else f"{text}, renamed by {self.rename.text}"
 
     def source(self, name: str) -> str | None:
         """The saved name that the live `name` is read from; None when it is not asked for."""
         if self.function is None:
             matching = [pattern for pattern in self.patterns if matches(pattern, name)]
             self.used.update(matching)
-            return name if matching else None
+            return self._saved_name(name) if matching else None
         try:
             answer = self.function(name)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise InvalidState(f"the function given as keys fails for {name!r} ({what})") from error
         if answer is None or isinstance(answer, bool):
-            return name if answer else None
+            return self._saved_name(name) if answer else None
+        if self.rename is not None and isinstance(answer, str):
+            raise InvalidState(
+                "the function given as keys says where to read from, and so does rename: give one "
+                "of them"
+            )
         if isinstance(answer, str) and (answer == name or answer.strip("/").count("/")):
             return answer
         raise InvalidState(
@@ -91,6 +101,9 @@ class Selection:
             f"for {name!r} it "
             f"gives {shown(answer)}"
         )
+
+    def _saved_name(self, name: str) -> str:
+        return name if self.rename is None else self.rename.saved_name(name)
 
     def asks_for(self, name: str) -> bool:
         """Whether a name that only the checkpoint has is asked for; functions are for names of the
@@ -125,6 +138,65 @@ def matches(pattern: str, name: str) -> bool:
         return True
     above = pattern.removesuffix("/*")
     return above != pattern and fnmatchcase(name, above)
+
+
+class Renaming:
+    """From saved names to those of the live state, both "component/name".
+
+    A dict has beginnings of names, saved -> live; the first that fits counts. A function is called
+    with each saved name, and gives the live one. A live name that comes of no saved one is read
+    from its own. Raises InvalidState.
+    """
+
+    def __init__(self, rename: Any) -> None:
+        self.function = rename if callable(rename) else None
+        self.beginnings: dict[str, str] = {}
+        if self.function is None:
+            good = isinstance(rename, Mapping) and rename
+            if not good or not all(
+                isinstance(text, str) and text for pair in rename.items() for text in pair
+            ):
+                raise InvalidState(
+                    "rename must be a dict of beginnings of names, saved -> live, such as "
+                    f"{{'model/module.': 'model/'}}, or a function of a saved name, not "
+                    f"{shown(rename)}"
+                )
+            self.beginnings = dict(rename)
+        self._by_live_name: dict[str, str] = {}
+
+    @property
+    def text(self) -> str:
+        """What must be equal on all ranks."""
+        return "a function" if self.function is not None else repr(sorted(self.beginnings.items()))
+
+    def learn(self, saved_names: Iterable[str]) -> None:
+        """Find out what a function makes of the names of a checkpoint. Raises InvalidState."""
+        if self.function is None:
+            return
+        for name in saved_names:
+            try:
+                live = self.function(name)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise InvalidState(
+                    f"the function given as rename fails for {name!r} ({what})"
+                ) from error
+            if not isinstance(live, str) or not live:
+                raise InvalidState(
+                    "the function given as rename must give the name 'component/name' of the live "
+                    f"state; for {name!r} it gives {shown(live)}"
+                )
+            if (other := self._by_live_name.setdefault(live, name)) != name:
+                raise InvalidState(f"rename gives {other!r} and {name!r} the same name {live!r}")
+
+    def saved_name(self, live: str) -> str:
+        for before, after in self.beginnings.items():
+            if live.startswith(after):
+                saved = before + live[len(after) :]
+                first = next(start for start in self.beginnings if saved.startswith(start))
+                if first == before:
+                    return saved
+        return self._by_live_name.get(live, live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +268,8 @@ def chosen_components(
 
     Raises InvalidState, StateMismatch, CheckpointCorrupt, StorageError.
     """
+    if selection.rename is not None:
+        selection.rename.learn(_all_saved(view))
     for component in components:
         names = _live_names(component.stateful, component.stateful.state_dict())
         wanted = _Wanted(selection, component, names, selection.choose(component.key, names))
@@ -204,6 +278,19 @@ def chosen_components(
         missing += wanted.missing
         if part is not None:
             yield part
+
+
+def _all_saved(view: CheckpointView) -> Iterator[str]:
+    """The names of all components of a checkpoint, each with that of its component."""
+    for key in view.manifest.components:
+        held = (n for n, copy in enumerate(view.manifest.copies(key)) if view.manifest.holds(copy))
+        if (number := next(held, None)) is None:
+            continue
+        tree = view.component(key, number).tree
+        state = decode(tree, opaque=True, lenient=True, file=f"{view.url}: component {key!r}")
+        by_parameter = isinstance(state, dict) and state.keys() >= _OPTIMIZER_PARTS
+        names = state["group_of"] if by_parameter else _tree_names(state)
+        yield from (f"{key}/{name}" for name in names)
 
 
 def _part(wanted: _Wanted) -> LoadedComponent | None:
@@ -263,6 +350,9 @@ def _live_names(owner: Any, state: Any) -> dict[str, Path]:
     if isinstance(owner, OptimizerState):
         return {name: (name,) for name in state["group_of"]}
     return _tree_names(state)
+
+
+_OPTIMIZER_PARTS = {"state", "group_of", "shapes", "groups"}
 
 
 def _saved_names(owner: Any, state: Any) -> dict[str, Path]:
@@ -359,11 +449,12 @@ def _only_saved(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
     key = wanted.component.key
     if key not in wanted.held or not wanted.selection.patterns:
         return
-    here = set(wanted.names.values())
+    here, used = set(wanted.names.values()), set(wanted.chosen.values())
     above = {path[:n] for path in here for n in range(len(path))}
     for name, path, _ in key_leaves(wanted.held[key].state):
         known = path in above or any(path[:n] in here for n in range(len(path) + 1))
-        if not known and wanted.selection.asks_for(f"{key}/{name}"):
+        full = f"{key}/{name}"
+        if not known and full not in used and wanted.selection.asks_for(full):
             yield name, path
 
 
@@ -394,10 +485,13 @@ def _part_of_optimizer(wanted: _Wanted) -> LoadedComponent | None:
         origin = next(iter(found)) if len(found) == 1 else None
         options = {} if origin is None else held[origin[0]].state["groups"].get(origin[1], {})
         tree["groups"][number] = options
+    used = set(wanted.chosen.values())
     extra = [
         n
         for n in named.get(key, ())
-        if n not in wanted.names and wanted.selection.asks_for(f"{key}/{n}")
+        if n not in wanted.names
+        and f"{key}/{n}" not in used
+        and wanted.selection.asks_for(f"{key}/{n}")
     ]
     return wanted.part(_OptimizerPart(owner, set(tree["group_of"])), tree, extra)
 

@@ -42,7 +42,7 @@ from ..state.modules import ModelState, one_walk
 from ..state.plain import PlainState, only_own
 from ..state.tree import capture, differences, with_versions
 from .broadcast import read_shared
-from .keys import Keys, Selection, chosen_components
+from .keys import Keys, Rename, Selection, chosen_components
 from .placement import (
     Destinations,
     LiveComponent,
@@ -133,8 +133,8 @@ class LoadRequest:
     transactional: live state is as before after any failure, on all ranks; it takes host memory for
     both states. host_first: all is read and verified in host memory before live state is touched,
     which `transactional` implies. broadcast: what every rank needs is read by one of them and
-    passed on. keys: load only these. whole: components of the checkpoint that were not given are an
-    error. Raises InvalidState.
+    passed on. keys: load only these; rename: what is read from where. whole: components of the
+    checkpoint that were not given are an error. Raises InvalidState.
     """
 
     strict: bool = True
@@ -143,12 +143,18 @@ class LoadRequest:
     host_first: bool = False
     broadcast: bool = False
     keys: Keys | None = None
+    rename: Rename | None = None
     whole: bool = False
 
     def __post_init__(self) -> None:
         check_flags(strict=self.strict, cast=self.cast, transactional=self.transactional)
-        if self.keys is not None:
-            Selection(self.keys)
+        self.selection()
+
+    def selection(self) -> Selection | None:
+        """None where all is loaded under its own name."""
+        if self.keys is None and self.rename is None:
+            return None
+        return Selection(self.keys, self.rename)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,8 @@ class LoadJob:
         """What this rank brings to the join: `words` say what it calls for. Raises InvalidState."""
         rank, size = self.comm.rank, self.comm.world_size
         views = {n: view_of_group(n, ranks, rank, size) for n, ranks in self.process_groups.items()}
-        keys = None if request.keys is None else Selection(request.keys).text
+        selection = request.selection()
+        keys = None if selection is None else selection.text
         asked = {"components": [c.key for c in self.components], "keys": keys}
         return LoadCall(words + self.domains.words, asked, views)
 
@@ -311,7 +318,7 @@ def _judged(
     the same everywhere, StateMismatch for what must not be loaded.
     """
     _same_checkpoint(job, view, reports)
-    if request.keys is not None:
+    if reports[0].asked is not None:
         _same_keys(job, view, request, reports)
     nowhere = {key: list(names) for key, names in lacking.items()}
     for report in reports[1:]:
@@ -401,9 +408,9 @@ def _misfit(
         if lacked == len(nowhere.get(key, ())):
             unmatched.append(key)  # no rank has any of the names
     what = ""
-    if request.keys is not None and missing and not report.loads:
+    if report.asked is not None and missing and not report.loads:
         what = f"nothing that keys ask for is in the checkpoint, not {_some(sources)}"
-    elif unmatched or (request.keys is None and not any(c.key in saved for c in job.components)):
+    elif unmatched or (report.asked is None and not any(c.key in saved for c in job.components)):
         of = f"component {unmatched[0]!r}" if unmatched else "the state"
         what = (
             f"nothing in {of} has a name that the checkpoint has; live: {_some(missing)}; saved: "
@@ -470,7 +477,7 @@ class _Loading:
     ) -> None:
         manifest = view.manifest
         self.job, self.position, self.view, self.request = job, position, view, request
-        self.keys = None if request.keys is None else Selection(request.keys)
+        self.keys = request.selection()
         self.report = LoadReport(step=manifest.step, path=view.url, manifest=manifest)
         self.prepared: dict[str, _Prepared] = {}
         self.plan = ReadPlan()
@@ -542,11 +549,12 @@ class _Loading:
         given = {c.key for c in self.job.components}
         others = [key for key in saved if key not in given]
         if self.keys is not None:
-            asked = [key for key in others if self.keys.asks_for(key)]
-            self.report.unexpected = asked if self.request.whole else []
             yield from chosen_components(
                 self.keys, view, self.job.components, position, self.report.missing
             )
+            read = {name.partition("/")[0] for name in self.keys.renamed.values()}
+            asked = [key for key in others if key not in read and self.keys.asks_for(key)]
+            self.report.unexpected = asked if self.request.whole else []
             return
         self.report.unexpected = others
         for component in self.job.components:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -21,6 +21,7 @@ from .layout import Shard, is_dtensor_class
 from .modules import ModelState, one_walk, parameter_table, tensors_in
 from .optimizers import OptimizerState, OwnOptimizerState, inside, is_ordinary, split_over_ranks
 from .plain import PlainState, Value, changeable
+from .words import Declared
 
 
 class _Words(StrEnum):
@@ -142,6 +143,9 @@ class StateComponent:
             raise InvalidState(
                 f"its state is the class {self.stateful.__qualname__}; give an object of it"
             )
+        if isinstance(self.stateful, StateComponent | Declared):
+            what = type(self.stateful).__qualname__
+            raise InvalidState(f"its state is a {what}; give its object")
         check_flags(inferred=self.inferred, required=self.required)
         if self.validate_replication is not None:
             check_flag("validate_replication", self.validate_replication)
@@ -375,9 +379,37 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     return found
 
 
+Only = str | Collection[str] | Callable[[str], bool]
+
+
+def chosen_of(components: Sequence[StateComponent], only: Only) -> list[StateComponent]:
+    """The components that `only` asks for, by name or pattern. Raises InvalidState for a name that
+    none has."""
+    patterns = () if callable(only) else (only,) if isinstance(only, str) else only
+    if not isinstance(patterns, list | tuple | set | frozenset | KeysView) or not (
+        callable(only) or (patterns and all(isinstance(name, str) and name for name in patterns))
+    ):
+        raise InvalidState(
+            "only must be the name of a component, a pattern, a list of them or a function of a "
+            f"name, not {shown(only)}"
+        )
+    keys = [component.key for component in components]
+    unknown = [p for p in patterns if not any(fnmatchcase(key, p) for key in keys)]
+    if callable(only):
+        chosen = {key for key in keys if only(key)}
+    else:
+        chosen = {key for key in keys for p in patterns if fnmatchcase(key, p)}
+    if unknown or not chosen:
+        which = f"{unknown[0]!r}, which" if unknown else "what"
+        raise InvalidState(f"only asks for {which} the state has not; it has {', '.join(keys)}")
+    return [component for component in components if component.key in chosen]
+
+
 def _in_dict(key: Any, value: Any, world_size: int) -> StateComponent:
     """The component that a value of a dict is, with all that was not said taken from the value."""
-    if not isinstance(value, StateComponent):
+    if isinstance(value, Declared):
+        component = StateComponent(key, value.stateful, **value.declared)
+    elif not isinstance(value, StateComponent):
         component = StateComponent(key, value)
     elif value.key == key:
         component = replace(value)

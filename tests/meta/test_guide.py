@@ -68,7 +68,7 @@ def moments(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def test_the_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
-    weights, part, renamed, cast, fused, no_model = examples("Loading")
+    weights, part, renamed, only, cast, fused, no_model = examples("Loading")
     model, optimizer = names["model"], names["optimizer"]
     exec(weights, names)
     assert values(model) == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
@@ -80,6 +80,9 @@ def test_the_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
     assert moments(optimizer) == [100.0] * 4 + [0.0] * 2
     exec(renamed, names)
     assert values(model) == [200.0, 201.0, 202.0, 203.0, 204.0, 205.0]
+    exec(only, names)
+    assert values(model) == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
+    assert moments(optimizer) == [100.0] * 4 + [0.0] * 2
     exec(cast, names)
     assert values(names["half"]) == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
     assert "restored checkpoint-500 (step 500, 3 components)" in capsys.readouterr().out
