@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from .state.containers import register_tensor_class as register_tensor_class
     from .state.layout import Shard as Shard
     from .state.modules import ModelState as ModelState
+    from .state.modules import canonical_names as canonical_names
+    from .state.modules import register_wrapper as register_wrapper
     from .state.optimizers import OptimizerState as OptimizerState
     from .state.plain import Value as Value
     from .state.randomness import RNGState as RNGState
@@ -109,7 +111,7 @@ _HOMES = {
     ],
     "state.containers": ["register_tensor_class"],
     "state.layout": ["Shard"],
-    "state.modules": ["ModelState"],
+    "state.modules": ["ModelState", "canonical_names", "register_wrapper"],
     "state.optimizers": ["OptimizerState"],
     "state.plain": ["Value"],
     "state.randomness": ["RNGState"],

@@ -18,6 +18,7 @@ from ..format.manifest import MALFORMED, malformed
 from ..format.tensorfile import tensor_nbytes
 from ..format.values import TensorRef, decode, key_leaves, revived
 from ..state.layout import synchronize
+from ..state.modules import checked_device, checked_dtype
 from ..state.tree import with_versions
 from ..storage.chunks import default_threads
 from .keys import matches
@@ -233,28 +234,3 @@ class _Fresh:
                 nbytes += size
         if batch:
             yield batch
-
-
-def checked_device(name: str, value: Any) -> torch.device:
-    """Raises InvalidState for what torch has no device for."""
-    if not isinstance(value, str | torch.device):
-        raise InvalidState(f"{name} must be a device such as 'cpu' or 'cuda:0', not {shown(value)}")
-    try:
-        device = torch.device(value)
-        if device.type not in ("cpu", "meta"):
-            torch.empty(0, device=device)
-        return device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = str(error).splitlines()[0]
-        raise InvalidState(f"{name} {shown(value)} cannot be used here: {first}") from None
-
-
-def checked_dtype(name: str, value: Any) -> torch.dtype:
-    """A dtype of real floating-point numbers, from its name too. Raises InvalidState."""
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidState(
-            f"{name} must be a floating-point dtype such as torch.bfloat16 or its name, not "
-            f"{shown(value)}"
-        )
-    return found

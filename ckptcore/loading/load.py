@@ -592,7 +592,7 @@ class _Loading:
             self.shared,
             self.plan,
             skip=skip,
-            cast=self.request.cast,
+            cast=self.request.cast or getattr(owner, "casts", False),
             host_first=self.request.host_first or self.request.transactional,
         )
         state = state_with(destinations, values, file)

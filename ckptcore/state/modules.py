@@ -4,22 +4,24 @@ is wrapped in."""
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ..errors import InvalidState, StateMismatch
+from ..arguments import shown
+from ..errors import CheckpointWarning, InvalidState, StateMismatch
 from ..format.values import TensorRef
 from .tree import DEFAULT_METADATA, Differences, differences
 
 # Wrappers that put the wrapped module under a name of their own: class name -> that name.
-_WRAPPERS = {
+_WRAPPERS: dict[str, str] = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
@@ -31,11 +33,47 @@ _WRAPPERS = {
 EXTRA_STATE = "_extra_state"
 _PACKAGES = ("torch.", "lightning.", "lightning_fabric.")
 
+_REGISTERED: dict[type[nn.Module], str] = {}
+
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module | Iterable[nn.Module]]
+
+
+def register_wrapper(cls: type[nn.Module], inner: str) -> None:
+    """Have names of tensors that do not depend on a wrapper of your own: those of what it wraps.
+    Programs that save and that load make the same call.
+
+    cls: class of modules that wrap another one.
+    inner: text, the attribute that has the wrapped module.
+
+    Raises InvalidState for what is no class of modules, or no name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)) or cls is nn.Module:
+        raise InvalidState(
+            f"register_wrapper takes a class of modules that wrap others, not {shown(cls)}"
+        )
+    if not isinstance(inner, str) or not inner.isidentifier():
+        raise InvalidState(f"inner must be the name of an attribute, not {shown(inner)}")
+    _REGISTERED[cls] = inner
+
+
+def canonical_names(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a module by the names that a checkpoint has for
+    them: those of the bare module, whatever it is wrapped in.
+
+    module: torch module.
+
+    Raises InvalidState when two tensors have one name.
+    """
+    if not isinstance(module, nn.Module):
+        raise InvalidState(f"module must be a torch module, not {shown(module)}")
+    state = ModelState(module).state_dict()
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _inner_name(module: nn.Module) -> str | None:
     for cls in type(module).__mro__:
+        if (registered := _REGISTERED.get(cls)) in module._modules:
+            return registered
         name = _WRAPPERS.get(cls.__name__)
         if name in module._modules and cls.__module__.startswith(_PACKAGES):
             return name
@@ -205,13 +243,36 @@ class ModelState:
 
     models: a module, several with distinct names (pipeline stages of a rank), or a dict of them,
         whose keys become prefixes.
+    device: where what is on the meta device gets memory, at once; make optimizers after that
+        (default None: nowhere).
+    dtype: torch.dtype or its name, that floating-point tensors which get memory have, and that a
+        load converts to without cast=True (default None: their own).
 
-    Raises InvalidState when two tensors have one name.
+    Raises InvalidState when two tensors have one name, and for a device or dtype that is none.
+    Buffers that are not persistent are in no checkpoint and stay on the meta device: a
+    CheckpointWarning names them.
     """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(
+        self,
+        models: Models,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
         self._models = _prefixed(models)
         self.strict = True
+        # The dtype of a tensor here is what the caller has asked for.
+        self.casts = dtype is not None
+        if dtype is not None and device is None:
+            raise InvalidState("dtype is for what gets memory: give device, too")
+        if device is not None:
+            target = checked_device("device", device)
+            if target.type == "meta":
+                raise InvalidState("device must be one that has memory, not 'meta'")
+            kind = None if dtype is None else checked_dtype("dtype", dtype)
+            for _, module in self._models:
+                _give_memory(module, target, kind)
         self._raw()
 
     def _raw(self) -> dict[str, tuple[nn.Module, str, Any]]:
@@ -329,6 +390,70 @@ class ModelState:
                 missing=lists[0],
                 unexpected=lists[1],
             )
+
+
+def _give_memory(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Replace what is on the meta device, tied tensors by tied ones."""
+    made: dict[int, torch.Tensor] = {}
+    stays: list[str] = []
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            floating = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+            kind = dtype if dtype is not None and floating else tensor.dtype
+            new = torch.empty_like(tensor, device=device, dtype=kind)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                new.__dict__.update(vars(tensor))
+            made[id(tensor)] = new
+        return made[id(tensor)]
+
+    for at, inner in _modules(module):
+        for name, value in inner._parameters.items():
+            if value is not None and value.is_meta:
+                inner._parameters[name] = cast(nn.Parameter, real(value))
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                if name in inner._non_persistent_buffers_set:
+                    stays.append(at + name)
+                else:
+                    inner._buffers[name] = real(buffer)
+    if made:
+        apply: Callable[..., Any] = module._apply
+        apply(lambda tensor: tensor)  # FSDP looks at its parameters again
+    if stays:
+        warnings.warn(
+            f"no checkpoint has the buffers {', '.join(stays[:5])}"
+            f"{' ...' if len(stays) > 5 else ''}, which are not persistent: they stay on the meta "
+            "device; make them as the model does",
+            CheckpointWarning,
+            stacklevel=3,
+        )
+
+
+def checked_device(name: str, value: Any) -> torch.device:
+    """Raises InvalidState for what torch has no device for."""
+    if not isinstance(value, str | torch.device):
+        raise InvalidState(f"{name} must be a device such as 'cpu' or 'cuda:0', not {shown(value)}")
+    try:
+        device = torch.device(value)
+        if device.type not in ("cpu", "meta"):
+            torch.empty(0, device=device)
+        return device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).splitlines()[0]
+        raise InvalidState(f"{name} {shown(value)} cannot be used here: {first}") from None
+
+
+def checked_dtype(name: str, value: Any) -> torch.dtype:
+    """A dtype of real floating-point numbers, from its name too. Raises InvalidState."""
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidState(
+            f"{name} must be a floating-point dtype such as torch.bfloat16 or its name, not "
+            f"{shown(value)}"
+        )
+    return found
 
 
 def tensors_in(module: nn.Module) -> list[torch.Tensor]:

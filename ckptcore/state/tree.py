@@ -494,8 +494,8 @@ def _shard_of(
     if loading and inner.is_meta:
         raise InvalidState(
             f"component {key!r}, key {name!r} is on the meta device, and a load has no memory to "
-            "read into: call "
-            "module.to_empty(device=...) before it",
+            "read into: give ModelState(module, device=...), or call module.to_empty(device=...) "
+            "before it",
             component=key,
             key=name,
         )

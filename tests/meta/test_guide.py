@@ -48,6 +48,7 @@ def names(tmp_path: Path) -> dict:
         yield {
             "ckpt": ckpt,
             "load_state": ckptcore.load_state,
+            "ModelState": ckptcore.ModelState,
             "torch": torch,
             "copy": copy,
             "state": state,
@@ -68,7 +69,7 @@ def moments(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def test_the_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
-    weights, part, renamed, only, cast, fused, no_model = examples("Loading")
+    weights, part, renamed, only, cast, meta, fused, no_model = examples("Loading")
     model, optimizer = names["model"], names["optimizer"]
     exec(weights, names)
     assert values(model) == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
@@ -87,6 +88,9 @@ def test_the_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
     assert values(names["half"]) == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
     assert "restored checkpoint-500 (step 500, 3 components)" in capsys.readouterr().out
     assert set(names["report"].cast.values()) == {"F32 -> BF16"}
+    exec(meta, names)
+    assert values(names["served"]) == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
+    assert names["served"].head.weight.dtype == torch.bfloat16
     exec(fused, names)
     assert names["fused"].unique().tolist() == [100.0, 102.0]
     exec(no_model, names)
