@@ -28,6 +28,7 @@ from .arguments import (
     check_seconds,
     check_threads,
     checked_options,
+    checked_step,
     checked_timeout,
     checked_which,
     shown,
@@ -45,9 +46,10 @@ from .catalog.catalog import (
     entry,
     find,
     with_commit,
+    within,
 )
-from .catalog.domain import Entries, ScanRound
-from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, still_there
+from .catalog.domain import Entries, ScanRound, same_step
+from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, checkpoint_name, still_there
 from .catalog.retention import RetentionPolicy, best_rule, check_policy, unknown_metric
 from .errors import (
     CheckpointCorrupt,
@@ -81,6 +83,7 @@ from .saving.save import (
     capture,
     finish,
     join,
+    overwrites,
 )
 from .state.component import (
     Only,
@@ -310,15 +313,18 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        exists: Literal["error", "skip", "replace"] = "error",
         training_args_hash: str | None = None,
     ) -> CheckpointInfo:
         """Write the checkpoint of `step`; when this returns it is committed and survives a crash.
 
-        step: int, 0 to 2**62; it must not have a committed checkpoint, unless `overwrite`.
+        step: int, 0 to 2**62; for one that has a committed checkpoint see `exists`.
         state: dict of objects and plain values, list of StateComponent, or StatefulProvider.
         metrics: dict of numbers measured at this step, 0-d tensors too (default None).
         metadata: dict of anything that JSON holds, for the manifest (default None).
-        overwrite: bool, replace a committed checkpoint of this step (default False).
+        overwrite: bool, as exists="replace" (default False).
+        exists: what happens where the step has a committed checkpoint: "error" (default), "skip"
+            (nothing is saved, and that checkpoint is the result) or "replace".
         training_args_hash: text that a restore compares with its own (default None).
 
         Raises CheckpointExists, UnsupportedValue, InvalidState and ReplicationMismatch before a
@@ -326,6 +332,9 @@ class CheckpointManager:
         checkpoints are left as they are.
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
+        call = replace(call, exists=exists)
+        if exists == "skip" and (there := self._committed(call)) is not None:
+            return self._saves.skip(self._job, there).result() or there
         return self._saves.now(self._job, call, self._run_facts())
 
     @one_call("save of step ", 0)
@@ -337,6 +346,7 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        exists: Literal["error", "skip", "replace"] = "error",
         training_args_hash: str | None = None,
     ) -> SaveHandle:
         """Copy the state, and write the checkpoint of `step` in the background.
@@ -344,18 +354,56 @@ class CheckpointManager:
         When this returns the state may be changed: on the CPU everything is copied; for what lies
         on an accelerator see `staging`.
 
-        step: int, 0 to 2**62; it must not have a committed checkpoint, unless `overwrite`.
+        step: int, 0 to 2**62; for one that has a committed checkpoint see `exists`.
         state: dict of objects and plain values, list of StateComponent, or StatefulProvider.
         metrics: dict of numbers measured at this step, 0-d tensors too (default None).
         metadata: dict of anything that JSON holds, for the manifest (default None).
-        overwrite: bool, replace a committed checkpoint of this step (default False).
+        overwrite: bool, as exists="replace" (default False).
+        exists: what happens where the step has a committed checkpoint: "error" (default), "skip"
+            (nothing is saved, and that checkpoint is the result) or "replace".
         training_args_hash: text that a restore compares with its own (default None).
 
         Raises CheckpointExists, UnsupportedValue and InvalidState, and AsyncSaveError of the save
         before. What fails later is raised by the SaveHandle, and by the next call.
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
+        call = replace(call, exists=exists)
+        if exists == "skip" and (there := self._committed(call)) is not None:
+            return self._saves.skip(self._job, there)
         return self._saves.begin(self._job, call, self._run_facts(self.when_busy))
+
+    def _committed(self, call: SaveCall) -> CheckpointInfo | None:
+        """The committed checkpoint of a step that a save of this run would not replace."""
+        self._saves.wait_for_step(call.step)
+        with self._domains.scan("step", joining=True, recall=True) as r:
+            overwrites(call)
+            steps = r.gather(checked_step(call.step))
+            if r.leads:
+                r.verdict = self._in_the_way(r.infos, same_step("save", steps))
+        return None if r.verdict is None else self._info(r, r.verdict)
+
+    def _in_the_way(self, infos: Checkpoints, step: int) -> str | None:
+        """The name of what is committed as `step`, and does not give way."""
+        for info in infos:
+            gives_way = info.name in self._known_damaged or self._left_behind(info)
+            here = info.status == "committed" and info.name == checkpoint_name(step)
+            if here and not gives_way:
+                return info.name
+        return None
+
+    def _left_behind(self, info: CheckpointInfo) -> bool:
+        """Whether this run has gone back behind a checkpoint of it."""
+        ranges = self._branch.abandoned
+        mine = info.run_id == self._run_id
+        return mine and (info.abandoned if ranges is None else within(info.sequence or 0, ranges))
+
+    def _info(self, listing: ScanRound, name: str) -> CheckpointInfo:
+        """A committed checkpoint that rank 0 calls `name`, on every rank."""
+        with self.comm.round("info"):
+            at = listing.locate(name)
+            view = CheckpointView(at.storage, at.folder)
+        manifest = view.manifest
+        return CheckpointInfo(at.folder, view.url, "committed", manifest.step, None, manifest)
 
     @one_call("prewarm")
     def prewarm(self, state: Any) -> None:
@@ -667,6 +715,93 @@ class CheckpointManager:
             path=self.root,
             reasons=skipped,
         )
+
+    @one_call("find of ", 0, "auto")
+    def find(
+        self, which: int | str = "auto", *, verify: Literal["bytes", "sizes"] = "bytes"
+    ) -> CheckpointInfo | None:
+        """The checkpoint that `restore(state, which)` would take, before there is a state; None
+        where it would start fresh. Give the result to `restore`, `load`, `load_state` or
+        `open_checkpoint`. On every rank.
+
+        which: "auto" (default): the newest that verifies; or a step, "latest" or "best": that one,
+            None where there is none.
+        verify: "bytes" (default): all that it has is read and checked; "sizes": the manifest, and
+            that its files are there.
+
+        Raises InvalidState, CheckpointCorrupt for a `which` that is damaged, NoUsableCheckpoint,
+        StorageError.
+        """
+        self._saves.wait_for_pending()
+        failed: dict[tuple[str, str], str] = {}
+        for _ in range(MOST_SCANS):
+            with self._domains.scan("find", joining=True) as r:
+                check_one_of("verify", verify, ("bytes", "sizes"))
+                wanted = which if which == "auto" else checked_which(which, paths=False)
+                calls = r.gather(f"{wanted}, checking {verify}")
+                if r.leads:
+                    same_step("find", calls)
+                    r.verdict = self._found(r.infos, which, failed)
+            name, digest, skipped = r.verdict
+            if name is None:
+                if skipped:
+                    raise self._nothing_usable(skipped)
+                return None
+            problem = self._first_problem(r, name) if verify == "bytes" else ""
+            if not problem:
+                self._warn_skipped(skipped, f"found {name}")
+                return self._info(r, name)
+            if which != "auto":
+                raise CheckpointCorrupt(problem, path=name)
+            failed[name, digest] = problem
+        raise StorageError(
+            "checkpoints are deleted faster than they can be read", errno=errno.EAGAIN
+        )
+
+    def _found(
+        self, infos: Checkpoints, which: int | str, failed: Mapping[tuple[str, str], str]
+    ) -> Any:
+        """On rank 0: name and digest of the checkpoint that is meant, and what is passed over."""
+        if which == "auto":
+            return _first_whole(candidates(infos, self._run_id), failed)
+        try:
+            info = self._chosen(self._catalog.distinct(infos), checked_which(which, paths=False))
+        except CheckpointNotFound:
+            return None, "", {}
+        if info.manifest is None or info.status != "committed":
+            raise CheckpointCorrupt(f"{info.url} is {info.status}: {info.reason}", path=info.url)
+        return info.name, info.manifest.digest, {}
+
+    def _first_problem(self, listing: ScanRound, name: str) -> str:
+        """What is wrong with the bytes of a checkpoint on one of the nodes; "" where all is well.
+        On every rank."""
+        info = listing.find(name)
+        with self.comm.round("verification") as r:
+            found = r.gather([] if info is None else self._verify(info))
+            if r.leads:
+                r.verdict = next((rows[0][2] for rows in found if rows), "")
+        problem: str = r.verdict
+        return problem
+
+    @one_call("conflicts after ", 0, 0)
+    def conflicts(self, after: int = 0) -> Checkpoints:
+        """Committed checkpoints of later steps than `after` that this run would come to and not
+        replace: its save of such a step is a CheckpointExists. Empty where the run can go on. On
+        every rank; ask after the restore.
+
+        after: int, the step that the run goes on from (default 0).
+
+        Raises InvalidState, StorageError.
+        """
+        self._saves.wait_for_pending()
+        with self._domains.scan("conflicts", joining=True) as r:
+            steps = r.gather(checked_step(after))
+            if r.leads:
+                later = same_step("conflicts", steps)
+                infos = [i for i in r.infos if i.status == "committed" and (i.step or 0) > later]
+                names = [self._in_the_way(infos, i.step or 0) for i in infos]
+                r.verdict = [name for name in dict.fromkeys(names) if name is not None]
+        return [self._info(r, name) for name in r.verdict]
 
     def list(self) -> Checkpoints:
         """The committed checkpoints of this run, oldest first; of the run that committed last if

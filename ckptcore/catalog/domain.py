@@ -275,7 +275,7 @@ class StorageDomains:
         with self.scan(topic, joining=True) as r:
             steps = r.gather(wanted())
             if r.leads:
-                r.verdict = choose(self.catalog.distinct(r.infos), _same_step(topic, steps)).name
+                r.verdict = choose(self.catalog.distinct(r.infos), same_step(topic, steps)).name
         info = r.find(r.verdict)
         with self.comm.round(topic) as each:
             found = each.gather(None if info is None else work(info))
@@ -297,7 +297,8 @@ class StorageDomains:
                 self.catalog.clean_up(after)
 
 
-def _same_step(topic: str, steps: Sequence[int | str]) -> int | str:
+def same_step(topic: str, steps: Sequence[T]) -> T:
+    """What all ranks say. Raises RanksDisagree."""
     if wrong := [rank for rank, step in enumerate(steps) if step != steps[0]]:
         calls = (
             f"rank 0 calls for a {topic} of step {steps[0]}, rank {wrong[0]} for one of step "

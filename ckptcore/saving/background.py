@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ..arguments import checked_timeout
 from ..catalog.folder import CheckpointInfo
@@ -70,7 +70,8 @@ def warn_all(texts: Iterable[str]) -> None:
 class SaveHandle(Future["CheckpointInfo | None"]):
     """A save that was begun in the background: a Future of its checkpoint.
 
-    skipped: it was not, because another one was still being written and `when_busy` is "skip".
+    skipped: it was not, because another one was still being written and `when_busy` is "skip", or
+        because the step has a checkpoint and `exists` is "skip", which is the result then.
     error: what it has failed with.
     """
 
@@ -82,6 +83,7 @@ class SaveHandle(Future["CheckpointInfo | None"]):
         drain_timeout: float = 0.0,
         *,
         skipped: bool = False,
+        info: CheckpointInfo | None = None,
     ) -> None:
         super().__init__()
         self.step, self.skipped = step, skipped
@@ -93,7 +95,7 @@ class SaveHandle(Future["CheckpointInfo | None"]):
         self._finisher = 0
         self.set_running_or_notify_cancel()  # what has begun cannot be cancelled
         if skipped:
-            self.set_result(None)
+            self.set_result(info)
         else:
             _expected(self)
 
@@ -115,7 +117,8 @@ class SaveHandle(Future["CheckpointInfo | None"]):
         return self._record.written, self._record.total
 
     def result(self, timeout: float | None = None) -> CheckpointInfo | None:
-        """The committed checkpoint, when it is; None for a save that was skipped.
+        """The committed checkpoint, when it is; None for a save that was skipped since another one
+        was still being written.
 
         timeout: seconds to wait (default None: for as long as it takes).
 
@@ -463,6 +466,18 @@ class Saves:
         if self._pending is not None:
             with self.comm.keep_alive() if self._busy else nullcontext():
                 self._pending.wait(None)
+
+    def wait_for_step(self, step: Any) -> None:
+        """Wait for the save in the background where it is one of `step`."""
+        if self._pending is not None and self._pending.step == step:
+            self.wait_for_pending()
+
+    def skip(self, job: SaveJob, info: CheckpointInfo) -> SaveHandle:
+        """What there is to hold of a save whose step has the checkpoint `info`."""
+        record = SaveRecord(job.domains.catalog.storage.retries)
+        record.step, record.name = info.step or 0, info.name
+        self._emit("skipped", job, record)
+        return SaveHandle(record.step, skipped=True, info=info)
 
     def raise_failure(self) -> None:
         """Raise, or warn of, the failure of a save in the background or an upload that nobody was

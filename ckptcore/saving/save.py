@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..arguments import check_flag, check_hash, check_mapping, checked_step, shown
+from ..arguments import check_flag, check_hash, check_mapping, check_one_of, checked_step, shown
 from ..catalog.catalog import Ranges
 from ..catalog.domain import Destination, SaveTarget, StorageDomains
 from ..catalog.folder import CheckpointInfo, checkpoint_name, in_flight, new_attempt
@@ -117,6 +117,7 @@ class SaveCall:
     training_args_hash: Any = None
     checkpoint_id: Any = None
     name: str | None = None
+    exists: Any = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +170,18 @@ class SaveRequest:
             run.run_id,
             _numbers(call.metrics),
             _private("metadata", _dict("metadata", call.metadata)),
-            check_flag("overwrite", call.overwrite),
+            overwrites(call),
             call.training_args_hash,
             given,
         )
+
+
+def overwrites(call: SaveCall) -> bool:
+    """Whether a committed checkpoint gives way. Raises InvalidState."""
+    check_one_of("exists", call.exists, ("error", "skip", "replace"))
+    if check_flag("overwrite", call.overwrite) and call.exists == "skip":
+        raise InvalidState("overwrite=True and exists='skip' contradict each other: give one")
+    return bool(call.overwrite) or call.exists == "replace"
 
 
 class SaveRecord:

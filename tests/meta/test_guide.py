@@ -69,8 +69,10 @@ def moments(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def test_the_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
-    weights, part, renamed, only, cast, meta, fused, no_model = examples("Loading")
+    find, weights, part, renamed, only, cast, meta, fused, no_model = examples("Loading")
     model, optimizer = names["model"], names["optimizer"]
+    exec(find, names)
+    assert names["sizes"]["head.weight"].shape == (2, 4) and names["info"].step == 500
     exec(weights, names)
     assert values(model) == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
     assert moments(optimizer) == [0.0] * 6
