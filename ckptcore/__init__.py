@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .format.values import register_codec as register_codec
     from .interop.exporting import ExportReport as ExportReport
     from .interop.exporting import export_checkpoint as export_checkpoint
+    from .interop.hf_files import hf_files as hf_files
     from .interop.importing import ImportReport as ImportReport
     from .interop.importing import import_checkpoint as import_checkpoint
     from .interop.importing import load_foreign as load_foreign
@@ -92,6 +93,7 @@ _HOMES = {
     "format.manifest": ["CheckpointManifest", "ComponentManifest"],
     "format.values": ["Opaque", "register_codec"],
     "interop.exporting": ["ExportReport", "export_checkpoint"],
+    "interop.hf_files": ["hf_files"],
     "interop.importing": ["ImportReport", "import_checkpoint", "load_foreign"],
     "loading.fresh": ["load_state"],
     "interop.quantization": ["quantization_config"],

@@ -102,6 +102,7 @@ from .tiers.uploads import Tier, checked_tiers, open_catalog
 log = logging.getLogger("ckptcore")
 
 Checkpoints = list[CheckpointInfo]
+Files = Mapping[str, bytes | str | os.PathLike[str]]
 
 # What the storage says of bytes that are lost, and of a file that went, or became something else,
 # meanwhile: another checkpoint may still be whole. Anything else (no permission, no connection) is
@@ -315,6 +316,7 @@ class CheckpointManager:
         overwrite: bool = False,
         exists: Literal["error", "skip", "replace"] = "error",
         training_args_hash: str | None = None,
+        files: Files | None = None,
     ) -> CheckpointInfo:
         """Write the checkpoint of `step`; when this returns it is committed and survives a crash.
 
@@ -326,13 +328,16 @@ class CheckpointManager:
         exists: what happens where the step has a committed checkpoint: "error" (default), "skip"
             (nothing is saved, and that checkpoint is the result) or "replace".
         training_args_hash: text that a restore compares with its own (default None).
+        files: dict of name -> bytes, or path of a local file, which is read now: files that belong
+            to the checkpoint beside its tensors, such as config.json, each of at most 1 GiB. Those
+            of rank 0 count (storage_mode="node": of the lowest rank of each node; default None).
 
         Raises CheckpointExists, UnsupportedValue, InvalidState and ReplicationMismatch before a
         byte is written; StorageError, NoSpace; AsyncSaveError of the save before. Earlier
         checkpoints are left as they are.
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
-        call = replace(call, exists=exists)
+        call = replace(call, exists=exists, files=files)
         if exists == "skip" and (there := self._committed(call)) is not None:
             return self._saves.skip(self._job, there).result() or there
         return self._saves.now(self._job, call, self._run_facts())
@@ -348,6 +353,7 @@ class CheckpointManager:
         overwrite: bool = False,
         exists: Literal["error", "skip", "replace"] = "error",
         training_args_hash: str | None = None,
+        files: Files | None = None,
     ) -> SaveHandle:
         """Copy the state, and write the checkpoint of `step` in the background.
 
@@ -362,12 +368,15 @@ class CheckpointManager:
         exists: what happens where the step has a committed checkpoint: "error" (default), "skip"
             (nothing is saved, and that checkpoint is the result) or "replace".
         training_args_hash: text that a restore compares with its own (default None).
+        files: dict of name -> bytes, or path of a local file, which is read now: files that belong
+            to the checkpoint beside its tensors, such as config.json, each of at most 1 GiB. Those
+            of rank 0 count (storage_mode="node": of the lowest rank of each node; default None).
 
         Raises CheckpointExists, UnsupportedValue and InvalidState, and AsyncSaveError of the save
         before. What fails later is raised by the SaveHandle, and by the next call.
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
-        call = replace(call, exists=exists)
+        call = replace(call, exists=exists, files=files)
         if exists == "skip" and (there := self._committed(call)) is not None:
             return self._saves.skip(self._job, there)
         return self._saves.begin(self._job, call, self._run_facts(self.when_busy))
@@ -741,7 +750,7 @@ class CheckpointManager:
                 calls = r.gather(f"{wanted}, checking {verify}")
                 if r.leads:
                     same_step("find", calls)
-                    r.verdict = self._found(r.infos, which, failed)
+                    r.verdict = self._meant(r.infos, which, failed)
             name, digest, skipped = r.verdict
             if name is None:
                 if skipped:
@@ -758,7 +767,7 @@ class CheckpointManager:
             "checkpoints are deleted faster than they can be read", errno=errno.EAGAIN
         )
 
-    def _found(
+    def _meant(
         self, infos: Checkpoints, which: int | str, failed: Mapping[tuple[str, str], str]
     ) -> Any:
         """On rank 0: name and digest of the checkpoint that is meant, and what is passed over."""
@@ -1083,6 +1092,7 @@ class CheckpointCoordinator:
         *,
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
+        files: Files | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> CheckpointInfo:
         """Save to the folder `path`, which becomes the checkpoint. A call of all ranks.
@@ -1097,6 +1107,7 @@ class CheckpointCoordinator:
             one).
         metadata: dict of anything that JSON holds (default None).
         overwrite: bool, replace a checkpoint that is there (default False).
+        files: as for `CheckpointManager.save` (default None).
         storage_options: dict for the filesystem of `path` (default None).
 
         Raises InvalidState, CheckpointExists, UnsupportedValue, ReplicationMismatch, StorageError,
@@ -1112,6 +1123,7 @@ class CheckpointCoordinator:
                 components = [_validated(component, validate) for component in self.components]
                 storage = open_storage(parent, storage_options)
             call = SaveCall(components, step, None, metadata, overwrite, None, checkpoint_id, name)
+            call = replace(call, files=files)
             return self._save(storage, call, RunFacts(run))
 
     def _save(self, storage: Storage, call: SaveCall, run: RunFacts) -> CheckpointInfo:

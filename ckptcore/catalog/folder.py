@@ -129,6 +129,11 @@ class CheckpointInfo:
         return self.manifest.size_bytes if self.manifest else None
 
     @property
+    def files(self) -> list[str]:
+        """Names of the files that were given to the save as `files`."""
+        return self.manifest.user_files if self.manifest else []
+
+    @property
     def created(self) -> str | None:
         return self.manifest.created if self.manifest else None
 
@@ -488,19 +493,38 @@ def attempts_among(entries: Iterable[Entry] | None) -> list[str]:
     return [mark.group(1) for mark in marks if mark]
 
 
-def mark_attempt(storage: Storage, folder: str, attempt: str) -> None:
+def mark_attempt(
+    storage: Storage, folder: str, attempt: str, user_files: Sequence[str] = ()
+) -> None:
     """Say in `folder`, which it makes, that what is there is an attempt, until the marks are
-    removed."""
+    removed. user_files: names that the attempt gives to files beside those of the format."""
     for again in (False, True):
         try:
             storage.make_folder(folder)
-            storage.write(join(folder, mark_name(attempt)), b"")
+            storage.write(join(folder, mark_name(attempt)), "\n".join(user_files).encode())
             return
         except StorageError as error:
             # While it was empty it looked like what an interrupted deletion leaves, and another job
             # may have swept it.
             if error.errno != errno.ENOENT or again:
                 raise
+
+
+def user_files_in(storage: Storage, folder: str, entries: Iterable[Entry]) -> set[str]:
+    """The names that the attempts and the checkpoint in a folder have for files of the user."""
+    listed, named = [*entries], set()
+    for attempt in attempts_among(listed):
+        mark = next(entry for entry in listed if entry.name == mark_name(attempt))
+        if mark.size:
+            with suppress(StorageError, UnicodeDecodeError):
+                text = storage.read(join(folder, mark.name), SIZE_LIMIT).decode()
+                named.update(text.split("\n"))
+    there = {entry.name for entry in listed}
+    for file in (MANIFEST_NAME, WITHDRAWN_NAME):
+        if file in there:
+            with suppress(StorageError, CheckpointCorrupt, UnsupportedVersion):
+                named.update(_manifest_in(storage, folder, file).user_files)
+    return named & {entry.name for entry in listed if not entry.is_folder}
 
 
 def unmark_attempts(storage: Storage, folder: str) -> None:
@@ -598,12 +622,14 @@ def remove_attempt(storage: Storage, folder: str, *, keep_marks: bool = False) -
     keep_marks: ranks may go on writing there for a while; by the mark a later `sweep` knows whose
     their files are.
     """
-    names = [
-        entry.name
-        for entry in (storage.entries(folder) or ())
-        if not entry.is_folder and is_ours(entry.name)
-    ]
+    entries = storage.entries(folder) or ()
+    names = [entry.name for entry in entries if not entry.is_folder and is_ours(entry.name)]
     marks = [name for name in names if _MARKER.fullmatch(name)]
+    of_user = sorted(user_files_in(storage, folder, entries))
+    if marks:
+        names += of_user
+    else:  # what says that they are ours goes after them
+        storage.remove_all([join(folder, name) for name in of_user])
     if MANIFEST_NAME in names:
         storage.remove(join(folder, MANIFEST_NAME))
     storage.remove_all(

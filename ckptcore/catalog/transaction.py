@@ -47,6 +47,8 @@ from .folder import (
     remove_attempt,
     remove_checkpoint_folder,
     remove_if_empty,
+    unmark_attempts,
+    user_files_in,
 )
 
 
@@ -58,7 +60,7 @@ class Transaction(ABC):
     run_id, step, overwrite, abandoned, digest: see `check_target`. marked: nobody else may begin
     the same attempt, which finds nodes that share a storage without knowing. resume: take up what
     an interrupted attempt of the same owner left. warn: is given what was left behind and is no
-    error.
+    error. user_files: names of its files that the format does not give.
     """
 
     storage: Storage
@@ -72,6 +74,7 @@ class Transaction(ABC):
     marked: bool = False
     resume: bool = False
     warn: Callable[[str], None] = lambda _: None
+    user_files: Sequence[str] = ()
     replaced: str | None = field(default=None, init=False)
 
     @property
@@ -189,8 +192,8 @@ class BesideTransaction(Transaction):
     def _begin(self, gives_way: bool) -> None:
         if self.resume and self._take_over():
             return
-        if self.marked:
-            mark_attempt(self.storage, self.folder, self.attempt)
+        if self.marked or self.user_files:
+            mark_attempt(self.storage, self.folder, self.attempt, self.user_files)
         else:
             self.storage.make_folder(self.folder)
 
@@ -227,11 +230,11 @@ class BesideTransaction(Transaction):
 
     def _commit(self, manifest: CheckpointManifest, encoded: bytes, pinned: bool) -> None:
         storage, folder, name = self.storage, self.folder, self.name
-        if self.marked:
-            storage.remove(join(folder, mark_name(self.attempt)))
         if pinned:
             storage.write(join(folder, PIN_NAME), b"")
         storage.write(join(folder, MANIFEST_NAME), encoded)
+        if self.marked or self.user_files:  # the manifest says now which files are ours
+            unmark_attempts(storage, folder)
         storage.sync_folder(folder)
         aside = f"{name}.replaced-{self.attempt}"
         gives_way = check_target(
@@ -304,7 +307,7 @@ class InPlaceTransaction(Transaction):
         resumes = bool(marks) and names.isdisjoint([MANIFEST_NAME, WITHDRAWN_NAME])
         if gives_way and not resumes:
             remove_checkpoint_folder(storage, name)
-        mark_attempt(storage, name, self.attempt)
+        mark_attempt(storage, name, self.attempt, self.user_files)
         if not resumes:
             check_alone(storage, self.attempt, name, {}, self.step)
             return
@@ -361,11 +364,23 @@ def open_transaction(
     marked: bool = False,
     resume: bool = False,
     warn: Callable[[str], None] = lambda _: None,
+    user_files: Sequence[str] = (),
 ) -> Transaction:
     """The attempt to make the checkpoint `name`, as this storage allows. See Transaction."""
     kind = BesideTransaction if storage.atomic_rename else InPlaceTransaction
     return kind(
-        storage, name, attempt, run_id, step, overwrite, abandoned, digest, marked, resume, warn
+        storage,
+        name,
+        attempt,
+        run_id,
+        step,
+        overwrite,
+        abandoned,
+        digest,
+        marked,
+        resume,
+        warn,
+        user_files,
     )
 
 
@@ -428,7 +443,8 @@ def check_target(
             what = f"is being written by another job ({writing[0]})"
             raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
         if isinstance(error, CheckpointNotFound):
-            _refuse_foreign(where, entries, step)
+            known = user_files_in(storage, name, entries)
+            _refuse_foreign(where, [e for e in entries if e.name not in known], step)
         there = {entry.name for entry in entries}
         # Half of an upload was never anybody's file.
         files = {name for name in there if not is_half_uploaded(name)}
@@ -499,9 +515,13 @@ def check_alone(
 
     Raises CheckpointExists when another job has come between.
     """
-    expected = {mark_name(attempt): 0} | {name: record.size for name, record in files.items()}
+    mark = mark_name(attempt)
+    expected: dict[str, int | None] = {n: record.size for n, record in files.items() if is_ours(n)}
+    expected[mark] = None
     entries = storage.entries(folder) or ()
     found = {e.name: e.size for e in entries if is_ours(e.name) and not e.is_folder}
+    if mark in found:
+        found[mark] = None
     if found != expected:
         other = next(
             name for name in sorted(found | expected) if found.get(name) != expected.get(name)

@@ -246,6 +246,7 @@ class _Copy:
             digest=manifest.digest,
             resume=True,
             warn=self.warn,
+            user_files=manifest.user_files,
         )
         if into.withdraws() and (problems := self.view.verify(self.workers.count)):
             # The old one goes before the new one is complete, so it had better become complete.
@@ -367,9 +368,10 @@ class CopiedFiles:
         marks = {mark_name(attempt) for attempt in attempts_among(entries)}
         found = set()
         for entry in entries:
-            if entry.is_folder or entry.name in marks or not is_ours(entry.name):
-                continue
             record = self.view.manifest.files.get(entry.name)
+            ours = is_ours(entry.name) or entry.name in self.view.manifest.user_files
+            if entry.is_folder or entry.name in marks or not ours:
+                continue
             if record is not None and record.size == entry.size:
                 found.add(entry.name)
             else:

@@ -396,6 +396,7 @@ class CheckpointManifest:
         is whole.
     abandoned: list of [first, last] commit sequences of the run that it had gone back behind by
         then.
+    user_files: list of the names of files that the user gave to the save; they are among `files`.
     extra: dict of fields that this version does not know.
     digest: text, that of the encoded manifest; "" before it is encoded.
     """
@@ -421,6 +422,7 @@ class CheckpointManifest:
     format_version: str = VERSION
     node: int | None = field(default=None, metadata=OPTIONAL)
     abandoned: Annotated[Partition, _ranges] = field(default_factory=list, metadata=OPTIONAL)
+    user_files: list[FileName] = field(default_factory=list, metadata=OPTIONAL)
     extra: dict[str, Any] = field(default_factory=dict)
     digest: str = field(default="", metadata=NOT_STORED)
 
@@ -431,6 +433,8 @@ class CheckpointManifest:
                 raise ValueError("the nodes are not a partition of the ranks")
             if self.node >= len(self.nodes) or not self.nodes[self.node]:
                 raise ValueError(f"there is no node {self.node} with ranks")
+        if unlisted := [name for name in self.user_files if name not in self.files]:
+            raise ValueError(f"user files are not listed: {short(unlisted)}")
         for key, component in self.components.items():
             component.key = key
             self._check_component(component)

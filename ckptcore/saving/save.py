@@ -28,7 +28,7 @@ import torch
 from ..arguments import check_flag, check_hash, check_mapping, check_one_of, checked_step, shown
 from ..catalog.catalog import Ranges
 from ..catalog.domain import Destination, SaveTarget, StorageDomains
-from ..catalog.folder import CheckpointInfo, checkpoint_name, in_flight, new_attempt
+from ..catalog.folder import CheckpointInfo, checkpoint_name, in_flight, is_ours, new_attempt
 from ..catalog.transaction import Transaction, open_transaction
 from ..errors import (
     AsyncSaveError,
@@ -85,6 +85,7 @@ from .plan import (
 )
 from .staging import HostPool, StagedCopy
 from .staging import stage as copy_into_pool
+from .user_files import read_user_files
 from .writer import ByteSource, WrittenFile, write_files
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -118,6 +119,7 @@ class SaveCall:
     checkpoint_id: Any = None
     name: str | None = None
     exists: Any = "error"
+    files: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ class SaveRequest:
     overwrite: bool
     training_args_hash: str | None
     checkpoint_id: str | None
+    files: dict[str, bytes]
 
     @classmethod
     def of(cls, call: SaveCall, run: RunFacts) -> SaveRequest:
@@ -173,12 +176,14 @@ class SaveRequest:
             overwrites(call),
             call.training_args_hash,
             given,
+            {} if call.files is None else read_user_files(call.files),
         )
 
 
 def overwrites(call: SaveCall) -> bool:
     """Whether a committed checkpoint gives way. Raises InvalidState."""
-    check_one_of("exists", call.exists, ("error", "skip", "replace"))
+    if call.exists != "error":
+        check_one_of("exists", call.exists, ("error", "skip", "replace"))
     if check_flag("overwrite", call.overwrite) and call.exists == "skip":
         raise InvalidState("overwrite=True and exists='skip' contradict each other: give one")
     return bool(call.overwrite) or call.exists == "replace"
@@ -690,6 +695,8 @@ class PreparedSave:
             record.files = [made[name] for name in plan.names]
             index = index_of(plan, stored, self.values, record.files)
             small = hugging_face_indexes(plan, self.values)
+            if plan.rank == self.save.joined.domain[0]:
+                small |= self.save.joined.request.files
             if index.components:
                 small[index_file_name(plan.rank)] = _readable(index)
             for name, data in small.items():
@@ -746,6 +753,7 @@ class PreparedSave:
             timings=self.save.record.seconds,
             metadata=request.metadata,
             abandoned=[[*ends] for ends in destination.abandoned],
+            user_files=sorted(name for name in account.files if not is_ours(name)),
         )
 
 
@@ -892,6 +900,7 @@ def _transaction(save: SnapshottedSave, destination: Destination | None) -> Tran
         abandoned=() if destination is None else destination.abandoned,
         marked=save.job.domains.marked,
         warn=save.record.warnings.append,
+        user_files=[*joined.request.files],
     )
 
 

@@ -80,6 +80,13 @@ def _inner_name(module: nn.Module) -> str | None:
     return None
 
 
+def bare_module(module: nn.Module) -> nn.Module:
+    """What the wrappers around a module wrap."""
+    while (name := _inner_name(module)) is not None:
+        module = cast(nn.Module, module._modules[name])
+    return module
+
+
 def _prefixes(module: nn.Module, raw: str = "", canonical: str = "") -> Iterator[tuple[str, str]]:
     """(prefix of keys as they are, the same without wrappers) of a module and all modules
     inside."""

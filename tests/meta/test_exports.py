@@ -85,6 +85,7 @@ EXPORTS = [
     "delete_checkpoint",
     "export_checkpoint",
     "find_leftovers",
+    "hf_files",
     "import_checkpoint",
     "join_url",
     "kept_by",
