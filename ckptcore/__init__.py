@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from .state.modules import register_wrapper as register_wrapper
     from .state.optimizers import OptimizerState as OptimizerState
     from .state.plain import Value as Value
+    from .state.preflight import PreflightReport as PreflightReport
+    from .state.preflight import Refusal as Refusal
+    from .state.preflight import preflight as preflight
     from .state.randomness import RNGState as RNGState
     from .state.words import Global as Global
     from .state.words import PerGroup as PerGroup
@@ -116,6 +119,7 @@ _HOMES = {
     "state.modules": ["ModelState", "canonical_names", "register_wrapper"],
     "state.optimizers": ["OptimizerState"],
     "state.plain": ["Value"],
+    "state.preflight": ["PreflightReport", "Refusal", "preflight"],
     "state.randomness": ["RNGState"],
     "state.words": ["Global", "PerGroup", "PerNode", "PerRank", "Replicated", "Sharded"],
     "storage.base": ["Storage"],

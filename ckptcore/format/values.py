@@ -35,7 +35,7 @@ from uuid import UUID
 
 import msgpack
 
-from ..errors import CheckpointCorrupt, UnsupportedValue
+from ..errors import CheckpointCorrupt, CheckpointError, UnsupportedValue
 from .manifest import MALFORMED, exact, exact_items, malformed, short, unique
 
 # What is plain.
@@ -248,6 +248,8 @@ def revived(value: Any, file: str = "") -> Any:
         payload = revived(value.payload, file)
         try:
             return BY_NAME[value.codec].decode(payload)
+        except CheckpointError:
+            raise
         except Exception as error:
             what = (
                 f"{file or 'index'}: stored values cannot be read (codec {value.codec!r}: "
@@ -463,8 +465,9 @@ class TensorRef:
     numpy: bool = False
 
 
-# A TensorRef, or what stands for it in the bytes; None where it is no tensor.
-Leaf = Callable[[tuple[Any, ...], Any], TensorRef | bytes | None]
+# A TensorRef, or what stands for it in the bytes; None where it is no tensor; and for a tensor that
+# is made of others, a value of a registered type that has these in it.
+Leaf = Callable[[tuple[Any, ...], Any], Any]
 # The same of all values of a dict, or what stands for the dict.
 Many = Callable[[tuple[Any, ...], dict[str, Any]], list[TensorRef] | bytes | None]
 
@@ -540,7 +543,7 @@ def encode(
     many: Many | None = None,
 ) -> bytes:
     """Bytes of `value`. `leaf(path, x)` is asked first about every x that is not plain; None means
-    "not mine".
+    "not mine", and a value of a registered type stands in the place of x.
 
     large: asked about every str and bytes of LARGE_BYTES or more that is neither a key nor in a
     set; what it gives is the tensor of its bytes (of a text in UTF-8), or None to leave it out.
@@ -739,7 +742,10 @@ class _Encoder:
         elif kind is tuple:
             self.add_tuple(value, path, depth)
         elif self.leaf is not None and (ref := self.leaf(path, value)) is not None:
-            self.out.append(ref)
+            if type(ref) in (TensorRef, bytes):
+                self.out.append(ref)
+            else:
+                self.add_registered(ref, path, depth)
         else:
             self.add_other(value, path, depth)
 

@@ -16,7 +16,8 @@ from ..errors import InvalidState, UnknownName
 from ..format.layout import Box, LogicalTensor, volume
 from ..format.manifest import MALFORMED, malformed
 from ..format.tensorfile import tensor_nbytes
-from ..format.values import TensorRef, decode, key_leaves, revived
+from ..format.values import Opaque, TensorRef, decode, key_leaves, revived
+from ..state.containers import check_parts
 from ..state.layout import synchronize
 from ..state.modules import checked_device, checked_dtype
 from ..state.tree import with_versions
@@ -78,7 +79,7 @@ def load_state(
             tree = wanted.chosen(tree, component, view.url)
         fresh = _Fresh(view, component, stored, target, kind)
         try:
-            state = substituted(tree, fresh.leaf)
+            state = substituted(tree, fresh.leaf, fresh.container)
         except MALFORMED as error:
             what = f"{file}: stored values cannot be read"
             raise malformed(what, error, None, view.url) from None
@@ -183,6 +184,14 @@ class _Fresh:
             self.made[number] = self._new(number, self.stored.tensors[number], array=ref.numpy)
         tensor = self.made[number]
         return tensor.cpu().numpy() if ref.numpy and not tensor.is_meta else tensor
+
+    def container(self, saved: Opaque) -> Opaque:
+        """A tensor that is made of others, which stay in their own dtypes."""
+        check_parts(saved.payload)
+        dtype, self.dtype = self.dtype, None
+        payload = substituted(saved.payload, self.leaf, self.container)
+        self.dtype = dtype
+        return Opaque(saved.codec, payload)
 
     def _new(self, number: int, tensor: LogicalTensor, *, array: bool) -> torch.Tensor:
         saved = known_dtype(self.view, self.key, tensor)

@@ -19,6 +19,7 @@ from ..format.manifest import MALFORMED, CheckpointManifest, ComponentManifest, 
 from ..format.values import Opaque, TensorRef, join_path, keyed, only_plain
 from ..ranks.communicator import group_index
 from ..state.component import StateComponent, is_optimizer
+from ..state.containers import CODEC, check_parts, is_made_of, misfit
 from ..state.layout import (
     TensorBytes,
     local_shard,
@@ -436,9 +437,54 @@ class Destinations:
         found = self._leaf_of(ref.index)
         return found.numpy() if ref.numpy and isinstance(found, torch.Tensor) else found
 
+    def container(self, saved: Opaque) -> Any:
+        """What stands for a saved tensor that is made of others: the live one, whose parts are read
+        into, or its parts, to be put together when they were read."""
+        payload = saved.payload
+        name = self._container_name(payload)
+        live = self.entry.snapshot.containers.get(name)
+        wrong = misfit(payload, live)
+        plain = self.live.get(name)
+        other = live if live is not None else None if plain is None else plain.live
+        if wrong is not None and other is not None and not self._may_replace(name, other):
+            self.plan.mismatched[f"{self.key}/{name}"] = wrong
+            return other
+        parts = self.substituted(payload)
+        return live if wrong is None and is_made_of(live, parts) else Opaque(saved.codec, parts)
+
+    def substituted(self, saved: Any) -> Any:
+        """A saved value with what stands for its tensors."""
+        return substituted(saved, self.leaf, self.container)
+
+    def _container_name(self, payload: Any) -> str:
+        """Raises StateMismatch for a class that cannot be made here, ValueError for damage."""
+        try:
+            check_parts(payload)
+        except StateMismatch as error:
+            error.message = f"{self.view.url}: component {self.key!r}: {error.message}"
+            raise
+        inner, part = next(iter(payload["tensors"].items()))
+        if type(part) is Opaque:
+            name = self._container_name(part.payload)
+        else:
+            name = self.stored.tensors[part.index].name
+        return name.removesuffix(join_path(("tensors", inner))).removesuffix("/")
+
+    def _may_replace(self, name: str, live: Any) -> bool:
+        """Whether another tensor may take the place of a live one that is made of others, or of a
+        plain one by such a tensor."""
+        if isinstance(self.owner, ModelState):
+            return self.owner.decides(name)
+        return not isinstance(self.owner, PlainState) or self.owner.may_replace(live)
+
     def _leaf_of(self, number: int) -> Any:
         tensor = self.stored.tensors[number]
         live = self.live.get(tensor.name)
+        made_of_others = self.entry.snapshot.containers.get(tensor.name)
+        if made_of_others is not None and not self._may_replace(tensor.name, made_of_others):
+            wrong = misfit(None, made_of_others)
+            self.plan.mismatched[f"{self.key}/{tensor.name}"] = wrong or ("", "")
+            return made_of_others
         if tensor.alias_of is not None:
             first = self.stored.tensors[tensor.alias_of]
             other = self.live.get(first.name)
@@ -650,26 +696,31 @@ def state_with(destinations: Destinations, saved: Any, file: str) -> Any:
     """A decoded state with destinations in place of the references to tensors, and without what
     this rank does not want. Raises CheckpointCorrupt, with `file`, where they make no sense."""
     try:
-        state = substituted(saved, destinations.leaf)
+        state = destinations.substituted(saved)
     except MALFORMED as error:
         raise malformed(f"{file}: stored values cannot be read", error, file) from None
     left = _pruned(state)
     return {} if left is SKIPPED else left
 
 
-def substituted(state: Any, leaf: Callable[[TensorRef], Any]) -> Any:
-    """A decoded state with `leaf(ref)` in place of the references to tensors."""
+def substituted(
+    state: Any, leaf: Callable[[TensorRef], Any], container: Callable[[Opaque], Any]
+) -> Any:
+    """A decoded state with `leaf(ref)` in place of the references to tensors, and
+    `container(parts)` in place of tensors that are made of others."""
     kind = type(state)
     if kind is TensorRef:
         return leaf(state)
     if kind is Opaque:
-        return Opaque(state.codec, substituted(state.payload, leaf))
+        if state.codec == CODEC:
+            return container(state)
+        return Opaque(state.codec, substituted(state.payload, leaf, container))
     if kind in _DICTS:
         if only_plain(state.values()):
             return state
-        return kind({key: substituted(item, leaf) for key, item in state.items()})
+        return kind({key: substituted(item, leaf, container) for key, item in state.items()})
     if kind in (list, tuple, set, frozenset) and not only_plain(state):
-        return kind([substituted(item, leaf) for item in state])
+        return kind([substituted(item, leaf, container) for item in state])
     return state
 
 

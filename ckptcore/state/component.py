@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -371,11 +372,13 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     modules = {c.key: c.stateful for c in found if _is_model(c.stateful)}
     plain = {c.key: c.stateful for c in found if isinstance(c.stateful, torch.Tensor | Mapping)}
     for component in found:
-        _adapt(component, world_size)
+        with _named(component):
+            _adapt(component, world_size)
     if optimizers := [c for c in found if _are_optimizers(c.stateful)]:
         with one_walk():
             for component in optimizers:
-                component.stateful = _optimizer_state(component.stateful, modules, plain)
+                with _named(component):
+                    component.stateful = _optimizer_state(component.stateful, modules, plain)
     return found
 
 
@@ -403,6 +406,18 @@ def chosen_of(components: Sequence[StateComponent], only: Only) -> list[StateCom
         which = f"{unknown[0]!r}, which" if unknown else "what"
         raise InvalidState(f"only asks for {which} the state has not; it has {', '.join(keys)}")
     return [component for component in components if component.key in chosen]
+
+
+@contextmanager
+def _named(component: StateComponent) -> Iterator[None]:
+    """What is refused in it says of which component it is."""
+    try:
+        yield
+    except InvalidState as error:
+        if error.component is None:
+            error.component = component.key
+            error.message = f"component {component.key!r}: {error.message}"
+        raise
 
 
 def _in_dict(key: Any, value: Any, world_size: int) -> StateComponent:

@@ -52,7 +52,7 @@ _NAMES |= {
 }
 # Nearly all tensors are of these types, of which it is known at once that there is nothing special
 # to them.
-_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 LARGEST = 2**57  # items, also where one size is 0: see docs/format.md
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,15 +70,15 @@ torch_dtype: Callable[[str], torch.dtype | None] = _DTYPES.get
 
 def why_not_storable(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be stored, or None."""
-    ordinary = type(tensor) in _ORDINARY
+    ordinary = type(tensor) in ORDINARY
     # What has inner tensors, or runs operations in a way of its own.
     if not ordinary and (
         is_traceable_wrapper_subclass(tensor) or _dispatch(tensor) is not _dispatch(torch.Tensor)
     ):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         return (
-            f"tensor subclass {kind} is not supported; store its inner tensors, or call "
-            "register_tensor_class for it where it is in the state of an optimizer"
+            f"tensor subclass {kind} is not supported; call register_tensor_class for it where it "
+            "is a plain container of other tensors, or store those"
         )
     if not ordinary and torch.nn.parameter.is_lazy(tensor):
         return "an uninitialized parameter has no data; run the model once first"
@@ -196,7 +196,7 @@ def is_dtensor(leaf: Any) -> bool:
 @lru_cache(maxsize=256)
 def is_dtensor_class(kind: type) -> bool:
     """The same of what is of type `kind`."""
-    if kind in _ORDINARY or not any(cls.__name__ == "DTensor" for cls in kind.__mro__):
+    if kind in ORDINARY or not any(cls.__name__ == "DTensor" for cls in kind.__mro__):
         return False
     from torch.distributed.tensor import DTensor
 
@@ -213,7 +213,7 @@ def forms_of(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
     Quick: it is asked for thousands of tensors at every save. Raises RuntimeError for what has no
     shape.
     """
-    if _ORDINARY.issuperset(map(type, leaves)):
+    if ORDINARY.issuperset(map(type, leaves)):
         return [*map(_FORM, leaves)], leaves
     forms: list[Any] = []
     memory: list[torch.Tensor] = []
@@ -221,15 +221,15 @@ def forms_of(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         form: Any = object()
         kind: Any = type(leaf)
         local = leaf
-        if kind in _ORDINARY:
+        if kind in ORDINARY:
             form = _FORM(leaf)
         elif isinstance(leaf, Shard):
             local = leaf.tensor
-            if kind is Shard and type(local) in _ORDINARY:
+            if kind is Shard and type(local) in ORDINARY:
                 form = leaf.global_shape, leaf.offset, _FORM(local)
         elif is_dtensor_class(kind):
             local = leaf.to_local()
-            if type(local) in _ORDINARY:
+            if type(local) in ORDINARY:
                 form = _facts_of(leaf.device_mesh), leaf.placements, leaf.shape, _FORM(local)
         forms.append(form)
         memory.append(local)

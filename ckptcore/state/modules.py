@@ -18,6 +18,7 @@ from torch import nn
 from ..arguments import shown
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
 from ..format.values import TensorRef
+from .containers import is_flattened
 from .tree import DEFAULT_METADATA, Differences, differences
 
 # Wrappers that put the wrapped module under a name of their own: class name -> that name.
@@ -345,6 +346,7 @@ class ModelState:
                 and name in saved
                 and not self.decides(name)
                 and not (isinstance(kept, TensorRef) and not kept.numpy)
+                and not is_flattened(kept)  # which is compared part by part
             ):
                 kind = "numpy.ndarray" if isinstance(kept, TensorRef) else type(kept).__qualname__
                 found.mismatched[name] = (f"a value of type {kind}", "a tensor")

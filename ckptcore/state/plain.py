@@ -24,6 +24,7 @@ from ..format.values import (
     keyed,
     part_of,
 )
+from .containers import is_flattened
 from .layout import Shard, is_dtensor
 from .tree import Differences, holds_tensors
 
@@ -77,7 +78,7 @@ class PlainState:
         """Where the value as a whole cannot take what was saved, and nothing can be put in its
         place."""
         live = self.value
-        if isinstance(saved, TensorRef):
+        if isinstance(saved, TensorRef) or is_flattened(saved):
             fits, kind = isinstance(live, torch.Tensor | Shard | np.ndarray), "Tensor"
         else:
             cls = (

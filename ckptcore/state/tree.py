@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,9 @@ from ..format.values import (
     tensor_wires,
     tensors_wire,
 )
+from .containers import flattened, holds_containers
 from .layout import (
+    ORDINARY,
     LocalShard,
     Shard,
     dtype_name,
@@ -166,13 +168,15 @@ class StateSnapshot:
     `tensors`.
 
     versions: encoded, what torch says of modules beside their state (see `module_versions`); None
-    without modules. structure: None where nobody is going to know it again."""
+    without modules. structure: None where nobody is going to know it again. containers: by name,
+    tensors that are made of others, which are among `tensors`; of a live state alone."""
 
     key: str
     tree: bytes
     tensors: list[TensorLeaf]
     versions: bytes | None = None
     structure: Structure | None = None
+    containers: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Changed(Exception):
@@ -184,9 +188,13 @@ class _Walk:
     it may have; _Changed is raised where it does not."""
 
     def __init__(
-        self, metadata: Mapping[str, Any] | None, live_only: bool, last: Structure | None = None
+        self,
+        key: str,
+        metadata: Mapping[str, Any] | None,
+        live_only: bool,
+        last: Structure | None = None,
     ) -> None:
-        self.live_only, self.last = live_only, last
+        self.key, self.live_only, self.last = key, live_only, last
         self.versions = {} if metadata is None else {"": _other_than_default(metadata)}
         self.values: list[Any] = []  # also those that a codec made, so that nothing gets their ids
         self.tensors: list[Any] = []
@@ -196,6 +204,7 @@ class _Walk:
         self.digests: dict[int, bytes] = {}
         self.same: dict[int, int] = {}
         self.order: list[int] = []
+        self.containers: dict[str, Any] = {}
 
     def leaf(self, path: tuple[Any, ...], value: Any) -> Any:
         if type(value) is OrderedDict and isinstance(
@@ -205,7 +214,28 @@ class _Walk:
             return None
         array = _array_as_tensor(value) if isinstance(value, np.ndarray) else None
         tensor = value if array is None else array
-        return self.add(path, value, tensor) if isinstance(tensor, _TENSORS) else None
+        if not isinstance(tensor, _TENSORS):
+            return None
+        if array is not None or type(value) in ORDINARY:
+            return self.add(path, value, tensor)
+        return self.subclass(path, value)
+
+    def subclass(self, path: tuple[Any, ...], value: Any) -> Any:
+        """A tensor itself, or what it is made of, whose names are below its own."""
+        try:
+            parts = flattened(value)
+        except InvalidState as error:
+            name = join_path(path)
+            raise InvalidState(
+                f"component {self.key!r}, key {name!r}: {error.message}",
+                component=self.key,
+                key=name,
+            ) from None
+        if parts is None:
+            return self.add(path, value, value)
+        if self.live_only:
+            self.containers[join_path(path)] = value
+        return parts
 
     def large(self, path: tuple[Any, ...], value: str | bytes) -> Any:
         if self.live_only:
@@ -237,7 +267,10 @@ class _Walk:
 
     def many(self, path: tuple[Any, ...], items: dict[str, Any]) -> list[TensorRef] | bytes | None:
         """All of a dict at once, where it has nothing but tensors."""
-        if not all(issubclass(kind, _TENSORS) for kind in set(map(type, items.values()))):
+        kinds = set(map(type, items.values()))
+        if not all(issubclass(kind, _TENSORS) for kind in kinds):
+            return None
+        if not ORDINARY.issuperset(kinds) and holds_containers(kinds, items.values()):
             return None
         number, name = len(self.values), join_path(path) if path else ""
         self.flat = None if self.flat is None or path else [*self.flat, *items]
@@ -291,7 +324,7 @@ def capture(
         # What fails there is found out again, and told, below.
         with suppress(_Changed, RuntimeError):
             return _known_again(key, state, metadata, last)
-    walk = _Walk(metadata, live_only)
+    walk = _Walk(key, metadata, live_only)
     tree = encode(
         state, walk.leaf, component=key, renumber=walk.renumber, large=walk.large, many=walk.many
     )
@@ -312,14 +345,15 @@ def capture(
         TensorLeaf(spec, memory[at], walk.live(at), walk.digests.get(at))
         for spec, at in zip(structure.leaves, structure.order, strict=True)
     ]
-    return StateSnapshot(key, tree, tensors, _encoded(walk.versions), structure)
+    versions = _encoded(walk.versions)
+    return StateSnapshot(key, tree, tensors, versions, structure, walk.containers)
 
 
 def _known_again(
     key: str, state: Any, metadata: Mapping[str, Any] | None, last: Structure
 ) -> StateSnapshot:
     """The same of a state that has the structure `last`. Raises _Changed where it has another."""
-    walk = _Walk(metadata, False, last)
+    walk = _Walk(key, metadata, False, last)
     tree = encode(state, walk.leaf, component=key, large=walk.large, many=walk.many)
     forms, memory = forms_of(walk.tensors)
     if (
