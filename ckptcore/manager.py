@@ -49,7 +49,7 @@ from .catalog.catalog import (
     within,
 )
 from .catalog.domain import Entries, ScanRound, same_step
-from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, checkpoint_name, still_there
+from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, still_there
 from .catalog.retention import RetentionPolicy, best_rule, check_policy, unknown_metric
 from .errors import (
     CheckpointCorrupt,
@@ -79,11 +79,9 @@ from .saving.save import (
     SavedCheckpoint,
     SaveJob,
     SaveRecord,
-    StagedSave,
-    capture,
-    finish,
     join,
     overwrites,
+    save_now,
 )
 from .state.component import (
     Only,
@@ -395,7 +393,7 @@ class CheckpointManager:
         """The name of what is committed as `step`, and does not give way."""
         for info in infos:
             gives_way = info.name in self._known_damaged or self._left_behind(info)
-            here = info.status == "committed" and info.name == checkpoint_name(step)
+            here = info.status == "committed" and info.name == f"checkpoint-{step}"
             if here and not gives_way:
                 return info.name
         return None
@@ -907,7 +905,9 @@ class CheckpointManager:
 
     def _run_facts(self, when_busy: Literal["wait", "skip", "raise"] = "wait") -> RunFacts:
         # Sequences of what was deleted since are not used again: they may be among the abandoned.
-        after = max(self._domains.last_sequence(), self._branch.last)
+        after = self._branch.last
+        if self._catalog.tiers and self.comm.rank == 0:
+            after = max(after, self._catalog.tier_sequence(log.warning))
         return RunFacts(
             self.run_id,
             frozenset(self._known_damaged),
@@ -1132,8 +1132,7 @@ class CheckpointCoordinator:
         job = SaveJob(self.comm, domains, self.process_groups, self.workers, self._kept)
         record = SaveRecord()
         try:
-            joined = join(job, call, run, record)
-            saved = finish(StagedSave(capture(job, joined, record)))
+            saved = save_now(job, join(job, call, run, record), record)
         except BaseException:
             with suppress(CheckpointWarning):  # as an error it must not hide the one that counts
                 warn_all(record.warnings)

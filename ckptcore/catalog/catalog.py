@@ -52,6 +52,34 @@ class Location:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be made under a root: the checkpoint `name`, by a run.
+
+    overwrite: a committed checkpoint gives way to it. abandoned: commits of the run that do so,
+    because it went back behind them; None: those that its last commit says. digest: of its
+    manifest, where that is known. after_sequence: commits up to this one are known elsewhere.
+    """
+
+    name: str
+    run_id: str
+    step: int | None = None
+    overwrite: bool = False
+    abandoned: Ranges | None = ()
+    digest: str | None = None
+    after_sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """What is known before a checkpoint is written. target: with all that gives way to it;
+    sequence: of its commit; listed: the entries that there are, on rank 0."""
+
+    target: Target
+    sequence: int
+    listed: list[CheckpointInfo]
+
+
+@dataclass(frozen=True, slots=True)
 class CleanUp:
     """What is to be cleaned up after the commit of `saved`.
 
@@ -103,6 +131,18 @@ class Catalog:
         they were when they were read last. Good enough to count by; what is to be deleted, or
         loaded, is read again."""
         return scan(self.storage, memory=self._memory)
+
+    def remember(self, name: str, file: Entry, manifest: CheckpointManifest) -> None:
+        """The manifest that was just committed as `file`, for `recall`."""
+        self._memory.files[name] = file, manifest
+
+    def destination(self, target: Target) -> Destination:
+        """Of a checkpoint that is to be written now. Raises StorageError."""
+        infos, abandoned = self.recall(), target.abandoned
+        if abandoned is None:
+            abandoned = left_by_last(infos, target.run_id)
+        sequence = max(last_sequence(infos), target.after_sequence) + 1
+        return Destination(replace(target, abandoned=abandoned), sequence, infos)
 
     def distinct(self, infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
         """Those of `scan`, of each commit one."""

@@ -7,7 +7,6 @@ looks and acts for the others, and rank 0 decides for all.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from typing import Any, Self, TypeVar
 from ..errors import InvalidState, RanksDisagree
 from ..format.manifest import CheckpointManifest, ReplicaGroup
 from ..ranks.communicator import Communicator, node_name
-from .catalog import Catalog, CleanUp, Location, Ranges, last_sequence, left_by_last, newest_run
+from .catalog import Catalog, CleanUp, Destination, Location, Target, last_sequence, newest_run
 from .folder import CheckpointInfo
 from .transaction import Transaction, check_target
 
 T = TypeVar("T")
-
-log = logging.getLogger("ckptcore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +30,6 @@ class Entries:
 
     infos: Sequence[CheckpointInfo]
     run: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class SaveTarget:
-    """What a save is to make. after_sequence: commits up to this one are known elsewhere.
-    abandoned: [first, last] commit sequences that the run has left behind; None: those that its
-    last commit says. The rest: see check_target."""
-
-    name: str
-    step: int
-    run_id: str
-    overwrite: bool
-    after_sequence: int
-    abandoned: Ranges | None
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """What is known of all domains before a checkpoint is written. sequence: of its commit.
-    overwrites: whether a committed checkpoint gives way to it. abandoned: commits that the run has
-    left behind. listed: the entries that there are, on rank 0."""
-
-    sequence: int
-    overwrites: bool
-    abandoned: Ranges
-    listed: list[CheckpointInfo]
 
 
 class DomainRound:
@@ -197,28 +168,14 @@ class StorageDomains:
                 "saved it with storage_mode='node'"
             )
 
-    def check(self, target: SaveTarget) -> None:
+    def check(self, target: Target) -> None:
         """On rank 0, long before anything is written: raises CheckpointExists, StorageError."""
-        check_target(
-            self.catalog.storage,
-            target.name,
-            target.step,
-            target.run_id,
-            target.overwrite,
-            abandoned=target.abandoned or (),
-        )
+        check_target(self.catalog.storage, target)
 
-    def destination_by_rounds(self, target: SaveTarget, comm: Communicator) -> Destination | None:
-        """The destination, where it takes rounds to know it."""
+    def destination_by_rounds(self, target: Target, comm: Communicator) -> Destination | None:
+        """The destination, where it takes rounds to know it; else None, and rank 0 asks the
+        catalog for it just before anything is written."""
         return None
-
-    def destination(self, target: SaveTarget) -> Destination:
-        """On rank 0, just before anything is written."""
-        infos, abandoned = self.catalog.recall(), target.abandoned
-        if abandoned is None:
-            abandoned = left_by_last(infos, target.run_id)
-        sequence = max(last_sequence(infos), target.after_sequence) + 1
-        return Destination(sequence, target.overwrite, abandoned, infos)
 
     def begin(self, transaction: Transaction) -> None:
         """On the rank that acts for its domain. Raises as Transaction.begin does."""
@@ -227,9 +184,9 @@ class StorageDomains:
     def check_begun(self, transaction: Transaction, comm: Communicator) -> None:
         """Raises InvalidState where this rank, the lowest of its node, does not see the storage
         that the acting rank writes to."""
-        number = comm.node_number
-        if number == 0 or not comm.leads_node or transaction.is_visible():
+        if comm.rank == 0 or not comm.leads_node or transaction.is_visible():
             return
+        number = comm.node_number
         where = f"{transaction.storage.url} on {node_name(comm.nodes, number)}"
         raise InvalidState(
             f"{where} is not the storage that rank 0 writes to, and storage_mode is 'shared': pass "
@@ -283,11 +240,6 @@ class StorageDomains:
                 each.verdict = [found[ranks[0]] for ranks in self.ranks(self.comm)]
         results: list[Any] = each.verdict
         return results
-
-    def last_sequence(self) -> int:
-        """The highest commit sequence that rank 0 knows of beside those of the root."""
-        asks = self.catalog.tiers and self.comm.rank == 0
-        return self.catalog.tier_sequence(log.warning) if asks else 0
 
     def clean_up(self, comm: Communicator, after: CleanUp) -> None:
         """Retention and sweeping in every domain; rank 0 decides, talking over `comm`. A failure is

@@ -146,10 +146,6 @@ class CheckpointInfo:
         return (-1 if self.step is None else self.step, self.sequence or 0)
 
 
-def checkpoint_name(step: int) -> str:
-    return f"checkpoint-{step}"
-
-
 def is_ours(file: str) -> bool:
     """Whether a file name is one that this format gives to the files of a checkpoint."""
     return _OURS.fullmatch(file) is not None

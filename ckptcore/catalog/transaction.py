@@ -1,10 +1,10 @@
 """How a checkpoint comes to be under a root, whoever makes it: a save, a copy, an upload to a tier,
 a node's part.
 
-    transaction = open_transaction(storage, name, attempt, run_id, step)
+    transaction = open_transaction(storage, Target(name, run_id, step), attempt)
     transaction.begin()               # nothing is in the way, and there is a folder for the files
     transaction.create(file, size)    # any number of them, on any rank that sees the storage
-    transaction.commit(manifest)      # from here on it exists, and survives a crash
+    transaction.commit(encoded)       # its manifest: from here on it exists, and survives a crash
     transaction.remove_replaced()     # what gave way to it
 
 or `abort` instead of `commit`. Where folders can be renamed in one step it is built beside its
@@ -18,7 +18,7 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import (
     CheckpointCorrupt,
@@ -31,7 +31,7 @@ from ..errors import (
 from ..format.digest import content_digest
 from ..format.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, check_readable
 from ..storage.base import Entry, FileWriter, Storage
-from .catalog import Ranges, within
+from .catalog import Target, within
 from .folder import (
     PIN_NAME,
     WITHDRAWN_NAME,
@@ -54,28 +54,28 @@ from .folder import (
 
 @dataclass
 class Transaction(ABC):
-    """One attempt to make the checkpoint `name`. Making it does nothing yet; every rank that writes
-    to the storage may have one, and one of them begins and ends it.
+    """One attempt to make the checkpoint that `target` says. Making it does nothing yet; every rank
+    that writes to the storage may have one, and one of them begins and ends it.
 
-    run_id, step, overwrite, abandoned, digest: see `check_target`. marked: nobody else may begin
-    the same attempt, which finds nodes that share a storage without knowing. resume: take up what
-    an interrupted attempt of the same owner left. warn: is given what was left behind and is no
-    error. user_files: names of its files that the format does not give.
+    marked: nobody else may begin the same attempt, which finds nodes that share a storage without
+    knowing. resume: take up what an interrupted attempt of the same owner left. warn: is given what
+    was left behind and is no error. user_files: names of its files that the format does not give.
+    file: the manifest as listings show it after the commit, where that is known.
     """
 
     storage: Storage
-    name: str
+    target: Target
     attempt: str
-    run_id: str
-    step: int | None = None
-    overwrite: bool = False
-    abandoned: Ranges = ()
-    digest: str | None = None
     marked: bool = False
     resume: bool = False
     warn: Callable[[str], None] = lambda _: None
     user_files: Sequence[str] = ()
     replaced: str | None = field(default=None, init=False)
+    file: Entry | None = field(default=None, init=False)
+
+    @property
+    def name(self) -> str:
+        return self.target.name
 
     @property
     @abstractmethod
@@ -89,7 +89,7 @@ class Transaction(ABC):
     def begin(self) -> None:
         """Have a folder for the files, and nothing in the way. Raises CheckpointExists,
         StorageError; then nothing of it stays."""
-        gives_way = self.check()
+        gives_way = check_target(self.storage, self.target)
         try:
             self._begin(gives_way)
         except (StorageError, CheckpointExists) as error:
@@ -101,41 +101,26 @@ class Transaction(ABC):
     @abstractmethod
     def _begin(self, gives_way: bool) -> None: ...
 
-    def check(self) -> bool:
-        """Whether something gives way to it. See `check_target`."""
-        return check_target(
-            self.storage,
-            self.name,
-            self.step,
-            self.run_id,
-            self.overwrite,
-            digest=self.digest,
-            abandoned=self.abandoned,
-        )
-
     @abstractmethod
     def is_visible(self) -> bool:
         """Whether this storage is the one that it was begun in."""
 
     def create(self, file: str, size: int) -> FileWriter:
         """A new file of it."""
-        return self.storage.create(join(self.folder, file), size)
+        return self.storage.create(f"{self.folder}/{file}", size)
 
     def write(self, file: str, data: bytes) -> None:
         """A new small file of it, durable on return."""
-        self.storage.write(join(self.folder, file), data)
+        self.storage.write(f"{self.folder}/{file}", data)
 
-    def commit(
-        self, manifest: CheckpointManifest, encoded: bytes | None = None, *, pinned: bool = False
-    ) -> None:
+    def commit(self, encoded: bytes, *, pinned: bool = False) -> None:
         """Make its files the checkpoint. On return it exists and survives a crash.
 
-        encoded: the manifest, where it is to be written as it was read. pinned: where the storage
-        allows that, it is never there without its pin. Raises CheckpointExists, StorageError.
+        encoded: the manifest. pinned: where the storage allows that, it is never there without its
+        pin. Raises InvalidState (a manifest that readers would refuse), CheckpointExists,
+        StorageError.
         """
-        encoded = encoded or manifest.encode()
-        check_readable(encoded)
-        self._commit(manifest, encoded, pinned)
+        self._commit(check_readable(encoded), encoded, pinned)
 
     @abstractmethod
     def _commit(self, manifest: CheckpointManifest, encoded: bytes, pinned: bool) -> None: ...
@@ -207,7 +192,7 @@ class BesideTransaction(Transaction):
         for entry in entries:
             left = entry.name.removeprefix(beginning)
             ours = entry.is_folder and left != entry.name
-            if ours and Attempt.parse(left).is_abandoned(self.run_id):
+            if ours and Attempt.parse(left).is_abandoned(self.target.run_id):
                 with suppress(StorageError):  # another attempt was quicker
                     self.storage.rename(entry.name, self.folder)
                     return True
@@ -232,20 +217,21 @@ class BesideTransaction(Transaction):
         storage, folder, name = self.storage, self.folder, self.name
         if pinned:
             storage.write(join(folder, PIN_NAME), b"")
-        storage.write(join(folder, MANIFEST_NAME), encoded)
+        storage.write(path := join(folder, MANIFEST_NAME), encoded)
         if self.marked or self.user_files:  # the manifest says now which files are ours
             unmark_attempts(storage, folder)
         storage.sync_folder(folder)
+        # Here, where nobody can have replaced it yet.
+        file = Entry(MANIFEST_NAME, False, len(encoded), storage.identity(path))
         aside = f"{name}.replaced-{self.attempt}"
-        gives_way = check_target(
-            storage,
-            name,
-            manifest.step,
-            manifest.run_id,
-            self.overwrite,
-            digest=manifest.digest,
+        now = replace(
+            self.target,
+            run_id=manifest.run_id,
+            step=manifest.step,
             abandoned=manifest.abandoned,
+            digest=manifest.digest,
         )
+        gives_way = check_target(storage, now)
         if gives_way:
             storage.rename(name, aside)
         moved = False
@@ -262,7 +248,7 @@ class BesideTransaction(Transaction):
                     f"{where} was made by somebody else meanwhile", path=where, step=manifest.step
                 ) from None
             raise
-        self.replaced = aside if gives_way else None
+        self.replaced, self.file = aside if gives_way else None, file
 
     def _rename_back(self, renames: Sequence[tuple[str, str]]) -> None:
         """Undo renames. Never raises: the failure that led here is the one to report, and a later
@@ -294,7 +280,7 @@ class InPlaceTransaction(Transaction):
 
     def withdraws(self) -> bool:
         names = {entry.name for entry in (self.storage.entries(self.name) or ())}
-        return MANIFEST_NAME in names and self.check()
+        return MANIFEST_NAME in names and check_target(self.storage, self.target)
 
     def is_visible(self) -> bool:
         return self.attempt in attempts_among(self.storage.entries(self.folder))
@@ -309,7 +295,7 @@ class InPlaceTransaction(Transaction):
             remove_checkpoint_folder(storage, name)
         mark_attempt(storage, name, self.attempt, self.user_files)
         if not resumes:
-            check_alone(storage, self.attempt, name, {}, self.step)
+            check_alone(storage, self.attempt, name, {}, self.target.step)
             return
         for mark in marks:
             storage.remove(join(name, mark_name(mark)))
@@ -353,35 +339,17 @@ class InPlaceTransaction(Transaction):
 
 def open_transaction(
     storage: Storage,
-    name: str,
+    target: Target,
     attempt: str,
-    run_id: str,
-    step: int | None = None,
     *,
-    overwrite: bool = False,
-    abandoned: Ranges = (),
-    digest: str | None = None,
     marked: bool = False,
     resume: bool = False,
     warn: Callable[[str], None] = lambda _: None,
     user_files: Sequence[str] = (),
 ) -> Transaction:
-    """The attempt to make the checkpoint `name`, as this storage allows. See Transaction."""
+    """The attempt to make a checkpoint, as this storage allows. See Transaction."""
     kind = BesideTransaction if storage.atomic_rename else InPlaceTransaction
-    return kind(
-        storage,
-        name,
-        attempt,
-        run_id,
-        step,
-        overwrite,
-        abandoned,
-        digest,
-        marked,
-        resume,
-        warn,
-        user_files,
-    )
+    return kind(storage, target, attempt, marked, resume, warn, user_files)
 
 
 def _unfinished(file: str) -> str:
@@ -405,106 +373,86 @@ class _NamedWhenDurable(FileWriter):
         self._writer.abort()
 
 
-def check_target(
-    storage: Storage,
-    name: str,
-    step: int | None,
-    run_id: str,
-    overwrite: bool,
-    *,
-    digest: str | None = None,
-    abandoned: Ranges = (),
-) -> bool:
-    """Whether something at `name` must give way to a new checkpoint of the run.
+def check_target(storage: Storage, target: Target) -> bool:
+    """Whether something at its name must give way to a new checkpoint of the run.
 
     What is the run's own and no checkpoint gives way: one of the run that is damaged, what an
     attempt that is provably abandoned left, a deletion that was not finished. All else does so only
     with `overwrite`: a committed checkpoint, and what may be somebody else's (damaged and of
     another run, or without a manifest that says whose it is; a copy that is going on looks like
-    that). digest: of the manifest of the new one; the same commit may always take the place of
-    itself when that is damaged, pinned or not. abandoned: commits of the run that give way, because
-    it went back behind them. Raises CheckpointExists for the rest: also for a pinned one, one of a
-    newer format, what another job may be writing in that place now, and files with names that no
+    that). The same commit, by `digest`, may always take the place of itself when that is damaged,
+    pinned or not. Raises CheckpointExists for the rest: also for a pinned one, one of a newer
+    format, what another job may be writing in that place now, and files with names that no
     checkpoint has.
     """
+    name, run_id = target.name, target.run_id
     entries = storage.entries(name)
     if entries is None:
         return False
-    where = storage.at(name)
     attempts = attempts_among(entries)
     alive = [] if storage.atomic_rename else attempts
     writing = [attempt for attempt in alive if not Attempt.parse(attempt).is_abandoned(run_id)]
-    manifest = None
+    manifest: CheckpointManifest | None = None
+    what = ""
     try:
         manifest = read_manifest(storage, name)
         names = check_files(storage, name, manifest)
     except (CheckpointNotFound, CheckpointCorrupt) as error:
-        if writing:
-            what = f"is being written by another job ({writing[0]})"
-            raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
+        foreign: list[str] = []
         if isinstance(error, CheckpointNotFound):
             known = user_files_in(storage, name, entries)
-            _refuse_foreign(where, [e for e in entries if e.name not in known], step)
-        there = {entry.name for entry in entries}
-        # Half of an upload was never anybody's file.
-        files = {name for name in there if not is_half_uploaded(name)}
-        of_run = files <= {PIN_NAME} or WITHDRAWN_NAME in there or bool(attempts)
-        if manifest is not None:
-            of_run = manifest.run_id == run_id or manifest.digest == digest
-        if not overwrite:
-            _refuse_uncommitted(where, step, there, of_run, manifest, error)
-        return isinstance(error, CheckpointCorrupt) or bool(entries) or storage.atomic_rename
+            others = [entry for entry in entries if entry.name not in known]
+            foreign = [entry.name for entry in others if entry.is_folder or not is_ours(entry.name)]
+        if writing:
+            what = f"is being written by another job ({writing[0]})"
+        elif foreign:
+            what = (
+                f"holds {foreign[0]!r}, which no checkpoint of ours has; move the folder away or "
+                "use another root"
+            )
+        elif not target.overwrite:
+            what = _only_overwritten(target, {e.name for e in entries}, attempts, manifest, error)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
         return False  # deleted by somebody else meanwhile
     except UnsupportedVersion as error:
-        raise CheckpointExists(f"{where} is in the way: {error}", path=where, step=step) from None
-    left = manifest.run_id == run_id and within(manifest.sequence, abandoned)
-    if not (overwrite or left):
-        raise CheckpointExists(
-            f"{where} is a committed checkpoint; pass overwrite=True to replace it",
-            path=where,
-            step=step,
-        )
-    if PIN_NAME in names and manifest.digest != digest:
-        raise CheckpointExists(
-            f"{where} is pinned; unpin it before it is replaced", path=where, step=step
-        )
-    return True
+        what = f"is in the way: {error}"
+    else:
+        left = manifest.run_id == run_id and within(manifest.sequence, target.abandoned or ())
+        if not (target.overwrite or left):
+            what = "is a committed checkpoint; pass overwrite=True to replace it"
+        elif PIN_NAME in names and manifest.digest != target.digest:
+            what = "is pinned; unpin it before it is replaced"
+    if what:
+        where = storage.at(name)
+        raise CheckpointExists(f"{where} {what}", path=where, step=target.step)
+    return bool(entries) or storage.atomic_rename
 
 
-def _refuse_uncommitted(
-    where: str,
-    step: int | None,
+def _only_overwritten(
+    target: Target,
     there: set[str],
-    of_run: bool,
+    attempts: Sequence[str],
     manifest: CheckpointManifest | None,
     error: CheckpointError,
-) -> None:
-    """What is no committed checkpoint, and gives way to `overwrite` alone."""
+) -> str:
+    """Why what is no committed checkpoint gives way to `overwrite` alone; "" where it does so
+    anyway. there: the names in its folder."""
     if PIN_NAME in there and WITHDRAWN_NAME not in there and there != {PIN_NAME}:
-        what = f"is pinned, and damaged ({error}); pass overwrite=True to replace it"
-        raise CheckpointExists(f"{where} {what}", path=where, step=step) from None
-    if not of_run:
-        whose = (
-            "has no manifest that can be read"
-            if manifest is None
-            else f"is of run {manifest.run_id!r}"
-        )
-        what = f"is not committed, but {whose}, so it may be somebody else's ({error})"
-        how = "pass overwrite=True to replace it, or move it away"
-        raise CheckpointExists(f"{where} {what}; {how}", path=where, step=step) from None
-
-
-def _refuse_foreign(where: str, entries: Sequence[Entry], step: int | None) -> None:
-    foreign = [entry.name for entry in entries if entry.is_folder or not is_ours(entry.name)]
-    if foreign:
-        what = (
-            f"{where} holds {foreign[0]!r}, which no checkpoint of ours has; move the folder away "
-            "or use another root"
-        )
-        raise CheckpointExists(what, path=where, step=step) from None
+        return f"is pinned, and damaged ({error}); pass overwrite=True to replace it"
+    if manifest is not None:
+        whose = f"is of run {manifest.run_id!r}"
+        of_run = manifest.run_id == target.run_id or manifest.digest == target.digest
+    else:
+        whose = "has no manifest that can be read"
+        # Half of an upload was never anybody's file.
+        files = {name for name in there if not is_half_uploaded(name)}
+        of_run = files <= {PIN_NAME} or WITHDRAWN_NAME in there or bool(attempts)
+    if of_run:
+        return ""
+    how = "pass overwrite=True to replace it, or move it away"
+    return f"is not committed, but {whose}, so it may be somebody else's ({error}); {how}"
 
 
 def check_alone(

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from ..arguments import check_callable, check_flag, check_path, check_threads, checked_options
+from ..catalog.catalog import Target
 from ..catalog.folder import (
     PIN_NAME,
     Attempt,
@@ -236,17 +237,12 @@ class _Copy:
         self, attempt: str, manifest: CheckpointManifest, encoded: bytes, overwrite: bool
     ) -> None:
         target = self.target
+        made = Target(
+            self.name, self.owner, manifest.step, overwrite=overwrite, digest=manifest.digest
+        )
+        files = manifest.user_files
         into = open_transaction(
-            target,
-            self.name,
-            attempt,
-            self.owner,
-            manifest.step,
-            overwrite=overwrite,
-            digest=manifest.digest,
-            resume=True,
-            warn=self.warn,
-            user_files=manifest.user_files,
+            target, made, attempt, resume=True, warn=self.warn, user_files=files
         )
         if into.withdraws() and (problems := self.view.verify(self.workers.count)):
             # The old one goes before the new one is complete, so it had better become complete.
@@ -256,7 +252,7 @@ class _Copy:
             self.pins = self.pins or self._pinned(target, into.folder)
             CopiedFiles(self.view, into, self.workers, self.counted).make()
             target.sync_folder(into.folder)
-            into.commit(manifest, encoded, pinned=self.pins)
+            into.commit(encoded, pinned=self.pins)
         except BaseException as error:
             # What a storage that fails for a while, or Ctrl-C, leaves is taken up by the next copy;
             # all else is of no use.

@@ -554,12 +554,12 @@ class CheckpointManifest:
         return manifest
 
 
-def check_readable(encoded: bytes, name: str = "the manifest") -> None:
-    """What every reader does with a manifest, before it is published. Raises InvalidState."""
+def check_readable(encoded: bytes, name: str = "the manifest") -> CheckpointManifest:
+    """What every reader makes of a manifest, before it is published. Raises InvalidState."""
     try:
         if len(encoded) > SIZE_LIMIT:
             raise ValueError(f"it has {len(encoded):,} bytes, and readers take {SIZE_LIMIT:,}")
-        CheckpointManifest.decode(encoded)
+        return CheckpointManifest.decode(encoded)
     except (CheckpointCorrupt, UnsupportedVersion, ValueError) as error:
         raise InvalidState(
             f"{name} could not be read back, so it is not published: {error}"

@@ -16,22 +16,17 @@ from typing import Any, Literal
 from ..catalog.catalog import (
     Catalog,
     CleanUp,
+    Destination,
     Location,
     Ranges,
+    Target,
     left_by_last,
     mark_abandoned,
     newest_run,
     surplus,
     within,
 )
-from ..catalog.domain import (
-    ActingRound,
-    Destination,
-    Entries,
-    SaveTarget,
-    ScanRound,
-    StorageDomains,
-)
+from ..catalog.domain import ActingRound, Entries, ScanRound, StorageDomains
 from ..catalog.folder import CheckpointInfo, still_there
 from ..catalog.transaction import Transaction, check_target
 from ..errors import CheckpointExists, InvalidState, StorageError
@@ -236,26 +231,24 @@ class NodeLocalRoots(StorageDomains):
                 "storage_mode='shared'"
             )
 
-    def check(self, target: SaveTarget) -> None:
+    def check(self, target: Target) -> None:
         """Nothing yet: one node does not say what there is."""
 
-    def destination_by_rounds(self, target: SaveTarget, comm: Communicator) -> Destination:
+    def destination_by_rounds(self, target: Target, comm: Communicator) -> Destination:
         """What is not on every node gives way without being asked. Raises CheckpointExists,
         StorageError."""
-        storage, name, step = self.catalog.storage, target.name, target.step
         with self.scan("destination", comm, recall=True) as r:
             if comm.leads_node:
-                check_target(storage, name, step, target.run_id, True)
+                check_target(self.catalog.storage, replace(target, overwrite=True, abandoned=()))
             r.gather()
             if r.leads:
                 sequence = max(r.sequence, target.after_sequence) + 1
                 r.verdict = [sequence, *self._gives_way(target, r.infos)]
         sequence, overwrites, abandoned = r.verdict
-        return Destination(sequence, overwrites, abandoned, r.infos if r.leads else [])
+        made = replace(target, overwrite=overwrites, abandoned=abandoned)
+        return Destination(made, sequence, r.infos if r.leads else [])
 
-    def _gives_way(
-        self, target: SaveTarget, infos: Sequence[CheckpointInfo]
-    ) -> tuple[bool, Ranges]:
+    def _gives_way(self, target: Target, infos: Sequence[CheckpointInfo]) -> tuple[bool, Ranges]:
         """Whether what has the name gives way, and what the run has left behind."""
         behind = target.abandoned
         if behind is None:

@@ -52,6 +52,7 @@ from .save import (
     finish,
     join,
     rehearse,
+    save_now,
     stage,
 )
 from .staging import HostPool
@@ -507,7 +508,7 @@ class Saves:
         joined: JoinedSave | None = None
         try:
             joined = self._joined(job, call, run, record)
-            saved = finish(StagedSave(capture(job, joined, record)))
+            saved = save_now(job, joined, record)
         except BaseException as error:
             # A call that ranks did not come to was none.
             alone = joined is None and isinstance(error, JoinTimeout | RankLost)

@@ -26,9 +26,9 @@ from typing import Any, Literal
 import torch
 
 from ..arguments import check_flag, check_hash, check_mapping, check_one_of, checked_step, shown
-from ..catalog.catalog import Ranges
-from ..catalog.domain import Destination, SaveTarget, StorageDomains
-from ..catalog.folder import CheckpointInfo, checkpoint_name, in_flight, is_ours, new_attempt
+from ..catalog.catalog import Destination, Ranges, Target
+from ..catalog.domain import StorageDomains
+from ..catalog.folder import CheckpointInfo, in_flight, is_ours, new_attempt
 from ..catalog.transaction import Transaction, open_transaction
 from ..errors import (
     AsyncSaveError,
@@ -168,7 +168,7 @@ class SaveRequest:
             what = "checkpoint_id must be 1 to 64 letters, digits, '_', '-' or '.'"
             raise InvalidState(f"{what}, not {shown(given)}")
         return cls(
-            call.name or checkpoint_name(step),
+            call.name or f"checkpoint-{step}",
             step,
             run.run_id,
             _numbers(call.metrics),
@@ -266,7 +266,7 @@ class JoinedSave:
     groups: dict[str, list[ReplicaGroup]]
     domains: Sequence[Sequence[int]]
     domain: Sequence[int]
-    target: SaveTarget | None = None
+    target: Target | None = None
     destination: Destination | None = None
 
 
@@ -303,9 +303,14 @@ def join(
     )
 
 
-def _target(request: SaveRequest, run: RunFacts, *, overwrite: bool, run_id: str) -> SaveTarget:
-    return SaveTarget(
-        request.name, request.step, run_id, overwrite, run.after_sequence, run.abandoned
+def _target(request: SaveRequest, run: RunFacts, *, overwrite: bool, run_id: str) -> Target:
+    return Target(
+        request.name,
+        run_id,
+        request.step,
+        overwrite,
+        run.abandoned,
+        after_sequence=run.after_sequence,
     )
 
 
@@ -648,19 +653,11 @@ class PrepareVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The transaction of a save. destination: where this rank knows it."""
-
-    transaction: Transaction
-    destination: Destination | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedSave:
     """A save that may write: its replicas are equal, and on rank 0 nothing is in its way.
 
     values: the plain values that this rank writes; chunks: digests that were computed on the way,
-    by component and number of the tensor.
+    by component and number of the tensor. destination: where this rank knows it.
     """
 
     save: SnapshottedSave
@@ -669,11 +666,8 @@ class PreparedSave:
     plan: WritePlan
     values: dict[str, PlainValues]
     chunks: dict[tuple[str, int], bytes]
-    begun: Begun
-
-    @property
-    def transaction(self) -> Transaction:
-        return self.begun.transaction
+    transaction: Transaction
+    destination: Destination | None
 
     def write(self) -> RankReceipt:
         """Write this rank's tensor files, the Hugging Face indexes of components that are split
@@ -726,8 +720,8 @@ class PreparedSave:
 
     def manifest(self, receipts: Sequence[RankReceipt]) -> CheckpointManifest:
         """What the ranks of a domain have written."""
-        joined, comm = self.save.joined, self.comm
-        request, verdict, destination = joined.request, joined.verdict, self.begun.destination
+        joined, comm, destination = self.save.joined, self.comm, self.destination
+        request, verdict = joined.request, joined.verdict
         assert destination is not None  # it is rank 0 that asks
         account = files_and_components(
             joined.components, joined.groups, verdict.partitions, verdict.group_keys, receipts
@@ -752,7 +746,7 @@ class PreparedSave:
             environment={"platform": _system(), "host": platform.node()},
             timings=self.save.record.seconds,
             metadata=request.metadata,
-            abandoned=[[*ends] for ends in destination.abandoned],
+            abandoned=[[*ends] for ends in destination.target.abandoned or ()],
             user_files=sorted(name for name in account.files if not is_ours(name)),
         )
 
@@ -778,15 +772,21 @@ def finish(
     with in_flight(joined.verdict.attempt):
         prepared = _prepare(staged, comm, workers)
         encoded = _commit(prepared)
-    storage = job.domains.catalog.storage
+    catalog, name, destination = job.domains.catalog, joined.request.name, prepared.destination
     if job.kept.reuse is not None:
-        job.kept.reuse.committed(storage, joined.request.name, save.record.files)
-    where = storage.at(joined.request.name)
+        job.kept.reuse.committed(catalog.storage, name, save.record.files)
+    where = catalog.storage.at(name)
     manifest = CheckpointManifest.decode(encoded, where)
-    info = CheckpointInfo(joined.request.name, where, "committed", manifest.step, None, manifest)
-    destination = prepared.begun.destination
+    if (file := prepared.transaction.file) is not None:
+        catalog.remember(name, file, manifest)
+    info = CheckpointInfo(name, where, "committed", manifest.step, None, manifest)
     listed = None if destination is None else destination.listed
     return SavedCheckpoint(info, listed, save.record.warnings)
+
+
+def save_now(job: SaveJob, joined: JoinedSave, record: SaveRecord) -> SavedCheckpoint:
+    """The rest of a save that has joined, from where the state is."""
+    return finish(StagedSave(capture(job, joined, record)))
 
 
 def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> PreparedSave:
@@ -794,7 +794,7 @@ def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> Prepar
     save, shards = staged.save, staged.save.shards
     replicas = save.replicas(comm)
     merged: dict[str, PlainValues] = {}
-    begun: Begun | None = None
+    destination = save.joined.destination
     with comm.round("prepare") as r:
         staged.wait()
         plan = staged.plan or _planned(save)
@@ -814,7 +814,7 @@ def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> Prepar
                 unequal = compare.decide(replicas, [each.replicas for each in reports])
             _check_distinct(save.joined.domains, reports)
             if unequal is None:
-                begun = _begin(save, plan)
+                destination = _begin(save, plan)
             # Where each domain has an index of its own, all of them need the values.
             r.verdict = PrepareVerdict(unequal, merged if len(save.joined.domains) > 1 else {})
     if replicas is not None and r.verdict.replicas is not None:
@@ -822,7 +822,7 @@ def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> Prepar
         with comm.round("begin") as again:  # they are equal but for what is tolerated
             again.gather()
             if again.leads:
-                begun = _begin(save, plan)
+                destination = _begin(save, plan)
     merged = {**merged, **r.verdict.values}
     chunks = {} if replicas is None else replicas.chunks
     return PreparedSave(
@@ -833,7 +833,8 @@ def _prepare(staged: StagedSave, comm: Communicator, workers: Workers) -> Prepar
         {key: merged.get(key, each) for key, each in values.items()},
         # What was passed on takes the place of what this rank has, which may have other bytes.
         {at: each for at, each in chunks.items() if at[0] not in save.passed_on},
-        begun or Begun(_transaction(save, save.joined.destination)),
+        _transaction(save, destination),
+        destination,
     )
 
 
@@ -861,20 +862,19 @@ def _check_distinct(domains: Sequence[Sequence[int]], reports: Sequence[PrepareR
             raise InvalidState(what)
 
 
-def _begin(save: SnapshottedSave, plan: WritePlan) -> Begun:
+def _begin(save: SnapshottedSave, plan: WritePlan) -> Destination:
     """On rank 0: look what is there, and have a folder for the files and nothing in their way; but
     for domains whose destination is known by now, which each begin on their own. Raises
     CheckpointExists, StorageError."""
-    joined, domains = save.joined, save.job.domains
+    joined = save.joined
     if joined.destination is not None:
-        return Begun(_transaction(save, joined.destination), joined.destination)
+        return joined.destination
     assert joined.target is not None
     # Here and not at the join: it reads what is in the root, for which training need not wait.
     with _needing(plan):
-        destination = domains.destination(joined.target)
-        transaction = _transaction(save, destination)
-        domains.begin(transaction)
-    return Begun(transaction, destination)
+        destination = save.job.domains.catalog.destination(joined.target)
+        _transaction(save, destination).begin()
+    return destination
 
 
 @contextmanager
@@ -889,16 +889,14 @@ def _needing(plan: WritePlan) -> Iterator[None]:
 
 
 def _transaction(save: SnapshottedSave, destination: Destination | None) -> Transaction:
-    joined, verdict = save.joined, save.joined.verdict
+    joined, domains = save.joined, save.job.domains
+    target = joined.target if destination is None else destination.target
+    assert target is not None
     return open_transaction(
-        save.job.domains.catalog.storage,
-        joined.request.name,
-        verdict.attempt,
-        verdict.run_id,
-        joined.request.step,
-        overwrite=verdict.overwrite if destination is None else destination.overwrites,
-        abandoned=() if destination is None else destination.abandoned,
-        marked=save.job.domains.marked,
+        domains.catalog.storage,
+        target,
+        joined.verdict.attempt,
+        marked=domains.marked,
         warn=save.record.warnings.append,
         user_files=[*joined.request.files],
     )
@@ -921,9 +919,8 @@ def _commit(prepared: PreparedSave) -> bytes:
             if r.leads:
                 r.verdict = _manifests(prepared, receipts)
             if r.acts():
-                encoded = _domain_manifest(prepared, r.verdict)
                 with _needing(prepared.plan):
-                    transaction.commit(CheckpointManifest.decode(encoded), encoded)
+                    transaction.commit(_domain_manifest(prepared, r.verdict))
                 committed = True
     except BaseException as error:
         # When a rank is lost, or this one is on its way out, the others were not waited for.
@@ -945,7 +942,7 @@ def _manifests(prepared: PreparedSave, receipts: Sequence[RankReceipt]) -> list[
     found = [prepared.manifest([receipts[rank] for rank in ranks]) for ranks in domains]
     save.job.domains.numbered(found)
     encoded = [manifest.encode() for manifest in found]
-    for each in encoded:  # here, where it fails everywhere before one of them is published
+    for each in encoded if len(encoded) > 1 else ():  # before one of them is published
         check_readable(each)
     return encoded
 

@@ -24,7 +24,8 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One name in a folder; `size` in bytes, None for folders. version: differs where the file was
-    replaced; None where the storage does not say."""
+    replaced, and is its `identity` where folders can be renamed; None where the storage does not
+    say."""
 
     name: str
     is_folder: bool
@@ -84,11 +85,8 @@ class Storage(ABC):
     hard_links: bool = False
     # What a read should have at least, where each is a request of its own; 0: any size is as good.
     request_bytes: int = 0
-
-    @property
-    def retries(self) -> int:
-        """How many requests were tried again so far."""
-        return 0
+    # How many requests were tried again so far.
+    retries: int = 0
 
     @abstractmethod
     def create(self, path: str, size: int) -> FileWriter:

@@ -135,8 +135,7 @@ class LocalStorage(Storage):
                 if info is None:
                     entries.append(Entry(item.name, True, None))
                 else:
-                    version = f"{info.st_ino} {info.st_mtime_ns} {info.st_ctime_ns}"
-                    entries.append(Entry(item.name, False, info.st_size, version))
+                    entries.append(Entry(item.name, False, info.st_size, _identity(info)))
         return sorted(entries, key=lambda entry: entry.name)
 
     def entries(self, path: str) -> Sequence[Entry] | None:

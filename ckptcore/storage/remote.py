@@ -117,7 +117,7 @@ class FsspecStorage(Storage):
         return fs, root
 
     @property
-    def retries(self) -> int:
+    def retries(self) -> int:  # type: ignore[override]
         return self._retries.count
 
     def scrubbed(self, text: str) -> str:

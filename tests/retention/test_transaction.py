@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptcore import CheckpointExists, CheckpointManager, open_storage
-from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.catalog import Catalog, Target
 from ckptcore.catalog.folder import Attempt, read_manifest
 from ckptcore.catalog.transaction import Transaction, open_transaction
 
@@ -33,7 +33,8 @@ class Source:
 
     def begun(self, root: Any, attempt: str = "", **how: Any) -> Transaction:
         attempt = attempt or str(Attempt.new("run"))
-        made = open_transaction(root, "checkpoint-1", attempt, "run", 1, **how)
+        target = Target("checkpoint-1", "run", 1, how.pop("overwrite", False))
+        made = open_transaction(root, target, attempt, **how)
         made.begin()
         return made
 
@@ -58,7 +59,7 @@ def test_it_exists_from_the_commit_on(root: Any, source: Source) -> None:
     made = source.begun(root)
     source.write(made)
     assert [status for _, status in statuses(root)] == ["partial"]
-    made.commit(source.manifest)
+    made.commit(source.manifest.encode())
     made.remove_replaced()
     assert statuses(root) == [("checkpoint-1", "committed")]
     assert {entry.name for entry in root.list()} == {"checkpoint-1"}
@@ -75,13 +76,13 @@ def test_nothing_of_one_that_is_given_up_stays(root: Any, source: Source) -> Non
 def test_what_is_committed_gives_way_when_it_is_asked_to(root: Any, source: Source) -> None:
     first = source.begun(root)
     source.write(first)
-    first.commit(source.manifest)
+    first.commit(source.manifest.encode())
     with pytest.raises(CheckpointExists, match="pass overwrite=True"):
         source.begun(root)
     assert statuses(root) == [("checkpoint-1", "committed")]
     second = source.begun(root, overwrite=True)
     source.write(second)
-    second.commit(source.manifest)
+    second.commit(source.manifest.encode())
     second.remove_replaced()
     assert statuses(root) == [("checkpoint-1", "committed")]
 
@@ -90,7 +91,7 @@ def test_an_attempt_is_seen_where_it_was_begun(root: Any, source: Source, tmp_pa
     made = source.begun(root)
     assert made.is_visible()
     elsewhere = open_storage(tmp_path / "another")
-    assert not open_transaction(elsewhere, made.name, made.attempt, "run").is_visible()
+    assert not open_transaction(elsewhere, made.target, made.attempt).is_visible()
 
 
 def test_what_an_interrupted_attempt_left_is_taken_up(root: Any, source: Source) -> None:
@@ -100,13 +101,13 @@ def test_what_an_interrupted_attempt_left_is_taken_up(root: Any, source: Source)
     left = {entry.name: entry.size for entry in root.list(again.folder)}
     assert left[name] == source.manifest.files[name].size
     source.write(again, *(source.manifest.files.keys() - {name}))
-    again.commit(source.manifest)
+    again.commit(source.manifest.encode())
     assert statuses(root) == [("checkpoint-1", "committed")]
 
 
 def test_one_that_is_taken_back_is_no_checkpoint(root: Any, source: Source) -> None:
     made = source.begun(root, source.manifest.attempt_id)
     source.write(made)
-    made.commit(source.manifest)
+    made.commit(source.manifest.encode())
     made.take_back()
     assert statuses(root) == []
