@@ -38,9 +38,19 @@ def checkpoint(info: CheckpointInfo) -> dict[str, Any]:
         return found
     names = "attempt_id checkpoint_id format_version created world_size nodes storage_mode node "
     names += "groups size_bytes digest versions environment metrics metrics_step metadata "
-    known = fields(manifest, names + "training_args_hash timings extra")
+    known = fields(manifest, names + "training_args_hash timings timings_by_rank extra")
     counts = {"files": len(manifest.files), "components": len(manifest.components)}
     return found | known | counts
+
+
+def slowest(manifest: CheckpointManifest) -> dict[str, dict[str, Any]]:
+    """By phase of the save, the seconds of the rank that took longest, and that rank; nothing where
+    the manifest has only those of one rank."""
+    found = {}
+    for phase, row in manifest.timings_by_rank.items():
+        seconds, at = max((value or 0.0, -n) for n, value in enumerate(row))
+        found[phase] = {"seconds": seconds, "rank": manifest.stored_ranks[-at]}
+    return found
 
 
 def components(manifest: CheckpointManifest, extents: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -115,6 +115,8 @@ def gathered(subject: Subject, entries: Sequence[CheckpointInfo]) -> dict[str, A
         "modules": table("", "module, size>=size_bytes", named[:SHOWN]),
         "keys": [*(item["key"] for item in components), "index"],
         "written": list(like_ranks(ranks)),
+        "slowest": facts.slowest(manifest),
+        "stored_ranks": manifest.stored_ranks,
         "most": max((n for row in ranks for n in row["components"].values()), default=0) or 1,
         "curves": [curve for name in metrics if (curve := curve_of(name, run))],
         "entries": run_table(rows, f"{COLUMNS.format('')}, stands out as=kept"),

@@ -13,6 +13,7 @@ import click
 
 from ckptcore import CheckpointInfo, StorageError, masked_url, open_storage
 
+from . import facts
 from .cli import LOCATION, SCHEMA, command
 from .failures import BAD, GOOD
 from .lookup import normal, scan
@@ -139,7 +140,8 @@ def _event(
     reason: str | None,
     url: str,
 ) -> dict[str, Any]:
-    timings = dict(info.manifest.timings) if info and info.manifest else {}
+    manifest = info.manifest if info else None
+    timings = dict(manifest.timings) if manifest else {}
     took = sum(timings.values())
     steps = None
     if event == "committed" and info and last and last.run_id == info.run_id:
@@ -153,9 +155,20 @@ def _event(
         "seconds": round(took, 6) if timings else None,
         "bytes_per_second": round((info.size_bytes or 0) / took) if took and info else None,
         "timings": timings,
+        "slowest": facts.slowest(manifest) if manifest else {},
         "metrics": dict(info.metrics) if info else {},
         "reason": reason,
     }
+
+
+def _late(event: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Phases that took another rank than rank 0 a twentieth of the save longer."""
+    took, timings = event["seconds"], event["timings"]
+    return [
+        (phase, found)
+        for phase, found in event["slowest"].items()
+        if found["rank"] and found["seconds"] > timings.get(phase, 0.0) + took / 20
+    ]
 
 
 COLOURS = {"committed": "green", "writing": "cyan", "deleted": "yellow"}
@@ -173,6 +186,8 @@ def text_of(event: dict[str, Any]) -> str:
             phases = {n: value for n, value in event["timings"].items() if value >= took / 100}
             words[-1] += f" in {took:.3g} s, {size(event['bytes_per_second'])}/s"
             words.append(printable(seconds(phases)))
+            late = [f"{n} {s['seconds']:.3g}s on rank {s['rank']}" for n, s in _late(event)]
+            words.append(printable(f"slowest: {', '.join(late)}" if late else ""))
         words.append(printable(metrics(event["metrics"]) if event["metrics"] else ""))
     elif kind != "writing":
         words.append(printable(event["reason"] or ""))

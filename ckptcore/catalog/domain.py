@@ -8,7 +8,7 @@ looks and acts for the others, and rank 0 decides for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeVar
@@ -135,6 +135,7 @@ class StorageDomains:
         """What happened in this domain, where there are several."""
         return text
 
+    @contextmanager
     def scan(
         self,
         topic: str,
@@ -142,17 +143,20 @@ class StorageDomains:
         *,
         joining: bool = False,
         recall: bool = False,
-    ) -> AbstractContextManager[ScanRound]:
+    ) -> Iterator[ScanRound]:
         """A round in which rank 0 may know what lies there: `with domains.scan("pin") as r`.
 
         comm: default that of the run. joining: see Communicator.round. recall: see Catalog.recall;
         good enough to count by, not to load by.
         """
-        return self._scan_round(comm or self.comm, self.catalog, recall).begun(topic, joining)
+        with self._scan_round(comm or self.comm, self.catalog, recall).begun(topic, joining) as r:
+            yield r
 
-    def round(self, topic: str, comm: Communicator) -> AbstractContextManager[ActingRound]:
+    @contextmanager
+    def round(self, topic: str, comm: Communicator) -> Iterator[ActingRound]:
         """A round in which the domains act: `with domains.round("write", comm) as r`."""
-        return self._acting_round(comm).begun(topic)
+        with self._acting_round(comm).begun(topic) as r:
+            yield r
 
     def without(self, text: str) -> str:
         """`text`, which says that a checkpoint is not there, of this domain's storage."""
@@ -195,8 +199,9 @@ class StorageDomains:
             ranks=comm.nodes[number],
         )
 
-    def numbered(self, manifests: Sequence[CheckpointManifest]) -> None:
-        """Make the manifests of all domains say which one they are of."""
+    def node_of(self, domain: int) -> int | None:
+        """Which node a domain is; None where all nodes share the storage."""
+        return None
 
     def tables(self, tables: dict[str, T], comm: Communicator, *, spread: bool) -> dict[str, T]:
         """Shard tables as this domain stores them. spread: over ranks that hold the same."""

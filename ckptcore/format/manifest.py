@@ -389,7 +389,9 @@ class CheckpointManifest:
     training_args_hash: text that the user has given; None where it was not.
     versions: dict of program -> version.
     environment: dict of what is known of machine and job.
-    timings: dict of phase -> seconds.
+    timings: dict of phase -> seconds, on rank 0.
+    timings_by_rank: dict of phase -> list of seconds, one for each of `stored_ranks`, None for one
+        that had no such phase; empty for a save of one rank.
     metadata: dict of what the user has given.
     format_version: text, "major.minor".
     node: int, where nodes share no storage the one whose part this is; None for a checkpoint that
@@ -423,6 +425,7 @@ class CheckpointManifest:
     node: int | None = field(default=None, metadata=OPTIONAL)
     abandoned: Annotated[Partition, _ranges] = field(default_factory=list, metadata=OPTIONAL)
     user_files: list[FileName] = field(default_factory=list, metadata=OPTIONAL)
+    timings_by_rank: dict[str, list[float | None]] = field(default_factory=dict, metadata=OPTIONAL)
     extra: dict[str, Any] = field(default_factory=dict)
     digest: str = field(default="", metadata=NOT_STORED)
 
@@ -435,6 +438,8 @@ class CheckpointManifest:
                 raise ValueError(f"there is no node {self.node} with ranks")
         if unlisted := [name for name in self.user_files if name not in self.files]:
             raise ValueError(f"user files are not listed: {short(unlisted)}")
+        if any(len(row) != len(self.stored_ranks) for row in self.timings_by_rank.values()):
+            raise ValueError("timings_by_rank has not one number for each rank")
         for key, component in self.components.items():
             component.key = key
             self._check_component(component)

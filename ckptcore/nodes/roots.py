@@ -285,11 +285,8 @@ class NodeLocalRoots(StorageDomains):
     def check_begun(self, transaction: Transaction, comm: Communicator) -> None:
         """Nothing: every node has begun its own."""
 
-    def numbered(self, manifests: Sequence[CheckpointManifest]) -> None:
-        first = manifests[0]
-        for node, manifest in enumerate(manifests):
-            manifest.node = node
-            manifest.checkpoint_id, manifest.created = first.checkpoint_id, first.created
+    def node_of(self, domain: int) -> int | None:
+        return domain
 
     def tables(self, tables: dict[str, Any], comm: Communicator, *, spread: bool) -> dict[str, Any]:
         ranks = self.domain_ranks(comm)

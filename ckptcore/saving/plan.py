@@ -357,12 +357,13 @@ class GroupReceipt:
 @dataclass(frozen=True, slots=True)
 class RankReceipt:
     """What one rank wrote: files, components that its index has, and by component what it says of
-    the replica group that it is the lowest rank of."""
+    the replica group that it is the lowest rank of. seconds: that it took, by phase of the save."""
 
     rank: int
     files: list[FileReceipt]
     components: list[str]
     groups: dict[str, GroupReceipt]
+    seconds: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,6 +469,12 @@ def _indexed(
                 )
             )
     return ComponentIndex(tree, sorted(entries, key=lambda entry: entry.number), versions=versions)
+
+
+def seconds_by_phase(receipts: Sequence[RankReceipt]) -> dict[str, list[float | None]]:
+    """Those of all ranks, in order of rank; None where a rank had no such phase."""
+    phases = dict.fromkeys(phase for receipt in receipts for phase in receipt.seconds)
+    return {phase: [receipt.seconds.get(phase) for receipt in receipts] for phase in phases}
 
 
 def files_and_components(

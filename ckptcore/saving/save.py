@@ -82,6 +82,7 @@ from .plan import (
     group_receipts,
     hugging_face_indexes,
     index_of,
+    seconds_by_phase,
 )
 from .staging import HostPool, StagedCopy
 from .staging import stage as copy_into_pool
@@ -703,7 +704,7 @@ class PreparedSave:
         for name, data in small.items():
             files.append(FileReceipt(name, len(data), plan.rank, content_digest(data)))
         groups = group_receipts(plan, stored, self.values)
-        return RankReceipt(plan.rank, files, list(index.components), groups)
+        return RankReceipt(plan.rank, files, list(index.components), groups, dict(record.seconds))
 
     def _take_over(self, sources: Mapping[str, ByteSource]) -> dict[str, WrittenFile]:
         """By name, the files that are as they were in the checkpoint before: this one has them
@@ -718,22 +719,23 @@ class PreparedSave:
         record.wrote(record.reused)
         return {each.plan.name: each for each in found}
 
-    def manifest(self, receipts: Sequence[RankReceipt]) -> CheckpointManifest:
-        """What the ranks of a domain have written."""
+    def manifest(
+        self, receipts: Sequence[RankReceipt], node: int | None, checkpoint_id: str, created: str
+    ) -> CheckpointManifest:
+        """What the ranks of a domain have written. node: see StorageDomains.node_of."""
         joined, comm, destination = self.save.joined, self.comm, self.destination
         request, verdict = joined.request, joined.verdict
         assert destination is not None  # it is rank 0 that asks
         account = files_and_components(
             joined.components, joined.groups, verdict.partitions, verdict.group_keys, receipts
         )
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return CheckpointManifest(
-            checkpoint_id=request.checkpoint_id or secrets.token_hex(16),
+            checkpoint_id=checkpoint_id,
             step=request.step,
             run_id=verdict.run_id,
             attempt_id=verdict.attempt,
             sequence=destination.sequence,
-            created=now.replace("+00:00", "Z"),
+            created=created,
             world_size=comm.world_size,
             nodes=comm.nodes,
             groups=verdict.partitions,
@@ -745,7 +747,9 @@ class PreparedSave:
             versions=_versions(),
             environment={"platform": _system(), "host": platform.node()},
             timings=self.save.record.seconds,
+            timings_by_rank=seconds_by_phase(receipts) if comm.world_size > 1 else {},
             metadata=request.metadata,
+            node=node,
             abandoned=[[*ends] for ends in destination.target.abandoned or ()],
             user_files=sorted(name for name in account.files if not is_ours(name)),
         )
@@ -937,11 +941,15 @@ def _commit(prepared: PreparedSave) -> bytes:
 
 def _manifests(prepared: PreparedSave, receipts: Sequence[RankReceipt]) -> list[bytes]:
     """On rank 0: that of each domain."""
-    save = prepared.save
-    domains = save.joined.domains
-    found = [prepared.manifest([receipts[rank] for rank in ranks]) for ranks in domains]
-    save.job.domains.numbered(found)
-    encoded = [manifest.encode() for manifest in found]
+    joined, node_of = prepared.save.joined, prepared.save.job.domains.node_of
+    checkpoint_id = joined.request.checkpoint_id or secrets.token_hex(16)
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    encoded = [
+        prepared.manifest(
+            [receipts[rank] for rank in ranks], node_of(n), checkpoint_id, now
+        ).encode()
+        for n, ranks in enumerate(joined.domains)
+    ]
     for each in encoded if len(encoded) > 1 else ():  # before one of them is published
         check_readable(each)
     return encoded

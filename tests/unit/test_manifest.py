@@ -83,6 +83,13 @@ def manifests(draw) -> CheckpointManifest:
         training_args_hash=draw(st.none() | st.text(max_size=5)),
         versions=draw(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2)),
         timings=draw(st.dictionaries(st.text(max_size=5), st.floats(0, 1e9), max_size=2)),
+        timings_by_rank=draw(
+            st.dictionaries(
+                st.text(max_size=5),
+                st.lists(st.none() | st.floats(0, 1e9), min_size=4, max_size=4),
+                max_size=2,
+            )
+        ),
         metadata=draw(metadata),
         extra={k: v for k, v in draw(metadata).items() if k not in known},
     )
