@@ -471,9 +471,7 @@ def check_alone(
     if mark in found:
         found[mark] = None
     if found != expected:
-        other = next(
-            name for name in sorted(found | expected) if found.get(name) != expected.get(name)
-        )
+        other = min(name for name, _ in found.items() ^ expected.items())
         where = storage.at(folder)
         raise CheckpointExists(f"another job saves at {where} (see {other})", path=where, step=step)
 
