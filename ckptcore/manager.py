@@ -450,7 +450,7 @@ class CheckpointManager:
 
         state: as for `save`; modules, optimizers and tensors are filled in place.
         step: "latest" (default), "best", a step, the name of an entry of this root, or a path or
-            URL of a checkpoint.
+            URL of a checkpoint, or its CheckpointInfo.
         strict: bool, names that only one of both sides has are an error (default True), else they
             are in the report.
         cast: bool, convert dtypes that differ (default False: an error).

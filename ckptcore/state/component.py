@@ -369,7 +369,11 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     keys = [component.key for component in found]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise InvalidState(f"two components have the key {twice[0]!r}", component=twice[0])
-    modules = {c.key: c.stateful for c in found if _is_model(c.stateful)}
+    modules = {
+        c.key: c.stateful
+        for c in found
+        if _is_model(c.stateful) or isinstance(c.stateful, ModelState)
+    }
     plain = {c.key: c.stateful for c in found if isinstance(c.stateful, torch.Tensor | Mapping)}
     for component in found:
         with _named(component):

@@ -175,6 +175,10 @@ def _prefixed(models: Models) -> list[tuple[str, nn.Module]]:
 
 def named_parameters(models: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Canonical names and parameters of modules, and of tensors in dicts under their names."""
+    if isinstance(models, ModelState):
+        for prefix, module in models.prefixed:
+            yield from ((prefix + name, tensor) for name, tensor in named_parameters(module))
+        return
     if isinstance(models, nn.Module):
         canonical = Names(models).canonical
         for key, parameter in models.named_parameters():
@@ -268,7 +272,7 @@ class ModelState:
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
     ) -> None:
-        self._models = _prefixed(models)
+        self.prefixed = _prefixed(models)
         self.strict = True
         # The dtype of a tensor here is what the caller has asked for.
         self.casts = dtype is not None
@@ -279,7 +283,7 @@ class ModelState:
             if target.type == "meta":
                 raise InvalidState("device must be one that has memory, not 'meta'")
             kind = None if dtype is None else checked_dtype("dtype", dtype)
-            for _, module in self._models:
+            for _, module in self.prefixed:
                 _give_memory(module, target, kind)
         self._raw()
 
@@ -288,7 +292,7 @@ class ModelState:
         found: dict[str, tuple[nn.Module, str, Any]] = {}
         self._own_loading: set[str] = set()
         self.metadata: dict[str, Any] = {}
-        for prefix, module in self._models:
+        for prefix, module in self.prefixed:
             names = Names(module)
             self._own_loading |= {prefix + name for name in names.own_loading}
             # keep_vars: the parameters themselves, so that what was read into them in place need
@@ -312,7 +316,7 @@ class ModelState:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters and buffers, without asking for a state_dict."""
-        for _, module in self._models:
+        for _, module in self.prefixed:
             yield from tensors_in(module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -359,7 +363,7 @@ class ModelState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         raw = self._raw()
         versions = getattr(state_dict, "_metadata", None)
-        for prefix, module in self._models:
+        for prefix, module in self.prefixed:
             names = Names(module)
             mine: OrderedDict[str, Any] = OrderedDict()
             for name, value in state_dict.items():

@@ -15,6 +15,7 @@ from ckptcore import (
     CheckpointWarning,
     InvalidState,
     ModelState,
+    OptimizerState,
     StateMismatch,
     canonical_names,
     register_wrapper,
@@ -60,6 +61,24 @@ def test_weights_of_a_model_on_meta(ckpt: CheckpointManager) -> None:
     live.head(live.norm(live.embedding(torch.arange(6)))).sum().backward()
     optimizer.step()
     ckpt.save(2, {"model": live, "optimizer": optimizer})
+
+
+def test_an_optimizer_goes_by_the_names_of_a_model_state(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(1, {"model": model, "optimizer": optimizer})
+        with torch.device("meta"):
+            live = nn.Linear(2, 2)
+        state = ModelState(live, device="cpu")
+        for names in (None, state, live):
+            other = torch.optim.SGD(live.parameters(), momentum=0.9)
+            held = other if names is None else OptimizerState(other, names)
+            ckpt.load({"model": state, "optimizer": held})
+            moment = other.state[live.weight]["momentum_buffer"]
+            assert torch.equal(moment, optimizer.state[model.weight]["momentum_buffer"])
 
 
 def test_in_another_dtype_without_cast(ckpt: CheckpointManager) -> None:
