@@ -12,13 +12,19 @@ from typing import Any
 
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.utils.import_utils import is_peft_available
 
 from ..catalog.retention import KeepBest, KeepLast, RetentionPolicy
 from ..errors import InvalidState
+from ..interop.hf_files import hf_files
 from ..manager import CheckpointManager
 from ..state.component import SharingPattern, StateComponent
+from ..state.optimizers import OptimizerState
 from ..state.randomness import RNGState
 from ..storage.urls import join_url
+
+if is_peft_available():
+    from .peft import Adapters
 
 __all__ = ["EngineTrainer"]
 
@@ -80,9 +86,18 @@ class EngineTrainer(Trainer):
 
     def components(self) -> dict[str, Any]:
         """The live objects of a running `train`, for `load` of a CheckpointManager."""
+        live: Any = self
+        optimizer = OptimizerState(live.optimizer, live.model)
+        objects = {**self.weights(), "optimizer": optimizer, "scheduler": self.lr_scheduler}
         scaler = self.accelerator.scaler
-        objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
         return objects if scaler is None else {**objects, "scaler": scaler}
+
+    def weights(self) -> dict[str, Any]:
+        """The model; of one with an adapter the adapter alone."""
+        model: Any = self.model
+        if len(getattr(model, "peft_config", ())) == 1:
+            return {"adapter_model": Adapters(model)}
+        return {"model": model}
 
     def _init_training_state(self, max_steps: Any, *args: Any) -> Any:
         """Prepares what the Trainer would prepare next, and restores all of it at once, so that a
@@ -128,7 +143,14 @@ class EngineTrainer(Trainer):
                 metrics.update({k: v for k, v in entry.items() if isinstance(v, int | float)})
         progress = trainer_state(json.loads(json.dumps(asdict(self.state))))
         state = {**self.components(), "trainer_state": progress, "rng": RNGState()}
-        self.manager.save_async(step, state, metrics=metrics)
+        self.manager.save_async(step, state, metrics=metrics, files=self.files())
+
+    def files(self) -> dict[str, bytes]:
+        """What stock readers need beside the weights: configs, and files of the tokenizer."""
+        others = [] if self.processing_class is None else [self.processing_class]
+        model: Any = self.model
+        described = hasattr(getattr(model, "config", None), "save_pretrained")
+        return hf_files(model, *others) if described else {}
 
     def _name_best(self) -> None:
         if best := self.state.best_global_step:
@@ -136,7 +158,8 @@ class EngineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_global_step or "best"
-        self.manager.load({"model": self.model}, best, keys="model")
+        weights = self.weights()
+        self.manager.load(weights, best, keys=[*weights])
 
 
 def limit_of(args: TrainingArguments) -> RetentionPolicy:

@@ -277,11 +277,10 @@ def _sharded(
 
 
 def _files(view: CheckpointView, selection: _Selection) -> dict[str, bytes]:
-    """What describes the model, where an import has brought it along."""
-    if "files" not in view.manifest.components:
-        return {}
-    found = {}
-    for name, data in view.values("files").items():
+    """What describes the model: files given to the save, and what an import has brought along."""
+    found = {name: view.read_file(name) for name in view.manifest.user_files}
+    imported = view.values("files") if "files" in view.manifest.components else {}
+    for name, data in imported.items():
         data = getattr(data, "payload", data)
         if isinstance(data, TensorInfo):  # a large text lies among the tensors
             data = b"".join(array.tobytes() for _, array in view.portions(data.full_name))

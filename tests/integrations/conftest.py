@@ -12,13 +12,13 @@ from ckptcore.testing.processes import RankProcesses, RanksDied
 
 
 @pytest.fixture
-def two_processes(tmp_path: Path) -> Callable[..., list[Any]]:
-    """two_processes("accelerate_ranks.py", program, name=value, ...): what the program returned on
-    either rank, or -9 where it killed itself."""
+def processes(tmp_path: Path) -> Callable[..., list[Any]]:
+    """processes("accelerate_ranks.py", program, number, name=value, ...): what the program returned
+    on each rank, or -9 where it killed itself."""
 
-    def run(file: str, program: str, **arguments: Any) -> list[Any]:
+    def run(file: str, program: str, number: int, **arguments: Any) -> list[Any]:
         ranks = RankProcesses(Path(__file__).with_name(file))
-        found = ranks.outcomes(program, 2, arguments, folder=tmp_path, backend="gloo")
+        found = ranks.outcomes(program, number, arguments, folder=tmp_path, backend="gloo")
         if not {outcome.state for outcome in found} <= {"returned", "died"}:
             raise RanksDied(program, found)
         return [o.value if o.state == "returned" else o.exit_code for o in found]

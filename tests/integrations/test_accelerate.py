@@ -142,11 +142,9 @@ def test_nothing_prepared_is_no_state() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_processes_that_were_killed_go_on(
-    tmp_path: Path, two_processes: Any, mode: str
-) -> None:
+def test_two_processes_that_were_killed_go_on(tmp_path: Path, processes: Any, mode: str) -> None:
     how = {"mode": mode, "save_at": 13}
-    run = partial(two_processes, "accelerate_ranks.py", "accelerate_loop", **how)
+    run = partial(processes, "accelerate_ranks.py", "accelerate_loop", 2, **how)
     expected = run(root=str(tmp_path / "whole"), seed=0)
     killed = run(root=str(tmp_path / "run"), seed=0, kill_at=17)
     assert killed == [-9, -9]

@@ -139,10 +139,10 @@ def test_the_parts_and_metrics_of_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_two_processes_that_were_killed_go_on(
-    tmp_path: Path, two_processes: Any, mode: str, every: int, order: str
+    tmp_path: Path, processes: Any, mode: str, every: int, order: str
 ) -> None:
     how = {"mode": mode, "every": every, "order": order}
-    run = partial(two_processes, "lightning_ranks.py", "lightning_fit", **how)
+    run = partial(processes, "lightning_ranks.py", "lightning_fit", 2, **how)
     expected = run(root=str(tmp_path / "whole"), seed=0)
     killed = run(root=str(tmp_path / "run"), seed=0, kill_at=16)
     assert killed == [-9, -9]
@@ -158,8 +158,8 @@ def test_two_processes_that_were_killed_go_on(
     assert model.pattern == ("SHARDED" if mode == "fsdp2" else "REPLICATED")
 
 
-def test_an_order_that_lightning_loses_is_warned_of(tmp_path: Path, two_processes: Any) -> None:
+def test_an_order_that_lightning_loses_is_warned_of(tmp_path: Path, processes: Any) -> None:
     how = {"mode": "ddp", "every": 10, "order": "lost"}
     where = {"root": str(tmp_path / "run"), "seed": 0}
-    found = two_processes("lightning_ranks.py", "lightning_fit", **where, **how)
+    found = processes("lightning_ranks.py", "lightning_fit", 2, **where, **how)
     assert [result["warned"] for result in found] == [["RandomSampler"], []]

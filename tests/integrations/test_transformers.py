@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 transformers = pytest.importorskip("transformers")
@@ -16,6 +18,7 @@ from ckptcore import (  # noqa: E402
     CheckpointWarning,
     InvalidState,
     KeepLast,
+    export_checkpoint,
     open_checkpoint,
     scan_root,
 )
@@ -132,6 +135,47 @@ def test_going_back_to_a_step(tmp_path: Path) -> None:
     assert outcome(again) == expected
 
 
+def bits(tensors: Any) -> str:
+    """As `digest` of two_ranks.py."""
+    return sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def test_stock_readers_read_a_checkpoint(tmp_path: Path) -> None:
+    done = trainer(tmp_path, 0)
+    done.train()
+    folder = tmp_path / "checkpoint-10"
+    read = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert bits(read.parameters()) == bits(done.model.parameters())
+    other = trainer(tmp_path / "other", 1).model
+    safetensors.torch.load_model(other, folder / "model.safetensors")
+    assert bits(other.parameters()) == bits(done.model.parameters())
+
+
+def test_of_a_model_with_lora_the_adapter_is_stored(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def with_lora(root: Path, init: int, stop_at: int = -1) -> Any:
+        made = trainer(root, 0, stop_at=stop_at)
+        torch.manual_seed(init)
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        made.model = made.model_wrapped = peft.get_peft_model(made.model, config)
+        torch.manual_seed(42)  # from which the order of the samples comes
+        return made
+
+    whole = with_lora(tmp_path / "whole", 1)
+    whole.train()
+    with pytest.raises(Stopped):
+        with_lora(tmp_path / "run", 1, 7).train()
+    resumed = with_lora(tmp_path / "run", 2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.resumed == 6
+    assert bits(resumed.model.parameters()) == bits(whole.model.parameters())
+    info = scan_root(tmp_path / "run")[-1]
+    assert "adapter_model" in info.manifest.components and "model" not in info.manifest.components
+    read = peft.PeftModel.from_pretrained(trainer(tmp_path / "x", 0).model, info.url)
+    assert bits(read.parameters()) == bits(whole.model.parameters())
+
+
 def test_a_newest_checkpoint_with_damaged_weights_is_passed_over(tmp_path: Path) -> None:
     done = trainer(tmp_path, 0)
     done.train()
@@ -170,10 +214,8 @@ def test_a_limit_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_processes_that_were_killed_go_on(
-    tmp_path: Path, two_processes: Any, mode: str
-) -> None:
-    run = partial(two_processes, "transformers_ranks.py", "transformers_run", mode=mode)
+def test_two_processes_that_were_killed_go_on(tmp_path: Path, processes: Any, mode: str) -> None:
+    run = partial(processes, "transformers_ranks.py", "transformers_run", 2, mode=mode)
     expected = run(root=str(tmp_path / "whole"), seed=0)
     killed = run(root=str(tmp_path / "run"), seed=0, kill_at=9)
     assert killed == [-9, -9]
@@ -183,3 +225,8 @@ def test_two_processes_that_were_killed_go_on(
     manifest = open_checkpoint(tmp_path / "run" / "checkpoint-10").manifest
     wanted = "SHARDED" if mode == "fsdp2" else "REPLICATED"
     assert manifest.components["model"].pattern == wanted
+    folder = tmp_path / "run" / "checkpoint-10"
+    if mode == "fsdp2":
+        export_checkpoint(folder, folder := tmp_path / "exported")
+    read = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert bits(read.parameters()) == resumed[0]["weights"]
