@@ -118,7 +118,7 @@ def test_everything_is_found_at_once_with_what_to_do() -> None:
         {},
         7,
     ],
-    ids=str,
+    ids=["class", "object", "meta", "number", "quantized", "twice", "empty", "no-state"],
 )
 def test_what_it_refuses_a_save_refuses_in_the_same_words(tmp_path: Path, state: Any) -> None:
     report = preflight(state)
