@@ -15,7 +15,7 @@ from ckptcore import CheckpointWarning, export_checkpoint, import_checkpoint
 from . import facts
 from .cli import LOCATION, Decorator, Pair, command, flag, repeated, storage_option
 from .failures import not_found
-from .lookup import opened, resolve
+from .lookup import opened, resolve, warning_of
 from .render import Block, Line, Report, count, size, table
 from .subject import Options
 
@@ -150,7 +150,8 @@ def export_command(
     --to torch it is the file."""
     if not folder:
         raise not_found("the path to write to is empty", path="")
-    subject = opened(resolve(path, options))
+    resolved = resolve(path, options)
+    subject = opened(resolved)
     start = perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of a save without a process group
@@ -176,4 +177,4 @@ def export_command(
         *(Line(f"left out: {text}", "yellow") for text in found.left),
         NOTHING if dry else Line(f"{found.folder}  written, {back}", "green"),
     ]
-    return Report(document, blocks)
+    return Report(document, blocks, complaint=warning_of(resolved, subject))

@@ -22,7 +22,7 @@ from ckptcore import (
 from . import facts
 from .cli import LOCATION, command, flag, storage_option
 from .failures import GOOD, STORAGE, Failure, not_found
-from .lookup import Found, normal, opened, passed_over, retried, split
+from .lookup import Found, normal, opened, passed_over, retried, split, warning_of
 from .output import progress_bar
 from .render import Block, Line, Report, size
 from .subject import Options, Subject
@@ -96,9 +96,7 @@ def copied(found: Found, target: str, how: dict[str, Any]) -> Report:
         "newer": [facts.entry(info) for info in newer],
         "seconds": round(perf_counter() - start, 6),
     }
-    passed = "; ".join(f"{i.name} is {i.status} ({i.reason or 'no reason known'})" for i in newer)
-    warning = f"warning: took {subject.name}: {passed}" if newer else None
-    return Report(document, describe(document), GOOD, warning)
+    return Report(document, describe(document), GOOD, warning_of(found, subject))
 
 
 def _target(url: str, subject: Subject) -> str:

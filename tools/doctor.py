@@ -42,6 +42,8 @@ def doctor_command(path: str, verify: bool, tiers: tuple[str, ...], options: Opt
         runs = sorted({info.run_id for info in found.entries if info.run_id})
         findings = in_root(found, taken, verify, _in_tiers(tiers, options))
         restores = taken.name if taken else None
+    elif found.status == "unreadable" and found.error is not None:
+        raise found.error
     else:
         with found:
             if verify:
@@ -59,8 +61,12 @@ def doctor_command(path: str, verify: bool, tiers: tuple[str, ...], options: Opt
         "runs": runs,
         "findings": findings,
     }
+    blocks = describe(document)
+    if document["ok"]:
+        unread = "" if verify else ", as far as names and sizes show: --verify reads every byte"
+        blocks.append(Line(f"nothing needs doing{unread}", "green"))
     complaint = None if document["ok"] else f"{count(len(needs), 'finding')} in {found.url}"
-    return Report(document, describe(document), BAD if complaint else GOOD, complaint)
+    return Report(document, blocks, BAD if complaint else GOOD, complaint)
 
 
 def in_root(
@@ -173,6 +179,4 @@ def describe(document: dict[str, Any]) -> list[Block]:
     else:
         of = f" of run {document['run_id']}" if document["run_id"] else ""
         blocks.append(Line(f"restore would take {document['restores']}{of}", "green"))
-    if document["ok"]:
-        blocks.append(Line("nothing needs doing", "green"))
     return blocks

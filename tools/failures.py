@@ -42,6 +42,7 @@ EXPECTED = (Failure, engine.CheckpointError, click.ClickException, OSError, Impo
 KINDS: tuple[tuple[type[Exception], str, int], ...] = (
     (engine.NoUsableCheckpoint, "unusable", BAD),
     (engine.CheckpointNotFound, "not_found", NOT_FOUND),
+    (engine.UnknownName, "not_found", NOT_FOUND),
     (engine.CheckpointCorrupt, "damaged", BAD),
     (engine.UnsupportedVersion, "unsupported_version", BAD),
     (engine.StorageError, "storage", STORAGE),
@@ -66,6 +67,8 @@ def failure_of(error: Exception) -> Failure:
         facts |= {shown: getattr(error, name) for shown, name in names.items()}
     # What a program passes, a user types.
     text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
     message = text.replace("pass overwrite=True", "pass --overwrite")
     for kind, name, code in KINDS:
         if isinstance(error, kind):

@@ -93,13 +93,13 @@ def resolve(url: str, options: Options) -> Found:
         folder, name = split(url)
     try:
         subject = Subject.open(url, name, options)
-    except CheckpointNotFound:
+    except CheckpointNotFound as error:
         if entries := scan(url, options):
             return Root(url, entries, options)
         if info := _beside(folder, name, options):
             # It looks like a checkpoint and is none: no manifest.
             return Root(folder or "", [info], options).subject(info)
-        raise _nothing(url) from None
+        raise _nothing(url, str(error)) from None
     # A storage that did not answer is not asked again: each time may take all of retry_deadline.
     unknown = subject.error is None and subject.info.step is None
     if unknown and (info := _beside(folder, name, options)):
@@ -182,14 +182,18 @@ def _beside(folder: str | None, name: str, options: Options) -> CheckpointInfo |
     return next((info for info in found if info.name == name), None)
 
 
-def _nothing(url: str) -> Failure:
+def _nothing(url: str, reason: str) -> Failure:
+    """reason: the engine's, which knows what other libraries write."""
     shown = masked_url(url)
     what = f"no checkpoint at {shown}: no {MANIFEST} in it, and no folder that holds one"
+    hint = reason.partition("; ")[2]
+    what += f"; {hint}" if hint else ""
     if "://" not in url:
         if not os.path.lexists(shown):
             what = f"no such file or folder: {shown}"
         elif not os.path.isdir(shown):
             what = f"not a folder: {shown}; give a checkpoint's folder, or the one around it"
+            what += "; ckpt import reads what other libraries wrote"
         elif not os.listdir(shown):
             what = f"the folder is empty: {shown}"
     return not_found(what, path=shown)
@@ -219,6 +223,13 @@ def opened(found: Found) -> Subject:
         raise bad(what, path=found.url)
     subject.readable()
     return subject
+
+
+def warning_of(found: Found, subject: Subject) -> str | None:
+    """What is said where a newer checkpoint of a root cannot be used, and this one was taken."""
+    known = ((info, info.reason or "no reason known") for info in passed_over(found))
+    texts = "; ".join(f"{info.name} is {info.status} ({reason})" for info, reason in known)
+    return f"warning: took {subject.name}: {texts}" if texts else None
 
 
 def one_checkpoint(url: str, options: Options) -> Subject:

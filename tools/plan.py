@@ -13,7 +13,7 @@ from ckptcore import CheckpointView, StoredBox
 from .cli import command
 from .facts import head
 from .failures import BAD, GOOD
-from .lookup import Found, on_path, opened
+from .lookup import Found, on_path, opened, warning_of
 from .render import Block, Cell, Line, Report, count, size, table
 
 CHUNK = 4 << 20  # bytes that are verified, and so read, together
@@ -79,7 +79,9 @@ def plan_command(found: Found, world_size: int, layout: str) -> Report:
             ],
         }
     refused = [row["key"] for row in rows if row["restores"] == "no"]
-    complaint = f"{', '.join(refused)} would not restore" if refused else None
+    complaint = warning_of(found, subject)
+    if refused:
+        complaint = f"{', '.join(refused)} would not restore"
     return Report(document, describe(document), BAD if refused else GOOD, complaint)
 
 

@@ -18,7 +18,7 @@ from . import facts, render
 from .cli import LOCATION, command
 from .diff import compared
 from .diff import describe as describe_changes
-from .failures import not_found
+from .failures import STORAGE, Failure, not_found
 from .inspection import (
     by_module,
     component_table,
@@ -28,7 +28,7 @@ from .inspection import (
     metadata,
     written_by,
 )
-from .lookup import around, opened, resolve
+from .lookup import around, opened, resolve, warning_of
 from .ls import COLUMNS, run_table
 from .render import SHOWN, Line, Report, size, table
 from .subject import Options, Subject
@@ -60,7 +60,8 @@ def report_command(path: str, target: str, options: Options) -> Report:
     file = Path(target)
     if file.is_dir() or not file.parent.is_dir():
         raise not_found(f"{file} cannot be written: it is a folder, or in none", path=target)
-    subject = opened(resolve(path, options))
+    found = resolve(path, options)
+    subject = opened(found)
     root = around(subject)
     before = _previous(subject, root.entries)
     with subject:
@@ -74,6 +75,9 @@ def report_command(path: str, target: str, options: Options) -> Report:
     try:
         building.write_text(page, encoding="utf-8")
         os.replace(building, file)
+    except OSError as error:
+        what = f"{file} cannot be written: {error.strerror}"
+        raise Failure("storage", STORAGE, what, path=target) from None
     finally:
         building.unlink(missing_ok=True)
     nbytes = len(page.encode())
@@ -83,7 +87,8 @@ def report_command(path: str, target: str, options: Options) -> Report:
         "size_bytes": nbytes,
         "compared_with": before.name if before else None,
     }
-    return Report(result, [Line(f"{file}  written, {size(nbytes)}", "green")])
+    line = Line(f"{file}  written, {size(nbytes)}", "green")
+    return Report(result, [line], complaint=warning_of(found, subject))
 
 
 def _previous(subject: Subject, entries: Sequence[CheckpointInfo]) -> CheckpointInfo | None:

@@ -16,7 +16,7 @@ from .arrays import first, statistics
 from .cli import command, flag
 from .copies import StoredCopy, Which, choose_copy, stored_copies, which_options
 from .failures import not_found
-from .lookup import Found, on_path, opened
+from .lookup import Found, on_path, opened, warning_of
 from .render import Block, Cell, Facts, Line, Report, first_rows, pairs_of
 
 WIDTH = 40  # of a bar of the histogram
@@ -67,13 +67,16 @@ def show_command(
         }
     title = f"{name}  of {subject.name}"
     title += f",{copy.title()}" if copy.total > 1 else ""
+    blocks: list[Block] = []
     if tensor:
-        return Report(document, tensor_blocks(title, document["tensor"]))
-    if isinstance(item, (dict, list, tuple)) and item:
+        blocks = tensor_blocks(title, document["tensor"])
+    elif isinstance(item, (dict, list, tuple)) and item:
         pairs = [(path, facts.text(leaf)) for path, leaf in facts.leaves(item)]
-        return Report(document, [Facts(Cell(title, "bold"), pairs)])
-    lines = dumps(render.strict(document["value"]), ensure_ascii=False, indent=2).splitlines()
-    return Report(document, [Facts(Cell(title, "bold"), []), *(Line(f"  {x}") for x in lines)])
+        blocks.append(Facts(Cell(title, "bold"), pairs))
+    else:
+        lines = dumps(render.strict(document["value"]), ensure_ascii=False, indent=2).splitlines()
+        blocks += [Facts(Cell(title, "bold"), []), *(Line(f"  {line}") for line in lines)]
+    return Report(document, blocks, complaint=warning_of(found, subject))
 
 
 MISSING = object()

@@ -188,7 +188,7 @@ def one_problem(problem: dict[str, Any]) -> list[Block]:
     for what, unit in (("size", " bytes"), ("digest", "")):
         expected, actual = problem[f"expected_{what}"], problem[f"actual_{what}"]
         shown.add(actual)
-        if expected is not None or actual is not None:
+        if expected != actual:
             but = "" if actual is None else f", actual {actual}{unit}"
             lines.append(Line(f"    {what}: expected {expected}{unit}{but}"))
     if problem["actual"] is not None and problem["actual"] not in shown:

@@ -3,7 +3,7 @@ without --yes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import click
@@ -75,7 +75,8 @@ def rm_command(paths: tuple[str, ...], damaged: bool, yes: bool, options: Option
         if each.info.pinned:
             raise bad(f"{each.url} is pinned: ckpt unpin {each.url}")
         if not each.good and not damaged:
-            what = f"{each.url} is {each.status}: --damaged removes what is named like ours"
+            what = f"{each.url} is {each.status}: --damaged deletes it too, but for files whose "
+            what += "names are not ckptcore's"
             raise bad(what, path=each.url)
     rows = [
         facts.fields(each.info, "name url step status size_bytes") | {"removed": yes}
@@ -111,7 +112,10 @@ def prune_command(
     rules = {text: rule_of(text) for text in split_rules(keep)}
     found = resolve(root, options)
     if not isinstance(found, Root):
+        if found.error is not None:
+            raise found.error
         raise Failure("usage", USAGE, f"{found.url} is one checkpoint, not a root: ckpt rm")
+    _check_metrics(found, rules)
     kept = kept_by(found.entries, rules, run) if rules else {}
     if rules and not kept:
         raise not_found(f"no committed checkpoint of that run in {found.url}")
@@ -140,6 +144,17 @@ def prune_command(
     }
     complaint = f"{count(len(failed), 'deletion')} failed" if failed else None
     return Report(document, describe(document), BAD if failed else GOOD, complaint)
+
+
+def _check_metrics(root: Root, rules: Mapping[str, RetentionPolicy]) -> None:
+    """Raises Failure for a metric that no checkpoint has: such a rule would keep nothing."""
+    known = sorted({name for info in root.entries for name in info.metrics})
+    for text, rule in rules.items():
+        if isinstance(rule, KeepBest) and rule.metric not in known:
+            there = ", ".join(known) or "none"
+            what = f"no checkpoint of {root.url} has {rule.metric!r}; they have {there}"
+            what = f"--keep {text}: {what}"
+            raise not_found(what, path=root.url)
 
 
 def _remove(
@@ -185,14 +200,18 @@ def rule_of(text: str) -> RetentionPolicy:
             numbers = [int(word) for word in more if word not in ("min", "max")]
             mode = words[0] if words else "min"
             return KeepBest(metric, mode, *numbers[:1])  # type: ignore[arg-type]
-    except (ValueError, CheckpointError) as error:
+    except CheckpointError as error:
         raise click.UsageError(f"--keep {text}: {error}") from None
+    except ValueError:
+        pass  # what should be a number is none
     raise click.UsageError(
         f"--keep {text}: rules are last=N, best=METRIC[:min|max][:N], every=STEPS, every=6h"
     )
 
 
-def _dry(yes: bool) -> list[Block]:
+def _dry(yes: bool, going: int = 1) -> list[Block]:
+    if not going:
+        return [Line("there is nothing to remove", "green")]
     return [] if yes else [Line("nothing was removed: --yes does it", "yellow")]
 
 
@@ -210,4 +229,6 @@ def describe(document: dict[str, Any]) -> list[Block]:
         blocks.append(Line(f"{left['name']}  {fate}, {what}"))
     blocks.append(Line(f"{size(document['frees_bytes'])} {frees}"))
     blocks += [Line(text, "red") for text in document["failed"]]
-    return blocks + _dry(not document["dry_run"])
+    going = [row for row in document["checkpoints"] if not row["keep"]]
+    going += [left for left in document["leftovers"] if left["abandoned"]]
+    return blocks + _dry(not document["dry_run"], len(going))

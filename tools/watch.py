@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
-from ckptcore import CheckpointInfo, StorageError, masked_url, open_storage
+from ckptcore import CheckpointInfo, StorageError, masked_url, open_storage, restore_candidates
 
 from . import facts
 from .cli import LOCATION, SCHEMA, command
-from .failures import BAD, GOOD
+from .failures import BAD, GOOD, not_found
 from .lookup import normal, scan
 from .output import coloured, for_programs
 from .render import Report, metrics, printable, seconds, size, strict
@@ -41,6 +41,8 @@ def watch_command(
     phase of the save, and for each that is begun, deleted or damaged. Until Ctrl-C.
 
     Exits with 1 where the last event was a failure."""
+    if not root:
+        raise not_found("the path is empty", path=root)
     url, last = normal(root), ""
     for number, event in enumerate(happenings(url, options, interval, timeout), 1):
         if for_programs():
@@ -122,11 +124,12 @@ def _digest(info: CheckpointInfo) -> str:
 def changes(
     before: Seen | None, now: Seen, infos: list[CheckpointInfo]
 ) -> Iterator[tuple[str, CheckpointInfo]]:
-    """What is new. At first the newest that is committed, and what is not."""
-    committed = [info for info in infos if info.status == "committed"]
+    """What is new. At first what `restore` would take, and what is not committed."""
+    usable = (info for info in restore_candidates(infos) if info.status == "committed")
+    latest = next(usable, None)
     for info in infos:
         if before is None:
-            if info.status == "committed" and info is not committed[-1]:
+            if info.status == "committed" and info is not latest:
                 continue
         elif before.get(info.name) == now[info.name]:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
@@ -43,7 +44,9 @@ def load_bytes(data: bytes, name: str) -> Any:
 
 def _load(source: Any, path: Path, load: Callable[..., Any]) -> Any:
     how: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-    with torch.serialization.safe_globals(_numpy_names()):
+    with torch.serialization.safe_globals(_numpy_names()), warnings.catch_warnings():
+        # Of a pickle protocol that torch.save does not write: what is not read is refused anyway.
+        warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
         try:
             if isinstance(source, str):
                 try:
@@ -57,10 +60,10 @@ def _load(source: Any, path: Path, load: Callable[..., Any]) -> Any:
         except Exception as error:  # torch, zip and pickle raise all kinds for what is no such file
             what = str(error).split("\n")
             named = next((line for line in what if "GLOBAL" in line or "Unsupported" in line), "")
-            reason = (named or what[0]).strip()[:300]
+            reason = f" ({named.strip()[:300]})" if named else ""
             raise Refused(
                 f"{path} is not read: it is no file of torch.save, or names more than tensors and "
-                f"plain values, which would be executed ({reason})"
+                f"plain values, which would be executed{reason}"
             ) from None
 
 

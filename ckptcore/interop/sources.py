@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from ..catalog.folder import FOLDER
 from ..errors import CheckpointNotFound, InvalidState
 from .dcp import read_dcp
 from .optimizer_names import by_name, is_by_number, names_of, shapes_of
@@ -109,6 +110,11 @@ def recognised(path: Path) -> str:
     names = {entry.name for entry in path.iterdir()}
     if "checkpoint_manifest.json" in names:
         raise InvalidState(f"{path} is a checkpoint of ckptcore: load or copy it")
+    if ours := sorted(name for name in names if FOLDER.fullmatch(name)):
+        raise InvalidState(
+            f"{path} is a root of ckptcore, with {', '.join(ours[:5])}: load or copy one of them, "
+            "or import one that another library wrote by its own path"
+        )
     if ".metadata" in names:
         return "dcp"
     if "latest_universal" in names or "zero" in names:

@@ -1,0 +1,145 @@
+"""What people do that was not meant: typos, folders of other libraries, storages that do not exist;
+each gets one clear sentence and the right exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from .conftest import Ckpt, save_run
+
+
+@pytest.fixture
+def newer_damaged(root: Path) -> Path:
+    """The newest of three has a file that is cut short."""
+    shard = root / "checkpoint-30" / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    return root
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show", "ROOT", "train/step"],
+        ["plan", "ROOT", "--world-size", "1"],
+        ["export", "ROOT", "OUT", "--dry-run"],
+        ["report", "ROOT", "-o", "OUT.html"],
+        ["cp", "ROOT", "OUT"],
+    ],
+)
+def test_who_gets_an_older_checkpoint_is_warned(
+    ckpt: Ckpt, newer_damaged: Path, tmp_path: Path, words: list[str]
+) -> None:
+    places = {"ROOT": newer_damaged, "OUT": tmp_path / "out", "OUT.html": tmp_path / "out.html"}
+    done = ckpt(*(places.get(word, word) for word in words))
+    assert done.code == 0
+    assert "warning: took checkpoint-20: checkpoint-30 is damaged (" in done.err
+
+
+def test_a_metric_that_no_checkpoint_has_deletes_nothing(ckpt: Ckpt, root: Path) -> None:
+    done = ckpt("prune", root, "--keep", "best=los:min", "--yes")
+    assert done.code == 3 and "has 'los'; they have accuracy, loss" in done.err
+    assert len(list(root.glob("checkpoint-*"))) == 3
+
+
+@pytest.mark.parametrize("rule", ["last=x", "every=6x", "best=loss:min:two", "bogus=1", "last"])
+def test_a_rule_that_is_none_says_what_rules_are(ckpt: Ckpt, root: Path, rule: str) -> None:
+    done = ckpt("prune", root, "--keep", rule)
+    assert (
+        done.code == 2 and "rules are last=N, best=METRIC" in done.err and "int()" not in done.err
+    )
+
+
+def test_prune_with_nothing_to_do_says_so(ckpt: Ckpt, root: Path) -> None:
+    for words in (["--partials"], ["--keep", "last=9"]):
+        said = ckpt("prune", root, *words).out
+        assert "there is nothing to remove" in said and "--yes" not in said
+    assert "--yes does it" in ckpt("prune", root, "--keep", "last=1").out
+
+
+def test_storages_that_do_not_exist_are_storage_errors(ckpt: Ckpt, tmp_path: Path) -> None:
+    for words in (["ls"], ["doctor"], ["prune", "--keep", "last=1"], ["verify"], ["rm"]):
+        done = ckpt(words[0], "bogus://x/y", *words[1:])
+        assert done.code == 4 and "Protocol not known: bogus" in done.err, words
+    assert ckpt("watch", "", "--timeout", "0").code == 3
+
+
+def test_folders_of_other_libraries_are_recognised(ckpt: Ckpt, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model_state.pt")
+    for command in ("ls", "inspect", "verify"):
+        done = ckpt(command, tmp_path)
+        assert done.code == 3 and f"`ckpt import {tmp_path} ROOT` makes a checkpoint" in done.err
+    done = ckpt("verify", tmp_path / "model_state.pt")
+    assert done.code == 3 and "ckpt import reads what other libraries wrote" in done.err
+
+
+def test_a_root_of_ours_needs_no_import(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
+    done = ckpt("import", root, tmp_path / "new")
+    assert done.code == 1 and "is a root of ckptcore, with checkpoint-10" in done.err
+
+
+class Executed:
+    def __reduce__(self) -> object:
+        return os.system, ("false",)
+
+
+def test_a_file_that_is_not_read_gets_one_sentence(ckpt: Ckpt, tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(pickle.dumps({"w": Executed()}))
+    (tmp_path / "b.pt").write_bytes(b"root:x:0:0:root:/root:/bin/bash\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("a.pt", "b.pt"):
+            done = ckpt("import", tmp_path / name, tmp_path / "new")
+            assert done.code == 1 and len(done.err.splitlines()) == 1
+            assert "which would be executed" in done.err and "list index" not in done.err
+
+
+def test_watch_begins_with_what_restore_would_take(ckpt: Ckpt, tmp_path: Path) -> None:
+    save_run(tmp_path, (50,), run_id="a")
+    save_run(tmp_path, (40,), run_id="b")
+    latest = ckpt("ls", tmp_path, "--json").document["latest"]
+    events = [
+        json.loads(x) for x in ckpt("watch", tmp_path, "--timeout", "0", "--json").out.splitlines()
+    ]
+    assert [event["name"] for event in events] == [latest] == ["checkpoint-40"]
+
+
+def test_doctor_says_whether_bytes_were_read(ckpt: Ckpt, root: Path) -> None:
+    assert "--verify reads every byte" in ckpt("doctor", root).out
+    assert ckpt("doctor", root, "--verify").out.endswith("nothing needs doing\n")
+
+
+def test_targets_that_cannot_be_written(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    done = ckpt("report", root, "-o", tmp_path / "file" / "r.html")
+    assert done.code == 3 and "it is a folder, or in none" in done.err
+    done = ckpt("export", root, tmp_path / "file" / "model")
+    assert done.code == 4 and "[Errno" not in done.err and str(tmp_path / "file") in done.err
+    done = ckpt("export", root, tmp_path / "out", "--component", "modle")
+    assert done.code == 1 and "has no component 'modle'" in done.err
+
+
+def test_ctrl_c_ends_watch(root: Path) -> None:
+    command = [sys.executable, "-m", "ckpt_tools.main", "watch", str(root), "--interval", "0.05"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # type: ignore[arg-type,return-value]
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert b"committed" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert process.stderr.read().strip() == b"ckpt: interrupted"
+    process.stdout.close()
+    process.stderr.close()
