@@ -82,7 +82,7 @@ def like(loader: ResumableLoader, seed: int | None = None, **changes: Any) -> Re
 
 
 def order(loader: ResumableLoader, epoch: int) -> list[int]:
-    return loader._reader.order(epoch).tolist()  # type: ignore[attr-defined, no-any-return]
+    return loader.order(epoch).tolist()  # type: ignore[attr-defined, no-any-return]
 
 
 @given(loaders, st.integers(0, 5))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ckpt_trainers.data.loader import ResumableLoader
 from ckpt_trainers.data.ranks import Agreed, DispatchedLoader, share_of
+from ckpt_trainers.parallel.environment import DistributedEnvironment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
@@ -55,7 +56,7 @@ class Table:
         table = self
 
         class Seat:
-            size = table.size
+            world_size = table.size
 
             def __init__(self) -> None:
                 self.rank = rank
@@ -74,8 +75,8 @@ class Table:
 
                 return self._swap(objects, fill)[rank]
 
-            def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-                return self._swap(numbers, lambda mine: table.cells.__setitem__(rank, list(mine)))
+            def gather_objects(self, value: Any) -> list[Any]:
+                return self._swap(value, lambda mine: table.cells.__setitem__(rank, mine))
 
         return Seat()
 
@@ -278,11 +279,10 @@ def test_agreed_on_what_is_known() -> None:
 def process(rank: int, store: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
-        loader = DispatchedLoader(ResumableLoader(Numbers(7), 4, seed=1) if rank == 0 else None)
+        env = DistributedEnvironment(rank, world_size=2)
+        loader = DispatchedLoader(ResumableLoader(Numbers(7), 4, seed=1), env)
         seen = steps(loader, 3, group=1)
-        agreed = Agreed(
-            ResumableLoader(Shard(list(range(3 + 2 * rank))), 2, seed=0), dist.new_group()
-        )
+        agreed = Agreed(ResumableLoader(Shard(list(range(3 + 2 * rank))), 2, seed=0), env)
         results.put((rank, seen, steps(agreed, 3), loader.state_dict()))
     finally:
         dist.destroy_process_group()

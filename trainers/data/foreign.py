@@ -11,8 +11,7 @@ import torch
 from ckptcore import StateMismatch
 
 from ..arguments import InvalidArgument
-from .mapped import is_stream, shut_down
-from .position import BatchLoader, Counted, refuse_mismatch
+from .position import Counted, Loader, is_stateful, is_stream, refuse_mismatch, shut_down
 from .randomness import random_state, restored_random, seed_random, set_random_state
 
 __all__ = ["ForeignLoader", "rows_of"]
@@ -37,7 +36,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
         yield batch
 
 
-class ForeignLoader(BatchLoader):
+class ForeignLoader(Loader):
     """An iterable that gives one epoch of batches each time it is iterated: torch's DataLoader,
     torchdata's StatefulDataLoader, or anything like them.
 
@@ -72,34 +71,33 @@ class ForeignLoader(BatchLoader):
         self.seed, self.rank = seed, rank
         self.samples_of = samples_of
         self.call_set_epoch = call_set_epoch
-        self.stateful = all(
-            callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")
-        )
+        self.stateful = is_stateful(loader)
         self._primed = False
         self._iterator: Any = None
         self._ahead: list[Any] = []
-        self._here: dict[str, Any] | None = (
-            None  # what belongs to the position, if the loader has read on since
-        )
+        # What belongs to the position, if the loader has read on since.
+        self._here: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
         self._random: Any = None
-        self._began: list[torch.Tensor] = [
-            generator.get_state() for generator in self._generators()
-        ]
+        self._began = self._generator_states()
 
     def _parts(self) -> list[Any]:
-        batches = getattr(self.loader, "batch_sampler", None)
-        found = [
-            batches,
-            getattr(batches, "sampler", None),
-            getattr(self.loader, "sampler", None),
-            getattr(self.loader, "dataset", None),
-        ]
+        loader = self.loader
+        batches = getattr(loader, "batch_sampler", None)
+        found = [batches, getattr(batches, "sampler", None)]
+        found += [getattr(loader, name, None) for name in ("sampler", "dataset")]
         return list({id(part): part for part in found if part is not None}.values())
 
     def _generators(self) -> list[torch.Generator]:
         found = [getattr(part, "generator", None) for part in [self.loader, *self._parts()]]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _set_generators(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=True):
+            generator.set_state(state)
 
     def next_group(self, count: int) -> list[Counted]:
         taken: list[Counted] = []
@@ -111,12 +109,11 @@ class ForeignLoader(BatchLoader):
             while len(taken) < count and self._read():
                 batch = self._ahead.pop()
                 rows = self.samples_of(batch)
-                taken.append((batch, rows, rows))
+                taken.append(Counted(batch, rows, rows))
                 self.position += 1
             if not taken:
-                raise InvalidArgument(
-                    "train_dataset", type(self.loader).__name__, "gives no batch", "give it data"
-                )
+                kind = type(self.loader).__name__
+                raise InvalidArgument("train_dataset", kind, "gives no batch", "give it data")
             self._here = self._state_here()
             # Also at the length that it has: loaders clean up when they are read to their end.
             if (self._length is None or self.position >= self._length) and not self._read():
@@ -134,24 +131,18 @@ class ForeignLoader(BatchLoader):
 
     def _open(self) -> None:
         """Begin the epoch, or go on in it."""
-        generators = self._generators()
-        if (
-            getattr(self.loader, "persistent_workers", False)
-            and not self.stateful
-            and not self._primed
-        ):
+        persists = getattr(self.loader, "persistent_workers", False) and not self.stateful
+        if persists and not self._primed:
             # The first iteration starts the workers and draws a seed for them, later ones do not:
             # make it a later one.
             seed_random(self.seed)
-            before = [generator.get_state() for generator in generators]
+            before = self._generator_states()
             iter(self.loader)
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+            self._set_generators(before)
         self._primed = True
         if self.position > 0:
-            for generator, state in zip(generators, self._began, strict=True):
-                generator.set_state(state)
-        self._began = [generator.get_state() for generator in generators]
+            self._set_generators(self._began)
+        self._began = self._generator_states()
         for part in self._parts() if self.call_set_epoch else ():
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(self.epoch)
@@ -175,7 +166,7 @@ class ForeignLoader(BatchLoader):
         self.epoch, self.position = epoch, 0
         self._iterator = self._resume = self._here = None
         self._ahead = []
-        self._began = [generator.get_state() for generator in self._generators()]
+        self._began = self._generator_states()
 
     def _state_here(self) -> dict[str, Any] | None:
         if not self.stateful:
@@ -195,14 +186,13 @@ class ForeignLoader(BatchLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a stored position. A loader of another length, or with other generators, is
         refused."""
-        stored, here = state["batches_per_epoch"], self._length
+        stored = state["generators"]
         refuse_mismatch(
-            {"batches_per_epoch": stored, "generators": len(state["generators"])},
-            {"batches_per_epoch": here, "generators": len(self._began)},
+            {"batches_per_epoch": state["batches_per_epoch"], "generators": len(stored)},
+            {"batches_per_epoch": self._length, "generators": len(self._began)},
         )
         self.seed = state["seed"]
-        for generator, stored in zip(self._generators(), state["generators"], strict=True):
-            generator.set_state(stored)
+        self._set_generators(stored)
         self.go_to_epoch(state["epoch"])
         self.position = state["position"]
         self._resume = copy.deepcopy(state["within"]) if self.stateful else None

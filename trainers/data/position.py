@@ -1,63 +1,36 @@
-"""What a loader of training batches promises, and what all loaders have in common."""
+"""What a trainer takes as its training data: batches without end, and a position among them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset
 
 from ckptcore import StateMismatch
 
-__all__ = ["BatchLoader", "Counted", "Loader", "refuse_mismatch"]
-
-Counted = tuple[Any, int, int]  # a batch, its samples here, and those of all ranks together
+__all__ = ["Counted", "Loader", "is_stateful", "is_stream", "refuse_mismatch", "shut_down"]
 
 
-class Loader(Protocol):
-    """Batches without end, epoch after epoch. What a trainer takes as its training data.
+class Counted(NamedTuple):
+    """A batch, with its samples here and those of all ranks together."""
 
-    The position after the last batch of an epoch is the start of the next one, so equal positions
-    have equal states. What was read ahead does not count.
+    batch: Any
+    samples: int
+    of_all_ranks: int
+
+
+class Loader:
+    """Batches without end, epoch after epoch: the base of all loaders.
+
+    A position is a number of epochs that are finished and what was handed out of the next one, in
+    batches unless a subclass counts otherwise. The position after the last batch of an epoch is the
+    start of the next one, so equal positions have equal states. What was read ahead does not count.
+
+    length: batches of an epoch on this rank (default None: not known).
     """
 
-    state_per_rank: bool  # else the state is the same on all ranks
-
-    @property
-    def epoch(self) -> int:
-        """Epochs that are finished."""
-
-    @property
-    def epoch_ended(self) -> bool:
-        """Whether the batches handed out so far complete an epoch."""
-
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """Of this rank; None where it is not known."""
-
-    @property
-    def batches_left(self) -> int | None:
-        """In the current epoch."""
-
-    def next_group(self, count: int) -> list[Counted]:
-        """The next batches, up to `count` and up to the end of the epoch, each with its samples on
-        this rank and on all ranks together. Never none: after the end of an epoch the next one
-        begins."""
-
-    def go_to_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def close(self) -> None:
-        """End the workers."""
-
-
-class BatchLoader:
-    """The base of loaders: a position is an epoch and what was handed out of it, in batches unless
-    a subclass counts otherwise."""
-
-    state_per_rank = False
+    state_per_rank = False  # else the state is the same on all ranks
 
     def __init__(self, length: int | None = None) -> None:
         self.epoch = 0
@@ -66,15 +39,36 @@ class BatchLoader:
 
     @property
     def epoch_ended(self) -> bool:
+        """Whether the batches handed out so far complete an epoch."""
         return self.position == 0 and self.epoch > 0
 
     @property
     def batches_per_epoch(self) -> int | None:
+        """Of this rank; None where it is not known."""
         return self._length
 
     @property
     def batches_left(self) -> int | None:
+        """In the current epoch."""
         return None if self._length is None else max(self._length - self.position, 0)
+
+    def next_group(self, count: int) -> list[Counted]:
+        """The next batches, up to `count` and up to the end of the epoch. Never none: after the end
+        of an epoch the next one begins."""
+        raise NotImplementedError
+
+    def go_to_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the workers."""
 
     def __len__(self) -> int:
         if (length := self.batches_per_epoch) is None:
@@ -85,10 +79,24 @@ class BatchLoader:
         """The batches that are left of the current epoch."""
         epoch = self.epoch
         while self.epoch == epoch:
-            yield self.next_group(1)[0][0]
+            yield self.next_group(1)[0].batch
 
-    def next_group(self, count: int) -> list[Counted]:
-        raise NotImplementedError
+
+def is_stream(dataset: Any) -> bool:
+    """Whether data can only be read from their beginning on; a DataLoader is so, too."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def is_stateful(part: Any) -> bool:
+    """Whether it can say where it stands and go there."""
+    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def shut_down(iterator: Any) -> None:
+    """End the workers of an iterator of torch's loader now, not when it is collected."""
+    end = getattr(iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
 
 
 def refuse_mismatch(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

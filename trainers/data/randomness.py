@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["restored_random", "seed_random", "seeded_random"]
+__all__ = ["random_state", "restored_random", "seed_random", "seeded_random", "set_random_state"]
 
 
 def seed_random(*key: int) -> None:
@@ -25,10 +25,22 @@ def seed_random(*key: int) -> None:
     torch.default_generator.manual_seed(int(first))
 
 
+def random_state() -> tuple[Any, Any, torch.Tensor]:
+    """The state of the three generators."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_random_state(state: tuple[Any, Any, torch.Tensor]) -> None:
+    """Go back to a state that `random_state` gave."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
 @contextmanager
 def restored_random() -> Iterator[None]:
     """Leave the process's generators as they were found."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = random_state()
     try:
         yield
     finally:
@@ -41,15 +53,3 @@ def seeded_random(*key: int) -> Iterator[None]:
     with restored_random():
         seed_random(*key)
         yield
-
-
-def random_state() -> tuple[Any, Any, torch.Tensor]:
-    """The state of the three generators."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def set_random_state(state: tuple[Any, Any, torch.Tensor]) -> None:
-    """Go back to a state that `random_state` gave."""
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])

@@ -4,68 +4,37 @@ epoch ends."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from ckptcore import StateMismatch
 
-from .position import BatchLoader, Counted
+from .position import Counted, Loader
 
-__all__ = ["Agreed", "CollateShares", "DispatchedLoader", "Exchange", "GroupExchange", "share_of"]
+__all__ = ["Agreed", "CollateShares", "DispatchedLoader", "Exchange", "share_of"]
 
 
 class Exchange(Protocol):
-    """What the ranks of these loaders need of one another."""
+    """What these loaders need of a DistributedEnvironment."""
 
     rank: int
-    size: int
+    world_size: int
 
-    def scatter_objects(self, objects: list[Any] | None) -> Any:
-        """Rank 0 gives one object for each rank; every rank gets its own."""
+    def scatter_objects(self, objects: list[Any] | None) -> Any: ...
 
-    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of every rank, equally many on each."""
-
-
-class GroupExchange:
-    """Over a process group of torch that works on the CPU (gloo)."""
-
-    def __init__(self, group: Any = None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self._source = 0 if group is None else dist.get_global_rank(group, 0)
-
-    def scatter_objects(self, objects: list[Any] | None) -> Any:
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, objects, src=self._source, group=self.group)
-        return mine[0]
-
-    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        own = torch.tensor(numbers, dtype=torch.int64)
-        every = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(every, own, group=self.group)
-        return [part.tolist() for part in every]
-
-
-def _exchange(group: Any) -> Exchange:
-    return group if hasattr(group, "gather_numbers") else GroupExchange(group)
-
-
-def part_of(batch: Any, rows: int, rank: int, size: int) -> Any:
-    """What a rank gets of the batch of all."""
-    return batch[rank] if isinstance(batch, Shares) else share_of(batch, rows, rank, size)
+    def gather_objects(self, value: Any) -> list[Any]: ...
 
 
 def share_of(batch: Any, rows: int, rank: int, size: int) -> Any:
-    """A rank's samples of a collated batch, dealt like cards; the first one for a rank without any.
+    """A rank's samples of a batch, dealt like cards; the first one for a rank without any.
 
-    Tensors, arrays and lists of plain values that are `rows` long are cut; everything else goes to
-    all.
+    Of a collated batch tensors, arrays and lists of plain values that are `rows` long are cut;
+    everything else goes to all.
     """
+    if isinstance(batch, Shares):
+        return batch[rank]
     cut = slice(rank, None, size) if rank < rows else slice(0, 1)
 
     def of(part: Any) -> Any:
@@ -107,7 +76,23 @@ class CollateShares:
         return Shares(map(self.collate, dealt))
 
 
-class DispatchedLoader(BatchLoader):
+@dataclass(frozen=True)
+class _Standing:
+    """How far the loader of rank 0 is."""
+
+    epoch: int = 0
+    epoch_ended: bool = False
+    batches_per_epoch: int | None = None
+    batches_left: int | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, loader: Loader) -> _Standing:
+        length, left = loader.batches_per_epoch, loader.batches_left
+        return cls(loader.epoch, loader.epoch_ended, length, left, loader.state_dict())
+
+
+class DispatchedLoader(Loader):
     """Rank 0 reads the batches of all ranks at once and hands each rank its share.
 
     loader: on rank 0, one of world_size 1 whose batches are as large as those of all ranks
@@ -117,96 +102,78 @@ class DispatchedLoader(BatchLoader):
     every rank.
     """
 
-    def __init__(self, loader: Any, group: Any = None) -> None:
-        self.exchange = _exchange(group)
-        self.loader: Any = loader if self.exchange.rank == 0 else None
-        self._facts: tuple[int, bool, int | None, int | None] = (0, False, None, None)
-        self._state: dict[str, Any] = {}
-        self._tell(lambda: None)
+    def __init__(self, loader: Any, env: Exchange) -> None:
+        self.env = env
+        self.loader: Any = loader if env.rank == 0 else None
+        self._standing = _Standing()
+        self._lead(lambda: None)
 
-    def _tell(self, act: Callable[[], list[Counted] | None]) -> list[Counted]:
-        """Rank 0 acts and tells the others what came of it: their share of batches, the position,
-        or an error."""
-        if self.exchange.rank != 0:
-            failed, shares, facts, state = self.exchange.scatter_objects(None)
-            if failed is not None:
-                mismatch, text = failed
-                raise (
-                    StateMismatch(text, mismatched=mismatch)
-                    if mismatch is not None
-                    else RuntimeError(text)
-                )
+    def _lead(self, act: Callable[[], list[Counted] | None]) -> list[Counted]:
+        """Rank 0 acts; each rank gets its share of what came of it, or what it raised."""
+        env = self.env
+        if env.rank != 0:
+            message = env.scatter_objects(None)
+            if isinstance(message, Exception):
+                raise message
         else:
             try:
-                messages, error = self._messages(act() or []), None
-            except Exception as raised:
-                mismatch = (raised.mismatched or {}) if isinstance(raised, StateMismatch) else None
-                text = (
-                    str(raised)
-                    if mismatch is not None
-                    else f"rank 0 failed: {type(raised).__name__}: {raised}"
-                )
-                messages, error = (
-                    [((mismatch, text), None, None, None)] * self.exchange.size,
-                    raised,
-                )
-            _, shares, facts, state = self.exchange.scatter_objects(messages)
-            if error is not None:
-                raise error
-        self._facts, self._state = facts, state
-        return [tuple(share) for share in shares]
+                messages = self._messages(act() or [])
+            except Exception as error:
+                what = f"rank 0 failed: {type(error).__name__}: {error}"
+                raised = error if isinstance(error, StateMismatch) else RuntimeError(what)
+                env.scatter_objects([raised] * env.world_size)
+                raise
+            message = env.scatter_objects(messages)
+        shares, self._standing = message
+        return list(shares)
 
-    def _messages(self, group: list[Counted]) -> list[Any]:
-        loader, size = self.loader, self.exchange.size
-        facts = loader.epoch, loader.epoch_ended, loader.batches_per_epoch, loader.batches_left
-        state = loader.state_dict()
+    def _messages(self, group: list[Counted]) -> list[tuple[list[Counted], _Standing]]:
+        size, standing = self.env.world_size, _Standing.of(self.loader)
         return [
             (
-                None,
                 [
-                    (part_of(batch, rows, rank, size), len(range(rank, rows, size)), rows)
+                    Counted(share_of(batch, rows, rank, size), len(range(rank, rows, size)), rows)
                     for batch, _, rows in group
                 ],
-                facts,
-                state,
+                standing,
             )
             for rank in range(size)
         ]
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
-        return self._facts[0]
+        return self._standing.epoch
 
     @property
     def epoch_ended(self) -> bool:
-        return self._facts[1]
+        return self._standing.epoch_ended
 
     @property
     def batches_per_epoch(self) -> int | None:
-        return self._facts[2]
+        return self._standing.batches_per_epoch
 
     @property
     def batches_left(self) -> int | None:
-        return self._facts[3]
+        return self._standing.batches_left
 
     def next_group(self, count: int) -> list[Counted]:
-        return self._tell(lambda: self.loader.next_group(count))
+        return self._lead(lambda: self.loader.next_group(count))
 
     def go_to_epoch(self, epoch: int) -> None:
-        self._tell(lambda: self.loader.go_to_epoch(epoch))
+        self._lead(lambda: self.loader.go_to_epoch(epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state
+        return self._standing.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._tell(lambda: self.loader.load_state_dict(state))
+        self._lead(lambda: self.loader.load_state_dict(state))
 
     def close(self) -> None:
         if self.loader is not None:
             self.loader.close()
 
 
-class Agreed(BatchLoader):
+class Agreed(Loader):
     """Every rank reads its own shard; an epoch ends on all ranks at the step at which the first
     one's ends.
 
@@ -215,29 +182,25 @@ class Agreed(BatchLoader):
 
     state_per_rank = True
 
-    def __init__(self, loader: Any, group: Any = None) -> None:
-        self.loader = loader
-        self.exchange = _exchange(group)
-        length = loader.batches_per_epoch
-        every = self.exchange.gather_numbers([-1 if length is None else length])
-        lengths = [numbers[0] for numbers in every]
-        super().__init__(None if -1 in lengths else min(lengths))
+    def __init__(self, loader: Any, env: Exchange) -> None:
+        self.loader, self.env = loader, env
+        lengths = env.gather_objects(loader.batches_per_epoch)
+        super().__init__(None if None in lengths else min(lengths))
 
     def next_group(self, count: int) -> list[Counted]:
         """Equally many on all ranks."""
         own = self.loader.next_group(count)
         ended = self.loader.epoch > self.epoch
-        samples = [here for _, here, _ in own]
-        every = self.exchange.gather_numbers([len(own), ended, *samples, *[0] * (count - len(own))])
-        number = min(numbers[0] for numbers in every)
+        every = self.env.gather_objects((ended, [item.samples for item in own]))
+        number = min(len(samples) for _, samples in every)
         self.position += number
-        if any(numbers[1] for numbers in every):
+        if any(ended for ended, _ in every):
             self.epoch, self.position = self.epoch + 1, 0
             if not ended or number < len(own):
                 self.loader.go_to_epoch(self.epoch)
         return [
-            (batch, here, sum(numbers[2 + place] for numbers in every))
-            for place, (batch, here, _) in enumerate(own[:number])
+            Counted(item.batch, item.samples, sum(samples[place] for _, samples in every))
+            for place, item in enumerate(own[:number])
         ]
 
     def go_to_epoch(self, epoch: int) -> None:

@@ -22,8 +22,7 @@ from ckptcore import RNGState, SharingPattern, StateComponent
 
 from ..arguments import DDPArguments, DDPTrainingArguments
 from ..build import seed_everything
-from ..data.mapped import is_stream
-from ..data.position import Loader
+from ..data.position import Loader, is_stream
 from ..data.ranks import Agreed, DispatchedLoader
 from ..trainer import Trainer
 
@@ -60,9 +59,9 @@ class RanksTrainer(Trainer):
         reads_on = is_stream(self.train_dataset)
         if reads_on if dispatch is None else dispatch:
             of_all = self.make_loader(0, 1, size * ranks, shares=ranks) if rank == 0 else None
-            return DispatchedLoader(of_all, self.env.cpu_group)
+            return DispatchedLoader(of_all, self.env)
         if reads_on:  # each rank's own already
-            return Agreed(self.make_loader(0, 1, size), self.env.cpu_group)
+            return Agreed(self.make_loader(0, 1, size), self.env)
         return self.make_loader(rank, ranks, size)
 
 

@@ -132,6 +132,14 @@ class DistributedEnvironment:
         dist.all_gather_object(held, value, group=self.cpu_group)
         return held
 
+    def scatter_objects(self, values: list[Any] | None) -> Any:
+        """Of rank 0's values, one for each rank, this rank's."""
+        if self.world_size == 1:
+            return (values or [None])[0]
+        held: list[Any] = [None]
+        dist.scatter_object_list(held, values, 0, group=self.cpu_group)
+        return held[0]
+
     def max_flags(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over the ranks."""
         result: list[int] = self.begin_max(values)()
