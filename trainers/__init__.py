@@ -36,35 +36,25 @@ if TYPE_CHECKING:
     from .trainer import Trainer as Trainer
     from .trainer import TrainResult as TrainResult
 
-_HOMES = {
-    "parallel.accel": ["AccelTrainer"],
-    "arguments": [
-        "AccelTrainingArguments",
-        "BaseTrainingArguments",
-        "DDPArguments",
-        "DDPTrainingArguments",
-        "DataNotFound",
-        "FSDP2Arguments",
-        "FSDP2TrainingArguments",
-        "GPTArguments",
-        "InvalidArgument",
-        "MinimalTrainingArguments",
-        "PipelineTrainingArguments",
-        "PostLocalSGDArguments",
-        "TrainingArguments",
-        "resolve_arguments",
-    ],
-    "callbacks.protocol": ["CallbackHandler", "TrainerCallback", "TrainerControl", "TrainerState"],
-    "data.loader": ["ResumableLoader"],
-    "parallel.ddp": ["DDPTrainer"],
-    "parallel.environment": ["DistributedEnvironment"],
-    "parallel.fsdp2": ["FSDP2Trainer"],
-    "losses": ["causal_lm_loss"],
-    "model": ["ByteGPT"],
-    "parallel.pipeline": ["PipelineTrainer"],
-    "trainer": ["TrainResult", "Trainer"],
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+# Module: what it gives to users.
+_HOMES = """
+arguments: AccelTrainingArguments BaseTrainingArguments DDPArguments DDPTrainingArguments
+arguments: DataNotFound FSDP2Arguments FSDP2TrainingArguments GPTArguments InvalidArgument
+arguments: MinimalTrainingArguments PipelineTrainingArguments PostLocalSGDArguments
+arguments: TrainingArguments resolve_arguments
+callbacks.protocol: CallbackHandler TrainerCallback TrainerControl TrainerState
+data.loader: ResumableLoader
+losses: causal_lm_loss
+model: ByteGPT
+parallel.accel: AccelTrainer
+parallel.ddp: DDPTrainer
+parallel.environment: DistributedEnvironment
+parallel.fsdp2: FSDP2Trainer
+parallel.pipeline: PipelineTrainer
+trainer: TrainResult Trainer
+"""
+_LINES = (line.partition(":") for line in _HOMES.strip().splitlines())
+_HOME_OF = {name: home for home, _, names in _LINES for name in names.split()}
 
 __all__ = sorted(_HOME_OF)
 

@@ -15,14 +15,6 @@ from ckptcore import CheckpointManager, PreemptionGuard
 from .callbacks.protocol import TrainerControl, TrainerState
 from .parallel.environment import DistributedEnvironment
 
-__all__ = [
-    "Agreement",
-    "due_after_epoch",
-    "due_after_step",
-    "lasting_interrupt",
-    "preemption_guard",
-]
-
 log = logging.getLogger(__name__)
 
 

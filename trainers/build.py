@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,6 @@ from torch import nn
 
 from .arguments import InvalidArgument
 from .lowbit import lower_precision
-from .parallel.environment import choose_workspace
-
-__all__ = [
-    "ModelBuilder",
-    "apply_settings",
-    "computing",
-    "free_memory",
-    "fuse_optimizer",
-    "seed_everything",
-    "stepper",
-]
 
 log = logging.getLogger(__name__)
 
@@ -56,21 +46,18 @@ def apply_settings(args: Any, rank: int) -> None:
     if any(value is True for name, value in vars(args).items() if name.startswith("debug_")):
         show_debugging()
     if args.full_determinism:
-        choose_workspace(args)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     if args.seed >= 0:
         seed_everything(args.seed)
     if args.float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(args.float32_matmul_precision)
-    if args.dynamo_recompile_limit is not None:
-        from torch._dynamo import config as dynamo
-
-        dynamo.recompile_limit = args.dynamo_recompile_limit
-    if args.activation_memory_budget is not None:
-        from torch._functorch import config as functorch
-
-        functorch.activation_memory_budget = args.activation_memory_budget
+    for package, name, value in (
+        ("dynamo", "recompile_limit", args.dynamo_recompile_limit),
+        ("functorch", "activation_memory_budget", args.activation_memory_budget),
+    ):
+        if value is not None:
+            setattr(import_module(f"torch._{package}.config"), name, value)
 
 
 def show_debugging() -> None:
@@ -159,12 +146,9 @@ class ModelBuilder:
             kwargs = args.gradient_checkpointing_kwargs
             enable() if kwargs is None else enable(gradient_checkpointing_kwargs=kwargs)
         else:
-            raise InvalidArgument(
-                "gradient_checkpointing",
-                True,
-                f"{type(model).__name__} has no gradient_checkpointing_enable()",
-                "give enable_activation_checkpoint_fn",
-            )
+            reason = f"{type(model).__name__} has no gradient_checkpointing_enable()"
+            instead = "give enable_activation_checkpoint_fn"
+            raise InvalidArgument("gradient_checkpointing", True, reason, instead)
         return model
 
     def compile(self, model: nn.Module) -> nn.Module:
@@ -253,15 +237,10 @@ def free_memory(args: Any, device: torch.device, step: int) -> None:
 
 def compile_backend(name: str) -> str:
     """A backend that torch.compile has. Raises InvalidArgument."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    if name not in known:
-        usual = ", ".join(torch.compiler.list_backends())
-        raise InvalidArgument(
-            "torch_compile_backend",
-            name,
-            "torch has no backend of this name",
-            f"give one of {usual}",
-        )
+    if name not in torch.compiler.list_backends(exclude_tags=()):
+        usual = f"give one of {', '.join(torch.compiler.list_backends())}"
+        reason = "torch has no backend of this name"
+        raise InvalidArgument("torch_compile_backend", name, reason, usual)
     return name
 
 
@@ -274,9 +253,6 @@ def naming_kernels(wanted: str | list[str]) -> Iterator[None]:
     except RuntimeError as error:
         if not any(said in str(error) for said in ("No available kernel", "No viable backend")):
             raise
-        raise InvalidArgument(
-            "sdpa_backend",
-            wanted,
-            "none of these kernels can do this model's attention on this device",
-            "add math, which always can, or leave it out",
-        ) from None
+        reason = "none of these kernels can do this model's attention on this device"
+        instead = "add math, which always can, or leave it out"
+        raise InvalidArgument("sdpa_backend", wanted, reason, instead) from None

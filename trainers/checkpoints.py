@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,11 @@ from .arguments import InvalidArgument
 from .callbacks.protocol import TrainerState
 from .parallel.environment import DistributedEnvironment
 
-__all__ = ["Checkpoints", "CommitRecord", "Part", "Progress", "best_rule", "is_restorable"]
-
 log = logging.getLogger(__name__)
 
 # Seconds that a rank which fails waits for a save that others may not be there to finish.
 PATIENCE = 10.0
+OTHER_ROOT = "give another output_dir, or overwrite_output_dir=True to replace them"
 
 
 # What is in a checkpoint besides the model and what belongs to it.
@@ -157,8 +156,11 @@ def is_whole(manifest: CheckpointManifest | None) -> bool:
     return manifest is None or manifest.metadata.get("resumable") is not False
 
 
-class Checkpoints:
-    """Those in a trainer's output_dir, for the time of a run; made by `open`."""
+class Checkpoints(AbstractContextManager["Checkpoints"]):
+    """Those in a trainer's output_dir, for the time of a run. Made on every rank.
+
+    process_groups, options: what the CheckpointManager is given besides.
+    """
 
     def __init__(
         self,
@@ -185,30 +187,12 @@ class Checkpoints:
             **{**options, "on_event": self._saw},
         )
 
-    @classmethod
-    @contextmanager
-    def open(
-        cls,
-        args: Any,
-        env: DistributedEnvironment,
-        process_groups: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> Iterator[Checkpoints]:
-        """On every rank. An error that ends the run stays the one that counts.
-
-        process_groups, options: what the CheckpointManager is given besides.
-        """
-        made = cls(args, env, process_groups, options)
-        try:
-            yield made
-        except BaseException as error:
-            made._leave(error)
-            raise
-        made.manager.close()
-
-    def _leave(self, error: BaseException) -> None:
-        """After an error: a save that is staged may finish, but nobody waits long for ranks that
-        may be gone."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an error, which stays the one that counts, a save that is staged may finish, but
+        nobody waits long for ranks that may be gone."""
+        if error is None:
+            self.manager.close()
+            return
         try:
             if self.manager.wait(None if self.env.world_size == 1 else PATIENCE):
                 self.manager.close()
@@ -242,13 +226,9 @@ class Checkpoints:
         if wanted is False:
             present = self.manager.latest()
             if present is not None and not self._replace:
-                raise CheckpointExists(
-                    f"{self.root} holds checkpoints up to step {present.step} and the run is not "
-                    "to resume from them: give another output_dir, or overwrite_output_dir to "
-                    "replace them",
-                    path=self.root,
-                    step=present.step,
-                )
+                there = f"{self.root} holds checkpoints up to step {present.step}"
+                text = f"{there} and the run is not to resume from them: {OTHER_ROOT}"
+                raise CheckpointExists(text, path=self.root, step=present.step)
             return None
         start = self.start()
         if start.which is None:
@@ -257,12 +237,11 @@ class Checkpoints:
         was = start.metadata.get("optimizer")
         if was not in (None, optimizer):
             optim = start.metadata.get("training_args", {}).get("optim")
-            raise StateMismatch(
+            text = (
                 f"{start.path} holds the state of the optimizer {was} (optim={optim!r}), and this "
-                f"run has {optimizer}: go on with the same optimizer, or start another run from "
-                "its weights",
-                path=start.path,
+                f"run has {optimizer}: go on with it, or start another run from its weights"
             )
+            raise StateMismatch(text, path=start.path)
         report = self.manager.restore(state, start.which)
         if report.fresh or report.manifest is None:
             return None
@@ -288,18 +267,14 @@ class Checkpoints:
                 found = _Start(None if weights else best.step, best.url, best.manifest.metadata)
         found = self.env.broadcast_object(found)
         if found is None:
-            raise CheckpointNotFound(
-                f"resume_from_checkpoint='best': {self.root} holds no checkpoint with "
-                f"{self.rule.metric}; name one, or another metric_for_best_model",
-                path=self.root,
-            )
+            text = f"{self.root} holds no checkpoint with {self.rule.metric}"
+            instead = "name one, or another metric_for_best_model"
+            text = f"resume_from_checkpoint='best': {text}; {instead}"
+            raise CheckpointNotFound(text, path=self.root)
         if wanted is not True and found.which is None:
-            raise InvalidArgument(
-                "resume_from_checkpoint",
-                wanted,
-                "it was made with save_only_model and holds weights alone",
-                "load it as a model, or name one that holds a whole run",
-            )
+            reason = "it was made with save_only_model and holds weights alone"
+            instead = "load it as a model, or name one that holds a whole run"
+            raise InvalidArgument("resume_from_checkpoint", wanted, reason, instead)
         return found
 
     def refuse_collision(self, report: LoadReport, state: TrainerState) -> None:
@@ -320,13 +295,10 @@ class Checkpoints:
         ]
         steps = sorted({step for steps in self.env.gather_objects(mine) for step in steps})
         if steps:
-            raise CheckpointExists(
-                f"{self.root} holds step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}, "
-                f"which the run that goes on from step {state.global_step} would come to again: "
-                "give another output_dir, or overwrite_output_dir=True to replace them",
-                path=self.root,
-                step=steps[0],
-            )
+            named = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+            again = f"the run that goes on from step {state.global_step} would come to again"
+            text = f"{self.root} holds {named}, which {again}: {OTHER_ROOT}"
+            raise CheckpointExists(text, path=self.root, step=steps[0])
 
     # Saving.
 
@@ -416,15 +388,13 @@ class Checkpoints:
         found: Any = None
         if self.env.rank == 0 and all(info.step != state.best_step for info in there):
             best = next(iter(self._ranked(there, state)), None)
-            name = None if best is None else best.name
-            instead = f"{name} is the best of those present" if name else "there is no other"
-            warnings.warn(
-                f"{state.best_checkpoint}, the best checkpoint so far, is not there any more; "
-                f"{instead}",
-                CheckpointWarning,
-                stacklevel=2,
-            )
-            found = (name, best and best.step, best and best.metrics[self.rule.metric])
+            found = (None, None, None)
+            instead = "there is no other"
+            if best is not None:
+                found = (best.name, best.step, best.metrics[self.rule.metric])
+                instead = f"{best.name} is the best of those present"
+            gone = f"{state.best_checkpoint}, the best checkpoint so far, is not there any more"
+            warn(f"{gone}; {instead}")
         found = self.env.broadcast_object(found)
         if found is not None:
             state.best_checkpoint, state.best_step, state.best_metric = found
@@ -446,23 +416,19 @@ class Checkpoints:
         if self.env.rank != 0:
             return
         if failed:
-            now = (
-                "the final weights stay"
-                if loaded is None
-                else f"those of checkpoint-{loaded} are the best of the others"
-            )
-            warnings.warn(
-                f"the best weights cannot be loaded ({'; '.join(failed)}); {now}",
-                CheckpointWarning,
-                stacklevel=2,
-            )
+            now = "the final weights stay"
+            if loaded is not None:
+                now = f"those of checkpoint-{loaded} are the best of the others"
+            warn(f"the best weights cannot be loaded ({'; '.join(failed)}); {now}")
         elif loaded is None:
-            log.warning(
-                "load_best_model_at_end: no checkpoint has %s; the model stays as it is",
-                self.rule.metric,
-            )
+            what = f"no checkpoint has {self.rule.metric}; the model stays as it is"
+            log.warning("load_best_model_at_end: %s", what)
         if loaded is not None:
             log.info("loaded the best weights, those of step %d", loaded)
+
+
+def warn(text: str) -> None:
+    warnings.warn(text, CheckpointWarning, stacklevel=3)
 
 
 def newest_whole(infos: list[CheckpointInfo]) -> _Start:
@@ -474,12 +440,8 @@ def newest_whole(infos: list[CheckpointInfo]) -> _Start:
     start = _Start("auto", newest.url if newest else "", metadata)
     if not weights or (newest is not None and newest.order > weights[-1].order):
         return start
-    warnings.warn(
-        f"{', '.join(info.name for info in weights)}: weights alone (save_only_model), not "
-        "resumed from",
-        CheckpointWarning,
-        stacklevel=2,
-    )
+    names = ", ".join(info.name for info in weights)
+    warn(f"{names}: weights alone (save_only_model), not resumed from")
     return _Start(None if newest is None else newest.step, start.path, metadata)
 
 

@@ -18,8 +18,6 @@ import click
 from .arguments import InvalidArgument
 from .callbacks.jobs import announced_jobs, find_job
 
-__all__ = ["control"]
-
 REFUSED, USAGE, NOT_FOUND, NO_ANSWER = 1, 2, 3, 4
 PATIENCE = 10.0  # seconds for an answer
 MOST_BYTES = 2**20  # of an answer

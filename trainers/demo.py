@@ -26,8 +26,6 @@ from ckptcore import open_checkpoint, scan_root
 
 from .callbacks.loss_record import LOSSES, read_losses
 
-__all__ = ["main"]
-
 MARKER = ".made-by-ckpt-demo"
 LABELS = {
     "model": "weights",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-__all__ = ["main"]
-
 USAGE = 2
 # What the extra [trainers] brings.
 EXTRA = ("click", "jsonargparse", "pydantic", "yaml", "tqdm", "tensorboard")

@@ -10,8 +10,6 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-__all__ = ["write_model"]
-
 
 def write_model(
     path: str, state: Mapping[str, Tensor], model: nn.Module, processing_class: Any

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .parallel.environment import DistributedEnvironment
 
-__all__ = ["Job"]
-
 
 class Job:
     """Rank and size are known at once, the process group (and torch) come with `start`."""

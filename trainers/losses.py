@@ -11,18 +11,6 @@ from torch.nn import functional as F
 
 from .arguments import InvalidArgument
 
-__all__ = [
-    "CrossEntropy",
-    "LossFunction",
-    "causal_lm_loss",
-    "count_labels",
-    "labels_of",
-    "loss_of",
-    "make_loss_function",
-    "samples_in",
-    "shifts_labels",
-]
-
 IGNORED = -100  # a label that does not count
 
 # (outputs, labels, items of the step) -> share of the mean

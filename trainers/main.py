@@ -46,13 +46,12 @@ from .arguments import (
 )
 from .arguments.command_line import CommandLine, parse_command_line, show_help
 from .arguments.kinds import Count, Flag, Text, arguments_of
+from .arguments.trainer_checks import KINDS
 from .job import Job
 
 if TYPE_CHECKING:
     from .parallel.environment import DistributedEnvironment
     from .trainer import Trainer
-
-__all__ = ["Program", "main", "make_program"]
 
 BAD, USAGE, NOT_FOUND, STORAGE, INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -257,13 +256,10 @@ def run(program: Program, job: Job) -> None:
         print(program.to_yaml())
     result = trainer.train()
     if result.steps_run and job.rank == 0:
-        ending = {None: "finished", "sigterm": "stopped by SIGTERM"}.get(
-            result.stop_reason, "stopped"
-        )
-        loss = result.training_loss
-        print(
-            f"{ending}: {result.steps_run} steps to step {result.global_step}, mean loss {loss:.4f}"
-        )
+        endings = {None: "finished", "sigterm": "stopped by SIGTERM"}
+        ending = endings.get(result.stop_reason, "stopped")
+        steps = f"{result.steps_run} steps to step {result.global_step}"
+        print(f"{ending}: {steps}, mean loss {result.training_loss:.4f}")
     job.finish()
 
 
@@ -280,62 +276,46 @@ def build_model(words: tuple[str, ...]) -> Any:
 
 def make_trainer(program: Program, environment: DistributedEnvironment) -> Trainer:
     """The trainer of the kind that is wanted, with the byte-level GPT and its text."""
-    from .callbacks.control import TrainerControlCallback
+    from . import callbacks
     from .callbacks.loss_record import LossRecord
     from .data.corpus import read_corpus, split_corpus
     from .model import ByteGPT, next_byte_loss
-    from .trainer import Trainer
 
     args, own = program.args, program.own
-    text = read_corpus(own.data, own.max_data_bytes)
-    train, held_out = split_corpus(text, own.model.block_size)
-    commanded: list[Any] = [TrainerControlCallback()] if own.control else []
+    trainer: type[Trainer] = getattr(import_module(__package__ or ""), KINDS[program.kind])
+    train, held_out = split_corpus(read_corpus(own.data, own.max_data_bytes), own.model.block_size)
+    called = [*trainer.default_callbacks(), LossRecord()]
+    if own.control:
+        called.append(callbacks.TrainerControlCallback())
     if os.environ.get("DILOCO_SERVER"):  # as `ckpt-train diloco worker` sets it
-        from .diloco.callback import DiLoCoCallback
-
-        commanded.append(DiLoCoCallback())
+        called.append(callbacks.DiLoCoCallback())
     what: dict[str, Any] = {
         "model_init": lambda: ByteGPT(own.model),
         "train_dataset": train,
         "eval_dataset": held_out,
         "distributed_env": environment,
-        "callbacks": [*Trainer.default_callbacks(), LossRecord(), *commanded],
+        "callbacks": called,
         "compute_loss_func": None if args.label_smoothing_factor else next_byte_loss,
     }
-    if program.kind == "ddp":
-        from .parallel.ddp import DDPTrainer
-
-        return DDPTrainer(args, **what)
-    if program.kind == "fsdp2":
-        from .parallel.fsdp2 import FSDP2Trainer
-
-        return FSDP2Trainer(args, **what)
     if program.kind == "pipeline":
-        import torch.distributed.pipelining as pipelining
+        from torch.distributed import pipelining
 
-        from .parallel.pipeline import PipelineTrainer
         from .parallel.splitting import ByteGPTSplitter
 
         schedule = getattr(pipelining, own.schedule, None)
         if schedule is None:
-            raise InvalidArgument(
-                "schedule", own.schedule, "torch has none of this name", "give ScheduleGPipe"
-            )
-        return PipelineTrainer(
-            args, model_splitter=ByteGPTSplitter(), pipe_schedule_factory=schedule, **what
-        )
+            reason = "torch has none of this name"
+            raise InvalidArgument("schedule", own.schedule, reason, "give ScheduleGPipe")
+        what |= {"model_splitter": ByteGPTSplitter(), "pipe_schedule_factory": schedule}
     if program.kind == "accel":
         from accelerate import Accelerator
 
-        from .parallel.accel import AccelTrainer
-
-        accelerator = Accelerator(
+        what["accelerator"] = Accelerator(
             cpu=environment.device.type == "cpu",
             mixed_precision=args.mixed_precision or "no",
             gradient_accumulation_steps=args.gradient_accumulation_steps,
         )
-        return AccelTrainer(args, accelerator=accelerator, **what)
-    return Trainer(args, **what)
+    return trainer(args, **what)
 
 
 def _where_it_stands(program: Program | None) -> str:
@@ -347,9 +327,8 @@ def _where_it_stands(program: Program | None) -> str:
     newest = next((entry for entry in found if entry.status == "committed"), None)
     if newest is None:
         return f"there is no checkpoint in {output_dir} yet"
-    return (
-        f"the latest checkpoint is {newest.name} in {output_dir}; the same command goes on from it"
-    )
+    newest_is = f"the latest checkpoint is {newest.name} in {output_dir}"
+    return f"{newest_is}; the same command goes on from it"
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from .arguments import InvalidArgument
 from .callbacks.protocol import TrainerState
 
-__all__ = ["Meters", "plain_numbers"]
-
 # Sums over the data-parallel ranks.
 Reduce = Callable[[Sequence[Any]], list[float]]
 

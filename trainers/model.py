@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .arguments import GPTArguments
 
-__all__ = ["VOCABULARY", "ByteGPT", "GPTOutput", "next_byte_loss"]
-
 VOCABULARY = 256
 
 

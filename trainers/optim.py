@@ -18,17 +18,6 @@ from .arguments import InvalidArgument, MinimalTrainingArguments
 from .arguments.native import SCHEDULES
 from .arguments.optimizer_options import ADAM, options_in
 
-__all__ = [
-    "DEFAULT_GROUP",
-    "StepSchedule",
-    "make_optimizer",
-    "make_scheduler",
-    "optimizer_class",
-    "parameter_groups",
-    "parameter_names",
-    "schedule",
-]
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP = "default"
@@ -37,14 +26,14 @@ Groups = Mapping[str, Mapping[str, Any] | None]
 Models = nn.Module | Sequence[nn.Module]
 
 _CLASSES = {
-    "adamw_torch": ("torch.optim", "AdamW"),
-    "adamw_torch_fused": ("torch.optim", "AdamW"),
-    "adamw_torch_8bit": ("torchao.optim", "AdamW8bit"),
-    "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
-    "adafactor": ("torch.optim", "Adafactor"),
-    "sgd": ("torch.optim", "SGD"),
-    "adagrad": ("torch.optim", "Adagrad"),
-    "rmsprop": ("torch.optim", "RMSprop"),
+    "adamw_torch": "torch.optim.AdamW",
+    "adamw_torch_fused": "torch.optim.AdamW",
+    "adamw_torch_8bit": "torchao.optim.AdamW8bit",
+    "adamw_torch_4bit": "torchao.optim.AdamW4bit",
+    "adafactor": "torch.optim.Adafactor",
+    "sgd": "torch.optim.SGD",
+    "adagrad": "torch.optim.Adagrad",
+    "rmsprop": "torch.optim.RMSprop",
 }
 
 # Wrappers of torch that keep the wrapped module under a name of their own: class name -> that name.
@@ -60,26 +49,15 @@ def optimizer_class(
     args: MinimalTrainingArguments,
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class that `optim` names, and its keyword arguments. Raises InvalidArgument."""
-    package, name = _CLASSES[args.optim]
+    package, _, name = _CLASSES[args.optim].rpartition(".")
     try:
         cls = getattr(importlib.import_module(package), name)
     except (ImportError, AttributeError):
-        raise InvalidArgument(
-            "optim",
-            args.optim,
-            f"needs {package}, and it is not there",
-            "install torchao >= 0.4, or use adamw_torch",
-        ) from None
+        reason = f"needs {package}, and it is not there"
+        instead = "install torchao >= 0.4, or use adamw_torch"
+        raise InvalidArgument("optim", args.optim, reason, instead) from None
     options = options_in(args.optim_args)
-    known = set(inspect.signature(cls).parameters) - {"self", "params"}
-    for option, value in options.items():
-        if option not in known:
-            raise InvalidArgument(
-                f"optim_args.{option}",
-                value,
-                f"{name} has no such option",
-                f"there are {', '.join(sorted(known))}",
-            )
+    _refuse_unknown("optim_args", options, set(inspect.signature(cls).parameters), name)
     kwargs: dict[str, Any] = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     if args.optim in ADAM:
         kwargs |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
@@ -103,13 +81,6 @@ def make_optimizer(
     a pipeline, of which every rank has others) empty groups stay, so that a group has the same
     number on all ranks.
     """
-    if factory is not None and cls_and_kwargs is not None:
-        raise InvalidArgument(
-            "optimizer_cls_and_kwargs",
-            cls_and_kwargs,
-            "optimizer_factory was given too",
-            "give one of the two",
-        )
     made_of = parameter_groups(model, groups, keep_empty=not isinstance(model, nn.Module))
     if getattr(args, "debug_optimizer_groups", False):
         _log_groups(model, made_of)
@@ -118,24 +89,20 @@ def make_optimizer(
     else:
         cls, kwargs = cls_and_kwargs if cls_and_kwargs is not None else optimizer_class(args)
         optimizer = cls(made_of, **kwargs)
-    _check_options(groups or {}, optimizer)
+    # torch takes any name into a group, and ignores those that the optimizer does not read.
+    for name, spec in (groups or {}).items() if hasattr(optimizer, "defaults") else ():
+        config = (spec or {}).get("config") or {}
+        where = f"optimizer_groups.{name}.config"
+        _refuse_unknown(where, config, set(optimizer.defaults), type(optimizer).__name__)
     return optimizer
 
 
-def _check_options(groups: Groups, optimizer: torch.optim.Optimizer) -> None:
-    """torch takes any name into a group, and ignores those that the optimizer does not read."""
-    known = getattr(optimizer, "defaults", None)
-    if known is None:
-        return
-    for name, spec in groups.items():
-        for option, value in ((spec or {}).get("config") or {}).items():
-            if option not in known:
-                raise InvalidArgument(
-                    f"optimizer_groups.{name}.config.{option}",
-                    value,
-                    f"{type(optimizer).__name__} has no such option",
-                    f"there are {', '.join(sorted(known))}",
-                )
+def _refuse_unknown(where: str, options: Mapping[str, Any], known: set[str], of: str) -> None:
+    known = known - {"self", "params"}
+    for option, value in options.items():
+        if option not in known:
+            reason, instead = f"{of} has no such option", f"there are {', '.join(sorted(known))}"
+            raise InvalidArgument(f"{where}.{option}", value, reason, instead)
 
 
 def parameter_groups(
@@ -152,18 +119,11 @@ def parameter_groups(
         name: {"params": [], "name": name, **config} for name, (_, config) in patterns.items()
     }
     for name, parameter in parameter_names(model):
-        of = next(
-            (group for group, (pattern, _) in patterns.items() if pattern.search(name)),
-            DEFAULT_GROUP,
-        )
-        found[of]["params"].append(parameter)
+        first = (group for group, (pattern, _) in patterns.items() if pattern.search(name))
+        found[next(first, DEFAULT_GROUP)]["params"].append(parameter)
     if not any(group["params"] for group in found.values()):
-        raise InvalidArgument(
-            "model",
-            type(model).__name__,
-            "no parameter of it is trainable",
-            "set requires_grad on some",
-        )
+        kind, reason = type(model).__name__, "no parameter of it is trainable"
+        raise InvalidArgument("model", kind, reason, "set requires_grad on some")
     return [group for group in found.values() if group["params"] or keep_empty]
 
 
@@ -171,33 +131,23 @@ def _patterns(groups: Groups) -> Iterator[tuple[str, tuple[re.Pattern[str], dict
     for name, spec in groups.items():
         where = f"optimizer_groups.{name}"
         if name == DEFAULT_GROUP:
-            raise InvalidArgument(
-                where, spec, "the name of the group of all other parameters", "choose another name"
-            )
+            reason = "the name of the group of all other parameters"
+            raise InvalidArgument(where, spec, reason, "choose another name")
         if spec is None:
             continue
-        if (
-            not isinstance(spec, Mapping)
-            or not isinstance(spec.get("regex"), str)
-            or spec.keys() - {"regex", "config"}
-        ):
-            raise InvalidArgument(
-                where,
-                spec,
-                "not a group",
-                "give {'regex': pattern, 'config': {option: value}}, or None to remove it",
-            )
+        well = isinstance(spec, Mapping) and isinstance(spec.get("regex"), str)
+        if not well or spec.keys() - {"regex", "config"}:
+            instead = "give {'regex': pattern, 'config': {option: value}}, or None to remove it"
+            raise InvalidArgument(where, spec, "not a group", instead)
         config = spec.get("config") or {}
         if not isinstance(config, Mapping) or config.keys() & {"params", "name"}:
-            raise InvalidArgument(
-                f"{where}.config", config, "not a mapping of options", "give {option: value}"
-            )
+            reason = "not a mapping of options"
+            raise InvalidArgument(f"{where}.config", config, reason, "give {option: value}")
         try:
             yield name, (re.compile(spec["regex"]), dict(config))
         except re.error as error:
-            raise InvalidArgument(
-                f"{where}.regex", spec["regex"], f"not a regular expression: {error}", "mend it"
-            ) from None
+            reason = f"not a regular expression: {error}"
+            raise InvalidArgument(f"{where}.regex", spec["regex"], reason, "mend it") from None
 
 
 def parameter_names(model: Models) -> Iterator[tuple[str, nn.Parameter]]:
@@ -254,14 +204,12 @@ def schedule(
     The first step runs at 0 where there is a warm-up.
     """
     if kind not in SCHEDULES:
-        raise InvalidArgument(
-            "lr_scheduler_type", kind, "unknown", "give the trainer a lr_scheduler_factory"
-        )
+        instead = "give the trainer a lr_scheduler_factory"
+        raise InvalidArgument("lr_scheduler_type", kind, "unknown", instead)
     options = {**SCHEDULES[kind], **(kwargs or {})}
     if unknown := sorted(options.keys() - SCHEDULES[kind].keys()):
-        raise InvalidArgument(
-            "lr_scheduler_kwargs", kwargs, f"{kind} has no {unknown[0]}", "leave it out"
-        )
+        reason = f"{kind} has no {unknown[0]}"
+        raise InvalidArgument("lr_scheduler_kwargs", kwargs, reason, "leave it out")
     span = max(1, total_steps - warmup_steps)
 
     def decay(done: int) -> float:
@@ -272,11 +220,8 @@ def schedule(
             return 0.5 * (1.0 + math.cos(math.pi * progress))
         if kind == "cosine_with_restarts":
             # The remainder is taken before the division, so that a restart falls on its very step.
-            return (
-                0.0
-                if done >= span
-                else 0.5 * (1.0 + math.cos(math.pi * (options["num_cycles"] * done % span / span)))
-            )
+            within = options["num_cycles"] * done % span / span
+            return 0.0 if done >= span else 0.5 * (1.0 + math.cos(math.pi * within))
         if kind == "polynomial":
             return float((1.0 - progress) ** options["power"])
         return 1.0

@@ -60,8 +60,6 @@ from .meters import Meters, plain_numbers
 from .optim import make_optimizer, make_scheduler, optimizer_class
 from .parallel.environment import DistributedEnvironment, choose_workspace
 
-__all__ = ["TrainResult", "Trainer"]
-
 log = logging.getLogger(__name__)
 
 # What Hugging Face's Trainer takes and this one does not, and what does it here.
@@ -288,10 +286,8 @@ class Trainer:
                 self.callbacks.close()
                 raise
 
-    def open_checkpoints(self) -> AbstractContextManager[Checkpoints]:
-        return Checkpoints.open(
-            self.args, self.env, self.get_process_groups(), self.manager_options
-        )
+    def open_checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.args, self.env, self.get_process_groups(), self.manager_options)
 
     def go_on(self) -> int | None:
         """Go back to the start, then on to the checkpoint that there is, if any: its step."""
@@ -674,7 +670,7 @@ class Trainer:
         too."""
         self.fire("on_evaluate", metrics=metrics)
         metrics = plain_numbers(metrics, "on_evaluate")
-        self.note(metrics)
+        self.state.note(metrics)
         return metrics
 
     def note_best(self, metrics: Mapping[str, Any]) -> bool:
@@ -719,15 +715,8 @@ class Trainer:
         logs = {**values, "epoch": self.state.epoch}
         self.fire("on_log_step", logs=logs)
         logs = plain_numbers(logs, "on_log_step")
-        self.note(logs)
+        self.state.note(logs)
         self.fire("on_log", logs=logs)
-
-    def note(self, values: dict[str, Any]) -> None:
-        """Keep values in the history, where each step has one entry."""
-        history, state = self.state.log_history, self.state
-        if not history or history[-1]["step"] != state.global_step:
-            history.append({"step": state.global_step, "epoch": state.epoch})
-        history[-1].update(values)
 
     def fire(self, event: str, **extra: Any) -> None:
         args = self.args_in_use

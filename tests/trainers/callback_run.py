@@ -51,7 +51,7 @@ class FakeTrainer:
     def log(self, values: dict[str, Any]) -> None:
         logs = {**values, "epoch": self.state.epoch}
         self.fire("on_log_step", logs=logs)
-        self.state.record(logs)
+        self.state.log_history.append({**logs, "step": self.state.global_step})
         self.fire("on_log", logs=logs)
 
     def evaluate(self, **metrics: float) -> None:

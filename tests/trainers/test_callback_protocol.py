@@ -245,7 +245,7 @@ def test_what_of_the_state_is_kept() -> None:
     state = TrainerState(
         global_step=7, epoch=0.7, max_steps=9, is_world_process_zero=False, stop_reason="x"
     )
-    state.record({"loss": 1.5})
+    state.note({"loss": 1.5})
     state.best_metric, state.best_step, state.best_checkpoint = 0.5, 6, "p"
     state.total_flos, state.num_input_tokens_seen = 1e15, 12
     stored = state.state_dict()
@@ -253,7 +253,7 @@ def test_what_of_the_state_is_kept() -> None:
     assert stored == {
         "global_step": 7,
         "epoch": 0.7,
-        "log_history": [{"loss": 1.5, "step": 7, "epoch": 0.7}],
+        "log_history": [{"step": 7, "epoch": 0.7, "loss": 1.5}],
         "total_flos": 1e15,
         "num_input_tokens_seen": 12,
         "best_metric": 0.5,

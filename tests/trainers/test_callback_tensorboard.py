@@ -138,7 +138,7 @@ def test_a_directory_that_is_gone_and_one_that_was_copied(
     assert [step for step, _ in scalars(tmp_path / "run" / "tb", "train-loss")] == [1, 2]
     shutil.rmtree(tmp_path / "run")
     run(start(tmp_path / "third" / "tb", checkpoint), 3)
-    assert "is gone; writing to" in caplog.text
+    assert "is gone; a new one is started" in caplog.text
     assert [step for step, _ in scalars(tmp_path / "third" / "tb", "train-loss")] == [3]
 
 

@@ -98,7 +98,7 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any], world_size: int)
     assert [part.name for part in parts] == PARTS
     assert {part.name: part.differences for part in parts if part.differences} == {}
     assert next(part for part in parts if part.name == "rng").tensors == world_size
-    assert (root(one) / "losses.jsonl").read_bytes() == (root(other) / "losses.jsonl").read_bytes()
+    assert (root(one) / "losses.json").read_bytes() == (root(other) / "losses.json").read_bytes()
     assert sorted(read_losses(root(one))) == list(range(1, one["max_steps"] + 1))
 
 

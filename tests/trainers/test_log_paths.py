@@ -140,8 +140,8 @@ def test_what_a_crafted_checkpoint_names_is_ignored(
 
 
 def test_a_log_of_that_name_alone_is_cut(tmp_path: Path) -> None:
-    (tmp_path / "losses.jsonl").touch()
-    assert path_in_root("losses.jsonl", tmp_path, "trainer_logs.json") is None
+    (tmp_path / "losses.json").touch()
+    assert path_in_root("losses.json", tmp_path, "trainer_logs.json") is None
     assert path_in_root("runs/x/trainer_logs.json", tmp_path, "trainer_logs.json") == (
         tmp_path / "runs" / "x" / "trainer_logs.json"
     )

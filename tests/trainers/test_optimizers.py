@@ -290,7 +290,12 @@ def test_a_class_and_its_arguments_come_second() -> None:
         0.25,
     ]
     with pytest.raises(InvalidArgument, match="give one of the two"):
-        make_optimizer(TrainingArguments(), Tiny(), cls_and_kwargs=choice, factory=torch.optim.SGD)
+        TrainingArguments().check_parts(
+            "single",
+            model=Tiny(),
+            optimizer_factory=torch.optim.SGD,
+            optimizer_cls_and_kwargs=choice,
+        )
 
 
 def test_names_are_those_of_the_unwrapped_model() -> None:

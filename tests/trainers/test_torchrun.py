@@ -93,7 +93,7 @@ def assert_same(one: Path, other: Path, step: int) -> None:
         str(one / f"checkpoint-{step}"), str(other / f"checkpoint-{step}"), TIMES
     )
     assert {part.name: part.differences for part in parts if part.differences} == {}
-    assert (one / "losses.jsonl").read_bytes() == (other / "losses.jsonl").read_bytes()
+    assert (one / "losses.json").read_bytes() == (other / "losses.json").read_bytes()
 
 
 @pytest.mark.timeout(400)

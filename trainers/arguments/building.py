@@ -18,8 +18,6 @@ from .exactness import plain
 from .hugging_face import NAMES, UNSET_IN_HF, Wish, accelerator_faults, wishes
 from .kinds import Argument, arguments_of
 
-__all__ = ["Arguments", "known_names", "native_name", "resolve_arguments"]
-
 log = logging.getLogger("ckpt_trainers.arguments")
 
 
@@ -166,7 +164,8 @@ def _translate(cls: type[Arguments], values: dict[str, Any]) -> Iterator[Invalid
     for name in UNSET_IN_HF & values.keys():
         if values[name] is None:
             del values[name]
-    asked, silent = [], []
+    asked: list[Wish] = []
+    silent: list[str] = []
     for name in list(values):
         row = NAMES.get(name)
         if row is None or (name in ours and name != "accelerator_config"):
@@ -181,11 +180,9 @@ def _translate(cls: type[Arguments], values: dict[str, Any]) -> Iterator[Invalid
             if not row.is_untouched(value):
                 yield _not_ours(cls, name, value)
         elif row.kind == "alias":
-            for wish in wishes(row, value):
-                if isinstance(wish, Wish):
-                    asked.append(wish)
-                else:
-                    yield wish
+            found = list(wishes(row, value))
+            asked += [wish for wish in found if isinstance(wish, Wish)]
+            yield from (fault for fault in found if isinstance(fault, InvalidArgument))
         elif row.kind == "no effect":
             silent.append(f"{name} ({row.reason})")
         else:
@@ -209,17 +206,12 @@ def _grant(
         inside = _inside(values, group) if group else values
         if inside is None:
             continue  # of the wrong type, which is said when types are checked
-        default = _default(cls, wish.target)
         earlier = granted.get(wish.target)
+        said = name in inside and not _equal(inside[name], wish.value)
         if earlier is not None and not _equal(earlier.value, wish.value):
-            other = (
-                earlier.source if "=" in earlier.source else f"{earlier.source}={earlier.given!r}"
-            )
-        elif (
-            name in inside
-            and not _equal(inside[name], wish.value)
-            and (wish.firm or not _equal(inside[name], default))
-        ):
+            other = earlier.source
+            other += "" if "=" in other else f"={earlier.given!r}"
+        elif said and (wish.firm or not _equal(inside[name], _default(cls, wish.target))):
             other = f"{wish.target}={inside[name]!r}"
         else:
             inside[name] = wish.value
@@ -243,15 +235,11 @@ def _inside(values: dict[str, Any], group: str) -> dict[str, Any] | None:
 
 def _default(cls: type[Arguments], target: str) -> Any:
     group, _, name = target.rpartition(".")
-    if not group:
-        return arguments_of(cls)[name].default
-    inner = arguments_of(cls)[group].group
-    return (
-        arguments_of(inner)[name].default if inner is not None else _ACCELERATOR_DEFAULT.get(name)
-    )
-
-
-_ACCELERATOR_DEFAULT = {"split_batches": False}
+    inner = arguments_of(cls)[group].group if group else cls
+    # Of groups accelerator_config alone is a plain mapping.
+    if inner is None:
+        return False if name == "split_batches" else None
+    return arguments_of(inner)[name].default
 
 
 def _not_ours(cls: type[Arguments], name: str, value: Any) -> InvalidArgument:

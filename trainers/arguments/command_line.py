@@ -16,8 +16,6 @@ from .errors import DataNotFound, InvalidArgument
 from .hugging_face import NAMES
 from .kinds import Argument, arguments_of
 
-__all__ = ["CommandLine", "parse_command_line", "show_help"]
-
 _FLAGS = {
     "help": "Show this, and train nothing.",
     "version": "Show the version.",

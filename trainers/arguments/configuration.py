@@ -13,8 +13,6 @@ import yaml
 from .errors import InvalidArgument
 from .exactness import plain
 
-__all__ = ["load_configuration", "override", "parse_value", "print_configuration"]
-
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML 1.2 where 1.1 surprises: `no` and 1:30 are words, 5e-5 is a number. A key that comes

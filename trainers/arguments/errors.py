@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from ckptcore import CheckpointError
 
-__all__ = ["HIDDEN", "DataNotFound", "InvalidArgument", "raise_any"]
-
 HIDDEN = "<hidden>"
 _SECRET = ("token", "secret", "password", "api_key")
 

@@ -15,8 +15,6 @@ import xxhash
 from .errors import InvalidArgument
 from .optimizer_options import options_in
 
-__all__ = ["NOT_COMPUTED", "computed", "differences", "digest", "plain", "rounded"]
-
 # Where a run writes, when it reports and saves, how its memory and its processes are arranged.
 _NOT_COMPUTED = """
     output_dir logging_dir run_name overwrite_output_dir resume_from_checkpoint

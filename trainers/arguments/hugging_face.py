@@ -17,9 +17,6 @@ from typing import Any, Literal
 
 from .errors import InvalidArgument
 
-__all__ = ["NAMES", "UNSET_IN_HF", "Name", "Wish", "accelerator_faults", "wishes"]
-
-
 Kind = Literal["alias", "no effect", "refused"]
 
 
@@ -80,7 +77,7 @@ _FSDP_UNTOUCHED = {
     "xla_fsdp_v2": False,
     "xla_fsdp_grad_ckpt": False,
 }
-_UNTOUCHED_MAPPINGS = {
+_UNTOUCHED: dict[str, list[Any]] = {
     "accelerator_config": [_ACCELERATOR_UNTOUCHED],
     "fsdp_config": ["", _FSDP_UNTOUCHED],
 }
@@ -93,19 +90,15 @@ def _read_table() -> Iterator[Name]:
         if line.startswith("#"):
             continue
         name, untouched, what, more = [*map(str.strip, line.split("|")), ""][:4]
-        silent = ast.literal_eval(f"[{untouched}]")
-        silent += {
-            "accelerator_config": [_ACCELERATOR_UNTOUCHED],
-            "fsdp_config": ["", _FSDP_UNTOUCHED],
-        }.get(name, [])
-        kind, reason = _KINDS.get(what[0], "refused"), what.lstrip("=~ ")
-        if kind == "alias":
-            values = ast.literal_eval(f"{{{more}}}") if ":" in more else {}
-            yield Name(
-                name, kind, silent, target=reason, values=values, reason="" if values else more
-            )
+        silent = ast.literal_eval(f"[{untouched}]") + _UNTOUCHED.get(name, [])
+        kind, what_for = _KINDS.get(what[0], "refused"), what.lstrip("=~ ")
+        if kind != "alias":
+            yield Name(name, kind, silent, reason=what_for, instead=more)
+        elif ":" in more:
+            values = ast.literal_eval(f"{{{more}}}")
+            yield Name(name, kind, silent, target=what_for, values=values)
         else:
-            yield Name(name, kind, silent, reason=reason, instead=more)
+            yield Name(name, kind, silent, target=what_for, reason=more)
 
 
 _KINDS: dict[str, Kind] = {"=": "alias", "~": "no effect"}
@@ -195,43 +188,41 @@ def _wishes_of_fsdp_config(value: Any) -> Iterator[Wish | InvalidArgument]:
         name, shown = key.removeprefix("fsdp_"), f"fsdp_config.{key}"
         if inner is None or inner == "" or _same(inner, _FSDP_UNTOUCHED.get(name)):
             continue
+        reason, instead = "FSDP2Trainer has no such setting", "leave it out, or set fsdp2"
         if name in ("reshard_after_forward", "cpu_offload"):
             yield Wish(shown, inner, f"fsdp2.{name}", inner, firm=True)
-        elif name == "activation_checkpointing" and isinstance(inner, bool):
-            if inner:
+            continue
+        if name == "activation_checkpointing":
+            if inner is True:
                 yield Wish(shown, inner, "gradient_checkpointing", True)
+            if isinstance(inner, bool):
+                continue
+            reason, instead = f"is of type {type(inner).__name__}", "give True or False"
         elif name == "version":
-            if inner != 2 or isinstance(inner, bool):
-                instead = "set version 2, or leave it out"
-                yield InvalidArgument(shown, inner, "only FSDP2 is supported", instead)
+            if _same(inner, 2):
+                continue
+            reason, instead = "only FSDP2 is supported", "set version 2, or leave it out"
         elif name in ("min_num_params", "transformer_layer_cls_to_wrap"):
-            yield InvalidArgument(shown, inner, "modules are not wrapped by size or class", _LAYERS)
-        elif name == "activation_checkpointing":
-            reason = f"is of type {type(inner).__name__}"
-            yield InvalidArgument(shown, inner, reason, "give True or False")
-        else:
-            reason, instead = "FSDP2Trainer has no such setting", "leave it out, or set fsdp2"
-            yield InvalidArgument(shown, inner, reason, instead)
+            reason, instead = "modules are not wrapped by size or class", _LAYERS
+        yield InvalidArgument(shown, inner, reason, instead)
 
 
 def accelerator_faults(settings: Mapping[str, Any]) -> Iterator[InvalidArgument]:
     """Settings of the Accelerator's loaders that AccelTrainer cannot follow."""
     for name, value in settings.items():
-        shown = f"accelerator_config.{name}"
-        if name not in ACCELERATOR:
+        allowed = ACCELERATOR.get(name)
+        if allowed is not None and any(_same(value, one) for one in allowed):
+            continue
+        if allowed is None:
+            reason = "AccelTrainer's loaders have no such setting"
             instead = f"there are {', '.join(ACCELERATOR)}"
-            yield InvalidArgument(
-                shown, value, "AccelTrainer's loaders have no such setting", instead
-            )
-        elif not any(_same(value, allowed) for allowed in ACCELERATOR[name]):
-            if isinstance(value, bool):
-                reason = "AccelTrainer's loaders always do it" if not value else "not supported"
-            else:
+        else:
+            reason = "not supported" if value else "AccelTrainer's loaders always do it"
+            if not isinstance(value, bool):
                 reason = f"is of type {type(value).__name__}"
-            choices = " or ".join(map(str, ACCELERATOR[name]))
-            yield InvalidArgument(
-                shown, value, reason, f"give {choices}" if choices else "leave it out"
-            )
+            choices = " or ".join(map(str, allowed))
+            instead = f"give {choices}" if choices else "leave it out"
+        yield InvalidArgument(f"accelerator_config.{name}", value, reason, instead)
 
 
 def _read_mapping(name: str, value: Any) -> dict[str, Any] | InvalidArgument:

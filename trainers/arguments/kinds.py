@@ -17,25 +17,6 @@ from pydantic import AfterValidator, StrictBool, StrictFloat, StrictInt, StrictS
 
 from .errors import InvalidArgument
 
-__all__ = [
-    "Argument",
-    "Below1",
-    "Count",
-    "DType",
-    "Flag",
-    "Level",
-    "Natural",
-    "Number",
-    "Period",
-    "Positive",
-    "Real",
-    "Seed",
-    "Share",
-    "Text",
-    "Whole",
-    "arguments_of",
-]
-
 _LARGEST_SEED = 2**32 - 1  # numpy's generator takes 32 bits
 
 

@@ -44,24 +44,6 @@ from .optimizer_options import known_optimizer, option_conflicts
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "SCHEDULES",
-    "AccelTrainingArguments",
-    "BaseTrainingArguments",
-    "DDPArguments",
-    "DDPTrainingArguments",
-    "FSDP2Arguments",
-    "FSDP2TrainingArguments",
-    "GPTArguments",
-    "MinimalTrainingArguments",
-    "PipelineTrainingArguments",
-    "PostLocalSGDArguments",
-    "Process",
-    "TrainingArguments",
-    "dtype_of",
-    "steps_of",
-]
-
 # lr_scheduler_type -> its own lr_scheduler_kwargs with their defaults.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "linear": {},

@@ -8,15 +8,6 @@ from typing import Any
 
 from .errors import InvalidArgument
 
-__all__ = [
-    "ADAM",
-    "OPTIMIZERS",
-    "REFUSED_OPTIMIZERS",
-    "known_optimizer",
-    "option_conflicts",
-    "options_in",
-]
-
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit")
 OPTIMIZERS = (*ADAM, "adafactor", "sgd", "adagrad", "rmsprop")
 

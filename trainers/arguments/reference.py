@@ -20,8 +20,6 @@ from .native import (
 )
 from .optimizer_options import OPTIMIZERS, REFUSED_OPTIMIZERS
 
-__all__ = ["CLASSES", "page"]
-
 CLASSES: tuple[type[Arguments], ...] = (
     MinimalTrainingArguments,
     BaseTrainingArguments,

@@ -11,8 +11,6 @@ from typing import Any
 from .errors import InvalidArgument
 from .kinds import arguments_of
 
-__all__ = ["KINDS", "part_conflicts", "pipeline_conflicts", "trainer_conflicts"]
-
 KINDS = {
     "single": "Trainer",
     "ddp": "DDPTrainer",

@@ -32,35 +32,30 @@ if TYPE_CHECKING:
     from .tensorboard import TBLogger as TBLogger
     from .textgen import TextgenCallback as TextgenCallback
 
-_HOMES = {
-    "CallbackHandler": "protocol",
-    "CheckpointMetrics": "metrics",
-    "DefaultMetrics": "metrics",
-    "DiLoCoCallback": ".diloco.callback",
-    "DivergenceDetector": "divergence",
-    "EarlyStopping": "stopping",
-    "GradNormLogger": "norms",
-    "InfoCallback": "info",
-    "JsonLogger": "json_log",
-    "ParameterNormLogger": "norms",
-    "PeakMemory": "memory",
-    "ProfilerCallback": "profiler",
-    "ProgressCallback": "progress",
-    "ResumableSummaryWriter": "tensorboard",
-    "TBLogger": "tensorboard",
-    "TextgenCallback": "textgen",
-    "TrainerCallback": "protocol",
-    "TrainerControl": "protocol",
-    "TrainerControlCallback": "control",
-    "TrainerState": "protocol",
-    "WeightNormLogger": "norms",
-    "read_json_array": "json_log",
-}
+# Module: what it gives to users.
+_HOMES = """
+.diloco.callback: DiLoCoCallback
+control: TrainerControlCallback
+divergence: DivergenceDetector
+info: InfoCallback
+json_log: JsonLogger read_json_array
+memory: PeakMemory
+metrics: CheckpointMetrics DefaultMetrics
+norms: GradNormLogger ParameterNormLogger WeightNormLogger
+profiler: ProfilerCallback
+progress: ProgressCallback
+protocol: CallbackHandler TrainerCallback TrainerControl TrainerState
+stopping: EarlyStopping
+tensorboard: ResumableSummaryWriter TBLogger
+textgen: TextgenCallback
+"""
+_LINES = (line.partition(":") for line in _HOMES.strip().splitlines())
+_HOME_OF = {name: home for home, _, names in _LINES for name in names.split()}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

@@ -21,8 +21,6 @@ try:
 except ImportError:  # aiohttp, an extra
     ControlServer = None  # type: ignore[assignment, misc]
 
-__all__ = ["COMMANDS", "TrainerControlCallback"]
-
 log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -19,8 +19,6 @@ from aiohttp import web
 
 from .jobs import announced_jobs
 
-__all__ = ["ControlServer", "bound_socket"]
-
 log = logging.getLogger(__name__)
 # What strangers send to the port is no event of the run.
 quiet = logging.getLogger(f"{__name__}.http")

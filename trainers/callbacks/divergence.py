@@ -10,20 +10,23 @@ from typing import Any
 from ..arguments import InvalidArgument
 from .protocol import KeptCallback, TrainerControl, TrainerState
 
-__all__ = ["DivergenceDetector"]
-
 log = logging.getLogger(__name__)
 
 
 class DivergenceDetector(KeptCallback):
     """Watches a smoothed metric rise above its best value, and for NaN.
 
-    smoothing: weight of a new value. threshold: rise that counts; relative_threshold: ratio to the
-    best that does.
-    patience: values one after another above; warmup: first values that never count. action: "stop"
-    saves, then stops; "abort" ends at once and saves nothing, which is better against NaN: weights
-    that are spoilt push out good ones.
-    metric_key: by default "loss", or "eval_loss" with use_eval_loss.
+    smoothing: weight of a new value (default 0.3).
+    threshold: rise that counts (default 1.0); None looks at relative_threshold alone.
+    relative_threshold: ratio to the best that counts (default None: none does).
+    patience: values one after another above (default 3).
+    warmup: first values that never count (default 10).
+    action: "stop" (default) saves, then stops; "abort" ends at once and saves nothing, which is
+        better against NaN: weights that are spoilt push out good ones.
+    use_eval_loss: look at "eval_loss" (default False: at "loss").
+    metric_key: what to look at instead (default None).
+
+    Raises InvalidArgument for values that are out of range.
     """
 
     kept = ("ema", "best", "count", "streak", "last_step")
@@ -39,36 +42,24 @@ class DivergenceDetector(KeptCallback):
         use_eval_loss: bool = False,
         metric_key: str | None = None,
     ) -> None:
+        rise, ratio = (
+            math.inf if given is None else given for given in (threshold, relative_threshold)
+        )
         for name, value, fits, instead in (
             ("smoothing", smoothing, 0 < smoothing <= 1, "give a number above 0, at most 1"),
-            (
-                "threshold",
-                threshold,
-                threshold is None or threshold > 0,
-                "give a number above 0, or None",
-            ),
-            (
-                "relative_threshold",
-                relative_threshold,
-                relative_threshold is None or relative_threshold > 1,
-                "give a number above 1, or None",
-            ),
+            ("threshold", threshold, rise > 0, "give a number above 0, or None"),
+            ("relative_threshold", relative_threshold, ratio > 1, "give a number above 1, or None"),
             ("patience", patience, patience >= 1, "give 1 or more"),
             ("warmup", warmup, warmup >= 0, "give 0 or more"),
             ("action", action, action in ("stop", "abort"), "give 'stop' or 'abort'"),
         ):
             if not fits:
                 raise InvalidArgument(name, value, "out of range", instead)
-        if threshold is None and relative_threshold is None:
-            raise InvalidArgument(
-                "threshold", None, "relative_threshold is None, too", "give one of them"
-            )
-        self.smoothing = smoothing
-        self.threshold = threshold
-        self.relative_threshold = relative_threshold
-        self.patience = patience
-        self.warmup = warmup
-        self.action = action
+        if rise == ratio == math.inf:
+            reason = "relative_threshold is None, too"
+            raise InvalidArgument("threshold", threshold, reason, "give one of them")
+        self.smoothing, self.rise, self.ratio = smoothing, rise, ratio
+        self.patience, self.warmup, self.action = patience, warmup, action
         self.metric_key = metric_key or ("eval_loss" if use_eval_loss else "loss")
         self._seen = False
         self.reset()
@@ -77,8 +68,7 @@ class DivergenceDetector(KeptCallback):
         """Forget what was observed."""
         self.ema: float | None = None
         self.best: float | None = None
-        self.count = 0
-        self.streak = 0
+        self.count = self.streak = 0
         self.last_step = -1
 
     def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
@@ -86,15 +76,33 @@ class DivergenceDetector(KeptCallback):
         if hides and state.is_world_process_zero:
             log.warning(
                 "%s: logging_nan_inf_filter puts the mean in the place of a loss that is NaN or "
-                "infinite, so that this "
-                "callback never sees one; leave the filter out",
+                "infinite, so that this callback never sees one; leave the filter out",
                 self.name,
             )
 
     def on_log(
         self, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any
     ) -> None:
-        self._look(state, control, logs)
+        value = logs.get(self.metric_key)
+        if value is None:
+            return
+        self._seen = True
+        if state.global_step == self.last_step:
+            return  # the same value by another way
+        self.last_step = state.global_step
+        what = f"is {value}"
+        if diverges := math.isfinite(value):
+            diverges = self._observe(float(value))
+            what = f"diverges: smoothed {self.ema:.4g}, best {self.best:.4g}, {self.streak} values"
+        if math.isfinite(value) and not diverges:
+            return
+        if state.is_world_process_zero:
+            log.error("%s: %s %s, at step %d", self.name, self.metric_key, what, state.global_step)
+        control.should_training_stop = True
+        if self.action == "stop":
+            control.should_save = True
+        else:
+            control.should_abort_without_save = True
 
     def on_evaluate(
         self,
@@ -103,38 +111,7 @@ class DivergenceDetector(KeptCallback):
         metrics: Mapping[str, Any],
         **kwargs: Any,
     ) -> None:
-        self._look(state, control, metrics)
-
-    def _look(
-        self, state: TrainerState, control: TrainerControl, record: Mapping[str, Any]
-    ) -> None:
-        value = record.get(self.metric_key)
-        if value is None:
-            return
-        self._seen = True
-        if state.global_step == self.last_step:
-            return  # the same value by another way
-        self.last_step = state.global_step
-        speaks = state.is_world_process_zero
-        value = float(value)
-        if not math.isfinite(value):
-            if speaks:
-                log.error(
-                    "%s: %s is %s at step %d", self.name, self.metric_key, value, state.global_step
-                )
-            self._trigger(control)
-        elif self._observe(value):
-            if speaks:
-                log.error(
-                    "%s: %s diverges: smoothed %.4g, best %.4g, for %d values, at step %d",
-                    self.name,
-                    self.metric_key,
-                    self.ema,
-                    self.best,
-                    self.streak,
-                    state.global_step,
-                )
-            self._trigger(control)
+        self.on_log(state, control, metrics)
 
     def _observe(self, value: float) -> bool:
         """Whether it has diverged."""
@@ -146,18 +123,10 @@ class DivergenceDetector(KeptCallback):
         self.best = min(self.best, self.ema)
         if self.count <= self.warmup:
             return False
-        above = self.threshold is not None and self.ema - self.best >= self.threshold
-        if self.relative_threshold is not None and self.best > 0:
-            above = above or self.ema / self.best >= self.relative_threshold
+        above = self.ema - self.best >= self.rise
+        above = above or (self.best > 0 and self.ema / self.best >= self.ratio)
         self.streak = self.streak + 1 if above else 0
         return self.streak >= self.patience
-
-    def _trigger(self, control: TrainerControl) -> None:
-        control.should_training_stop = True
-        if self.action == "stop":
-            control.should_save = True
-        else:
-            control.should_abort_without_save = True
 
     def on_train_end(self, state: TrainerState, **kwargs: Any) -> None:
         if not self._seen and state.is_world_process_zero:

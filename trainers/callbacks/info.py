@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from typing import Any
 
 from .json_log import plain
 from .protocol import TrainerCallback, TrainerState
-
-__all__ = ["InfoCallback"]
 
 
 class InfoCallback(TrainerCallback):
@@ -39,21 +35,9 @@ class InfoCallback(TrainerCallback):
             arguments = as_dict() if as_dict is not None else vars(args)
             lines += [f"arguments: {json.dumps(plain(arguments), indent=2)}", f"model: {model}"]
             lines.append(f"optimizer: {optimizer}")
-        logger = logging.getLogger("info_logger")
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("[%(levelname)s|%(name)s] %(message)s"))
-        before = logger.level, logger.propagate
-        # Only for as long as it speaks: a handler that stayed would print the lines of the next
-        # one, too.
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        try:
-            for line in lines:
-                logger.info("%s", line)
-        finally:
-            logger.removeHandler(handler)
-            logger.level, logger.propagate = before
+        # To stdout, whatever the program does with logs.
+        for line in lines:
+            print(f"[INFO|info_logger] {line}", flush=True)
 
     def facts(self, args: Any, state: TrainerState, model: Any, trainer: Any) -> list[str]:
         """The lines."""

@@ -20,8 +20,6 @@ from typing import Any
 
 from ..arguments import InvalidArgument
 
-__all__ = ["Endpoint", "announced_jobs", "check_job_id", "find_job", "jobs_directory"]
-
 log = logging.getLogger(__name__)
 
 ENDPOINT, TOKEN = "endpoint.json", "auth_token"

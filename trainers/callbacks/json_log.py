@@ -9,15 +9,13 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 
-from .log_paths import path_in_root, relative_to_root
-from .protocol import TrainerCallback, TrainerState
-
-__all__ = ["JsonArrayFile", "JsonLogger", "JsonRecords", "plain", "read_json_array"]
+from .log_paths import KeptLog
+from .protocol import TrainerState
 
 log = logging.getLogger(__name__)
 
@@ -144,57 +142,22 @@ def _later(record: Mapping[str, Any], step: int) -> bool:
     return isinstance(at, int | float) and at > step
 
 
-class JsonRecords(TrainerCallback):
-    """A base for callbacks that write records to `<logging_dir>/<file_name>`, on rank 0.
+class JsonRecords(KeptLog):
+    """A base for callbacks that write records to `<logging_dir>/<file_name>`, on rank 0."""
 
-    A resumed run goes on in the file of its run, without what was written after the step of the
-    checkpoint. A checkpoint names it relative to output_dir, or says that it lay outside: then it
-    is looked for in the logging_dir that the user gives again. Nothing else that a checkpoint says
-    is believed.
-    """
-
-    file_name: ClassVar[str]
-
-    def __init__(self) -> None:
-        self._file: JsonArrayFile | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """As new: nothing is open, nothing is to be found again."""
-        self.close()
-        self.path: Path | None = None  # of the file, once training has begun
-        self._inside: str | None = None  # its path in output_dir
-        self._last_step = -1
-        self._held: dict[str, Any] | None = None
+    _file: JsonArrayFile | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, trainer: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and trainer.logging_dir is not None:
-            self._open(Path(args.output_dir), state.global_step, trainer.logging_dir)
+        if not state.is_world_process_zero or trainer.logging_dir is None:
+            return
+        self._root = args.output_dir
+        path, goes_on = self.find(Path(trainer.logging_dir) / str(self.file_name))
+        file = self._file = JsonArrayFile(path)
+        if goes_on is None or not file.reopen(state.global_step):
+            file.create()
+            self.begin_file(file)
 
-    def _open(self, root: Path, step: int, logging_dir: str) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            # A root that was moved or copied has the file of this run in it.
-            named = held["place"]
-            found = (
-                Path(logging_dir) / self.file_name
-                if named is None
-                else path_in_root(named, root, self.file_name)
-            )
-            if found is not None and not found.exists():
-                log.warning("the log %s is gone; a new one is started", found)
-            elif found is not None and self._start(found, root).reopen(step):
-                return
-        self._start(Path(logging_dir) / self.file_name, root).create()
-        self.begin_file()
-
-    def _start(self, path: Path, root: Path) -> JsonArrayFile:
-        self.path = path.absolute()
-        self._inside = relative_to_root(path, root)
-        self._file = JsonArrayFile(self.path)
-        return self._file
-
-    def begin_file(self) -> None:
+    def begin_file(self, file: JsonArrayFile) -> None:
         """What a new file begins with."""
 
     def write(self, state: TrainerState, values: Mapping[str, Any]) -> None:
@@ -202,32 +165,15 @@ class JsonRecords(TrainerCallback):
         if self._file is not None:
             at = {"global_step": state.global_step, "epoch": state.epoch}
             self._file.append({"timestamp": time.time(), **at, **values})
-            self._last_step = state.global_step
+            self._step = state.global_step
 
     def on_train_end(self, **kwargs: Any) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._held is not None:
-            return dict(self._held)
-        return {"written": self.path is not None, "place": self._inside, "step": self._last_step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.reset()
-        # "path": as earlier versions said it
-        if state.get("written") or state.get("path") is not None:
-            held = {"place": state.get("place"), "step": state.get("step", -1)}
-            self._held = {"written": True, **held}
-
-    def resumed_elsewhere(self) -> None:
-        """The checkpoint is one of another root: the file is not this run's."""
-        self._held = None
 
 
 class JsonLogger(JsonRecords):
@@ -242,9 +188,9 @@ class JsonLogger(JsonRecords):
         super().__init__()
         self.info = info
 
-    def begin_file(self) -> None:
-        if self.info and self._file is not None:
-            self._file.append({"timestamp": time.time(), "info": self.info})
+    def begin_file(self, file: JsonArrayFile) -> None:
+        if self.info:
+            file.append({"timestamp": time.time(), "info": self.info})
 
     def on_log(self, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
         self.write(state, logs)

@@ -8,9 +8,9 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-__all__ = ["choose_logging_dir", "path_in_root", "relative_to_root"]
+from .protocol import TrainerCallback
 
 log = logging.getLogger(__name__)
 
@@ -59,3 +59,59 @@ def choose_logging_dir(args: Any, env: Any, metadata: Mapping[str, Any]) -> str:
     if env.rank == 0 and stored is not None and path_in_root(stored, args.output_dir) is not None:
         chosen = stored
     return os.path.join(args.output_dir, str(env.broadcast_object(chosen)))
+
+
+class KeptLog(TrainerCallback):
+    """A base for logs in which a resumed run goes on, after the step of its checkpoint.
+
+    A checkpoint names the log relative to output_dir, or says that it lay outside: then it is
+    looked for where the user says again. Nothing else that a checkpoint says is believed.
+    """
+
+    file_name: ClassVar[str | None] = None  # None: the log is a folder
+    _root: str | None = None
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As new: nothing is open, nothing is to be found again."""
+        self.close()
+        self.path: Path | None = None  # once it is written
+        self._step = 0
+        self._held: dict[str, Any] | None = None  # the state of a checkpoint, until it is used
+
+    def close(self) -> None:
+        """Close the log."""
+
+    def find(self, default: Path) -> tuple[Path, int | None]:
+        """Where to write, and after which step of the checkpoint's log; None for a new one."""
+        held, self._held = self._held, None
+        self.path = default.absolute()
+        if held is None:
+            return self.path, None
+        if held["place"] is not None:  # in the root, which may have been moved or copied
+            found = path_in_root(held["place"], self._root or "", self.file_name)
+            if found is None:
+                return self.path, None
+            if not found.exists():
+                log.warning("the log %s is gone; a new one is started: %s", found, default)
+                return self.path, None
+            self.path = found.absolute()
+        return self.path, held["step"] if self.path.exists() else None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._held is not None:
+            return dict(self._held)
+        known = self.path is not None and self._root is not None
+        place = relative_to_root(self.path, self._root) if known else None  # type: ignore[arg-type]
+        return {"place": place, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        step = state.get("step")
+        self._held = {"place": state.get("place"), "step": step if type(step) is int else 0}
+
+    def resumed_elsewhere(self) -> None:
+        """The checkpoint is one of another root: its log is not this run's."""
+        self._held = None

@@ -1,47 +1,33 @@
-"""losses.jsonl: the loss of every step, to the last bit, one line each."""
+"""losses.json: the loss of every step, to the last bit, a record a line."""
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-__all__ = ["LOSSES", "LossRecord", "read_losses"]
+from .json_log import JsonArrayFile, read_json_array
 
-LOSSES = "losses.jsonl"
+LOSSES = "losses.json"
 
 
 class LossRecord:
-    """A callback that writes `losses.jsonl` into output_dir. A resumed run cuts off what was
+    """A callback that writes `losses.json` into output_dir. A resumed run cuts off what was
     written after its checkpoint."""
 
-    def __init__(self) -> None:
-        self._file: BinaryIO | None = None
+    _file: JsonArrayFile | None = None
 
     def on_train_begin(self, args: Any, state: Any, **_: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        path = Path(args.output_dir) / LOSSES
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = b"".join(line for line, number in _lines(path) if number <= state.global_step)
-        self._file = path.open("r+b" if path.exists() else "wb")
-        self._file.truncate(len(kept))
-        self._file.seek(len(kept))
+        if state.is_world_process_zero:
+            self._file = JsonArrayFile(Path(args.output_dir) / LOSSES)
+            if not (self._file.path.exists() and self._file.reopen(state.global_step)):
+                self._file.create()
 
     def on_train_metrics(self, state: Any, metrics: dict[str, Any], trainer: Any, **_: Any) -> None:
         _, ranks = trainer.data_parallel
         loss = trainer.reduce([metrics["loss"]])[0] / ranks  # on all ranks
         if self._file is not None:
-            # JSON has no NaN; the exact form is the one in hexadecimal in any case.
-            entry = {
-                "step": state.global_step,
-                "loss": loss if math.isfinite(loss) else None,
-                "hex": loss.hex(),
-            }
-            self._file.write(json.dumps(entry).encode() + b"\n")
-            # before any checkpoint of this step, so that no restored step is ever missing
-            self._file.flush()
+            # Before any checkpoint of this step, so that no restored step is ever missing.
+            self._file.append({"global_step": state.global_step, "loss": loss, "hex": loss.hex()})
 
     def on_train_end(self, **_: Any) -> None:
         self.close()
@@ -49,30 +35,10 @@ class LossRecord:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
 
 
 def read_losses(folder: Path) -> dict[int, float]:
-    """Step -> loss, exact, from the `losses.jsonl` in a folder."""
-    return {
-        number: float.fromhex(json.loads(line)["hex"]) for line, number in _lines(folder / LOSSES)
-    }
-
-
-def _lines(path: Path) -> list[tuple[bytes, int]]:
-    """Whole lines in order of their steps; what follows a torn or foreign line was never
-    confirmed."""
-    found: list[tuple[bytes, int]] = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            number = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            break
-        if (
-            not line.endswith(b"\n")
-            or not isinstance(number, int)
-            or (found and number <= found[-1][1])
-        ):
-            break
-        found.append((line, number))
-    return found
+    """Step -> loss, exact, from the `losses.json` in a folder; empty without one."""
+    path = folder / LOSSES
+    records = read_json_array(path) if path.exists() else []
+    return {record["global_step"]: float.fromhex(record["hex"]) for record in records}

@@ -10,8 +10,6 @@ import torch
 
 from .protocol import TrainerCallback, TrainerState
 
-__all__ = ["PeakMemory"]
-
 GIB = 1024**3
 
 log = logging.getLogger(__name__)
@@ -20,10 +18,12 @@ log = logging.getLogger(__name__)
 class PeakMemory(TrainerCallback):
     """Follows the peak of memory on every rank; CUDA only.
 
-    summary_writer: peaks go there at every log. do_log: a line of all ranks at every log.
-    show_details: statistics of the allocator, to the writer or the log. enable_memory_snapshot:
-    every rank records allocations from the beginning of training and writes
-    `<file_prefix>_rank<rank>.pickle` at the first log (this may cost more than 1 GiB).
+    summary_writer: peaks go there at every log (default None: nowhere).
+    show_details: statistics of the allocator, to the writer or the log (default False).
+    do_log: a line of all ranks at every log (default False).
+    enable_memory_snapshot: every rank records allocations from the beginning of training, which may
+        cost more than 1 GiB, and writes a snapshot at the first log (default False).
+    file_prefix: the snapshots are `<file_prefix>_rank<rank>.pickle`.
     """
 
     def __init__(
@@ -34,21 +34,16 @@ class PeakMemory(TrainerCallback):
         enable_memory_snapshot: bool = False,
         file_prefix: str = "memory_snapshot",
     ) -> None:
-        self.writer = summary_writer
-        self.show_details = show_details
-        self.do_log = do_log
-        self.enable_memory_snapshot = enable_memory_snapshot
-        self.file_prefix = file_prefix
-        self.peak = 0  # bytes, of this rank
+        self.writer, self.show_details, self.do_log = summary_writer, show_details, do_log
+        self.enable_memory_snapshot, self.file_prefix = enable_memory_snapshot, file_prefix
+        self.peak = self._rank = 0  # bytes, of this rank
         self._device: torch.device | None = None
-        self._rank = 0
         self._recording = False
 
     def on_train_begin(self, trainer: Any, **kwargs: Any) -> None:
         device = torch.device(trainer.device)
         self._device = device if device.type == "cuda" else None
-        self._rank = trainer.rank
-        self.peak = 0
+        self._rank, self.peak = trainer.rank, 0
         if self._device is not None and self.enable_memory_snapshot:
             torch.cuda.memory._record_memory_history()
             self._recording = True
@@ -63,22 +58,19 @@ class PeakMemory(TrainerCallback):
         self.peak = max(self.peak, peaks[self._rank])
         if not state.is_world_process_zero:
             return
-        if self.writer is not None:
-            for rank, peak in enumerate(peaks):
-                self.writer.add_scalar(f"peak_memory_rank{rank}", peak, state.global_step)
+        for rank, peak in enumerate(peaks if self.writer is not None else ()):
+            self.writer.add_scalar(f"peak_memory_rank{rank}", peak, state.global_step)
         if self.do_log:
-            log.info(
-                "peak memory by rank (GiB): %s", ", ".join(f"{peak / GIB:.3f}" for peak in peaks)
-            )
+            shown = ", ".join(f"{peak / GIB:.3f}" for peak in peaks)
+            log.info("peak memory by rank (GiB): %s", shown)
         if self.show_details and (self.do_log or self.writer is not None):
             self._details(state)
         if self.writer is not None:
             self.writer.flush()
 
     def _details(self, state: TrainerState) -> None:
-        text = "\n".join(
-            f"{name}: {value}" for name, value in torch.cuda.memory_stats(self._device).items()
-        )
+        stats = torch.cuda.memory_stats(self._device)
+        text = "\n".join(f"{name}: {value}" for name, value in stats.items())
         if self.writer is not None:
             self.writer.add_text("memory_stats", f"```\n{text}\n```", state.global_step)
         else:

@@ -8,8 +8,6 @@ from typing import Any
 
 from .protocol import TrainerCallback, TrainerState
 
-__all__ = ["CheckpointMetrics", "DefaultMetrics"]
-
 
 class DefaultMetrics(TrainerCallback):
     """Adds tok_per_sec, mfu and peak_mem to the logs of training, on rank 0.

@@ -15,8 +15,6 @@ from torch.nn.functional import normalize
 from .json_log import JsonRecords
 from .protocol import TrainerCallback, TrainerState
 
-__all__ = ["GradNormLogger", "ParameterNormLogger", "WeightNormLogger", "squared_norms"]
-
 log = logging.getLogger(__name__)
 
 
@@ -176,23 +174,20 @@ class ParameterNormLogger(_NormFile):
     ) -> dict[str, float]:
         steps = self.power_iter_steps * (2 if self._first else 1)
         self._first = False
-        found: dict[str, Any] = dict(norms)  # of vectors the norm is the same
+        sigmas: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             if parameter.ndim < 2:
                 continue
             whole: Tensor = parameter.full_tensor() if _is_spread(parameter) else parameter  # type: ignore[attr-defined]
             if wanted:
-                found[name] = self._largest(
-                    name, whole.detach().float().reshape(len(whole), -1), steps
-                )
-        sigmas = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        if sigmas:  # one read from the device
-            first = next(iter(sigmas.values()))
-            values = torch.stack([value.to(first.device) for value in sigmas.values()]).tolist()
-            for name, value in zip(sigmas, values, strict=True):
-                found[name] = value
-                if not value > 0:
-                    del self._vectors[name]  # leads nowhere
+                matrix = whole.detach().float().reshape(len(whole), -1)
+                sigmas[name] = self._largest(name, matrix, steps)
+        # One read from the device. Of vectors the norm is the same.
+        values = torch.stack(list(sigmas.values())).tolist() if sigmas else []
+        found = norms | dict(zip(sigmas, values, strict=True))
+        for name in sigmas:
+            if not found[name] > 0:
+                del self._vectors[name]  # leads nowhere
         return found
 
     def _largest(self, name: str, matrix: Tensor, steps: int) -> Tensor:

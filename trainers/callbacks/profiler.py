@@ -10,8 +10,6 @@ from torch.profiler import profile, supported_activities
 
 from .protocol import TrainerState
 
-__all__ = ["ProfilerCallback"]
-
 log = logging.getLogger(__name__)
 
 ROWS = 30

@@ -10,8 +10,6 @@ from typing import Any, TextIO
 from ..arguments import InvalidArgument
 from .protocol import TrainerCallback, TrainerState
 
-__all__ = ["FINAL_METRICS", "STEP_COLUMNS", "ProgressCallback"]
-
 
 def _gib(value: Any) -> str:
     return f"{(max(value) if isinstance(value, list | tuple) else value) / 2**30:.2f} GiB"
@@ -83,15 +81,12 @@ class ProgressCallback(TrainerCallback):
         header_interval: int = 20,
     ) -> None:
         if isinstance(output_stream, str) and output_stream not in ("stdout", "stderr"):
-            raise InvalidArgument(
-                "output_stream", output_stream, "no such stream", "'stdout', 'stderr' or a stream"
-            )
-        self.use_tqdm = use_tqdm
-        self.output_stream = output_stream
+            instead = "'stdout', 'stderr' or a stream"
+            raise InvalidArgument("output_stream", output_stream, "no such stream", instead)
+        self.use_tqdm, self.output_stream = use_tqdm, output_stream
         self.columns = _merged(STEP_COLUMNS, step_columns, {"width": 12, "fmt": ""})
         self.final_metrics = _merged(FINAL_METRICS, final_metrics, {"fmt": "", "suffix": ""})
         self.header_interval = header_interval
-        self._bars = False
         self._train_bar: Any = None
         self._eval_bar: Any = None
         self._eval_batches: int | None = None  # of the last evaluation
@@ -121,18 +116,17 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
         self.close()
         self._names, self._rows = [], 0
-        if self.use_tqdm is not None:
-            self._bars = self.use_tqdm
-        else:
-            self._bars = self._on_terminal() and not getattr(args, "disable_tqdm", None)
-        if self._bars and state.is_world_process_zero:
+        if self._wants_bars(args) and state.is_world_process_zero:
             self._train_bar = self._bar(
                 total=state.max_steps, initial=state.global_step, unit="step", desc="train"
             )
 
-    def _on_terminal(self) -> bool:
+    def _wants_bars(self, args: Any) -> bool:
+        if self.use_tqdm is not None:
+            return self.use_tqdm
         isatty = getattr(self.stream, "isatty", None)
-        return bool(isatty is not None and isatty())
+        on_terminal = isatty is not None and isatty()
+        return bool(on_terminal and not getattr(args, "disable_tqdm", None))
 
     def on_step_end(self, state: TrainerState, **kwargs: Any) -> None:
         bar = self._train_bar
@@ -158,14 +152,11 @@ class ProgressCallback(TrainerCallback):
         if names != self._names or self._rows >= self.header_interval:
             self._write(" ".join(str(column["label"]).rjust(column["width"]) for column in columns))
             self._names, self._rows = names, 0
-        cells = [
-            _shown(record[name], column["fmt"]) for name, column in zip(names, columns, strict=True)
-        ]
-        self._write(
-            " ".join(
-                cell.rjust(column["width"]) for cell, column in zip(cells, columns, strict=True)
-            )
+        cells = (
+            _shown(record[n], c["fmt"]).rjust(c["width"])
+            for n, c in zip(names, columns, strict=True)
         )
+        self._write(" ".join(cells))
         self._rows += 1
 
     def _final(self, logs: Mapping[str, Any]) -> None:
@@ -184,7 +175,7 @@ class ProgressCallback(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        if self._eval_bar is None and self._wants_bar(args):
+        if self._eval_bar is None and self._wants_bars(args):
             total = self._eval_batches
             if total is None:
                 total = _length(eval_dataloader)
@@ -193,11 +184,6 @@ class ProgressCallback(TrainerCallback):
             self._eval_bar = self._bar(total=total, unit="batch", desc="eval", leave=False)
         if self._eval_bar is not None:
             self._eval_bar.update()
-
-    def _wants_bar(self, args: Any) -> bool:
-        if self.use_tqdm is not None:
-            return self.use_tqdm
-        return self._bars or (self._on_terminal() and not getattr(args, "disable_tqdm", None))
 
     def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
         if self._eval_bar is not None:

@@ -5,55 +5,27 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from ckptcore import Stateful
+
 from ..arguments import InvalidArgument
 
-__all__ = [
-    "EVENTS",
-    "CallbackHandler",
-    "KeptCallback",
-    "TrainerCallback",
-    "TrainerControl",
-    "TrainerState",
-    "name_of",
-]
-
-EVENTS = (
-    "on_init_end",
-    "on_train_begin",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_step_begin",
-    "on_forward_backward_begin",
-    "on_forward_backward_end",
-    "on_substep_end",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_train_metrics",
-    "on_step_end",
-    "on_log_step",
-    "on_log",
-    "on_prediction_step",
-    "on_evaluate",
-    "on_predict",
-    "on_save",
-    "on_checkpoint_commit",
-    "on_train_end",
-)
+_EVENTS = """
+    on_init_end on_train_begin on_epoch_begin on_epoch_end on_step_begin on_forward_backward_begin
+    on_forward_backward_end on_substep_end on_pre_optimizer_step on_optimizer_step on_train_metrics
+    on_step_end on_log_step on_log on_prediction_step on_evaluate on_predict on_save
+    on_checkpoint_commit on_train_end
+"""
+EVENTS = tuple(_EVENTS.split())
 
 # The extras that every event brings; None for what is not built yet.
-EXTRAS = (
-    "model",
-    "processing_class",
-    "optimizer",
-    "lr_scheduler",
-    "train_dataloader",
-    "eval_dataloader",
-    "trainer",
-)
+_EXTRAS = """
+    model processing_class optimizer lr_scheduler train_dataloader eval_dataloader trainer
+"""
+EXTRAS = tuple(_EXTRAS.split())
 
 Handler = Callable[..., Any]
 
@@ -114,9 +86,8 @@ class TrainerControl:
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
-    should_abort_without_save: bool = (
-        False  # with should_training_stop: end now, evaluate and save nothing
-    )
+    # With should_training_stop: end now, evaluate and save nothing.
+    should_abort_without_save: bool = False
 
     def flags(self) -> list[bool]:
         """All of them, in the order of the fields."""
@@ -168,11 +139,11 @@ class TrainerState:
         """Hugging Face's name of best_step."""
         return self.best_step
 
-    def record(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Add a record of the current step to the history."""
-        entry = {**values, "step": self.global_step, "epoch": values.get("epoch", self.epoch)}
-        self.log_history.append(entry)
-        return entry
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Keep values in the history, where each step has one entry."""
+        if not self.log_history or self.log_history[-1]["step"] != self.global_step:
+            self.log_history.append({"step": self.global_step, "epoch": self.epoch})
+        self.log_history[-1].update(values)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: copy.deepcopy(getattr(self, name)) for name in _PERSISTED}
@@ -183,14 +154,8 @@ class TrainerState:
 
 
 _PERSISTED = (
-    "global_step",
-    "epoch",
-    "log_history",
-    "total_flos",
-    "num_input_tokens_seen",
-    "best_metric",
-    "best_step",
-    "best_checkpoint",
+    *("global_step", "epoch", "log_history", "total_flos", "num_input_tokens_seen"),
+    *("best_metric", "best_step", "best_checkpoint"),
 )
 
 
@@ -220,11 +185,11 @@ class CallbackHandler:
         self.callbacks.append(callback)
         self._index = None
         try:
-            stateful = self.stateful()
+            self.stateful()
         except InvalidArgument:
             self.callbacks.pop()
             raise
-        if any(known is callback for known in stateful.values()) and not hasattr(callback, "reset"):
+        if isinstance(callback, Stateful) and not hasattr(callback, "reset"):
             self._beginning[id(callback)] = copy.deepcopy(callback.state_dict())
         return callback
 
@@ -278,48 +243,35 @@ class CallbackHandler:
 
     def close(self) -> None:
         """Let those that can clean up do so; one that fails keeps nobody else from it."""
-        for callback in self.callbacks:
-            close = getattr(callback, "close", None)
-            if callable(close):
-                try:
-                    close()
-                except Exception:
-                    log.exception("%s could not be closed", name_of(callback))
+        for close in self._each("close"):
+            try:
+                close()
+            except Exception:
+                log.exception("%s could not be closed", name_of(close.__self__))
 
     def resumed_elsewhere(self) -> None:
         """The state that was loaded is that of another run, in another root: its log files are not
         this run's."""
-        for callback in self.callbacks:
-            tell = getattr(callback, "resumed_elsewhere", None)
-            if callable(tell):
-                tell()
+        for tell in self._each("resumed_elsewhere"):
+            tell()
+
+    def _each(self, method: str) -> Iterator[Any]:
+        """A method of those that have it."""
+        found = (getattr(callback, method, None) for callback in list(self.callbacks))
+        return (method for method in found if callable(method))
 
     # State.
 
     def stateful(self) -> dict[str, Any]:
-        """The stateful callbacks by name."""
+        """The stateful callbacks by name. Raises InvalidArgument where two have one name."""
         found: dict[str, Any] = {}
         for callback in self.callbacks:
-            if callable(getattr(callback, "state_dict", None)) and callable(
-                getattr(callback, "load_state_dict", None)
-            ):
-                name = name_of(callback)
-                if name in found:
-                    raise InvalidArgument(
-                        "callbacks",
-                        name,
-                        "two callbacks that are kept in checkpoints have this name",
-                        "give each a name of its own (callback.name = ...)",
-                    )
-                found[name] = callback
+            name = name_of(callback)
+            if isinstance(callback, Stateful) and found.setdefault(name, callback) is not callback:
+                reason = "two callbacks that are kept in checkpoints have this name"
+                instead = "give each a name of its own (callback.name = ...)"
+                raise InvalidArgument("callbacks", name, reason, instead)
         return found
-
-    def _part(self, per_rank: bool) -> dict[str, Any]:
-        return {
-            n: c
-            for n, c in self.stateful().items()
-            if bool(getattr(c, "state_per_rank", False)) is per_rank
-        }
 
     def reset(self) -> None:
         """Let stateful callbacks be as they were when they were added: for a run that starts from
@@ -334,41 +286,46 @@ class CallbackHandler:
                 callback.load_state_dict(copy.deepcopy(self._beginning[id(callback)]))
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: callback.state_dict() for name, callback in self._part(False).items()}
+        return CallbackStates(self, per_rank=False).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._load(self._part(False), state)
+        CallbackStates(self, per_rank=False).load_state_dict(state)
 
-    def per_rank(self) -> PerRankState | None:
+    def per_rank(self) -> CallbackStates | None:
         """The state of those whose state belongs to a rank; None if there are none."""
-        return PerRankState(self) if self._part(True) else None
+        states = CallbackStates(self, per_rank=True)
+        return states if states.callbacks() else None
 
-    def _load(self, callbacks: dict[str, Any], state: Mapping[str, Any]) -> None:
-        speaks = getattr(self.context().get("trainer"), "rank", 0) == 0
+
+@dataclass(frozen=True)
+class CallbackStates:
+    """Those of the callbacks that a checkpoint keeps, by name: the same for all ranks, or each
+    rank's own."""
+
+    handler: CallbackHandler
+    per_rank: bool
+
+    def callbacks(self) -> dict[str, Any]:
+        return {
+            name: callback
+            for name, callback in self.handler.stateful().items()
+            if bool(getattr(callback, "state_per_rank", False)) is self.per_rank
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: callback.state_dict() for name, callback in self.callbacks().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        callbacks = self.callbacks()
+        speaks = getattr(self.handler.context().get("trainer"), "rank", 0) == 0
         for name, callback in callbacks.items():
             if name in state:
                 callback.load_state_dict(state[name])
             elif speaks:
                 log.info("callback %s is not in the checkpoint and starts fresh", name)
-        unknown = sorted(state.keys() - callbacks.keys())
-        if unknown and speaks:
-            log.warning(
-                "the checkpoint's state of %s is dropped: no callback of that name",
-                ", ".join(unknown),
-            )
-
-
-class PerRankState:
-    """The second half of a handler's state: one for each rank."""
-
-    def __init__(self, handler: CallbackHandler) -> None:
-        self.handler = handler
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: callback.state_dict() for name, callback in self.handler._part(True).items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.handler._load(self.handler._part(True), state)
+        if (unknown := sorted(state.keys() - callbacks.keys())) and speaks:
+            lost = ", ".join(unknown)
+            log.warning("the checkpoint's state of %s is dropped: no callback of that name", lost)
 
 
 def _replacement(control: TrainerControl, returned: Any, where: str) -> TrainerControl:
@@ -379,10 +336,8 @@ def _replacement(control: TrainerControl, returned: Any, where: str) -> TrainerC
     if isinstance(returned, TrainerControl):
         return returned
     if not hasattr(returned, "should_training_stop"):
-        raise TypeError(
-            f"{where} returned {type(returned).__name__}; a handler returns None or a "
-            "TrainerControl"
-        )
+        what = f"{where} returned {type(returned).__name__}"
+        raise TypeError(f"{what}; a handler returns None or a TrainerControl")
     return TrainerControl(
         **{e.name: bool(getattr(returned, e.name, False)) for e in fields(TrainerControl)}
     )

@@ -9,18 +9,21 @@ from typing import Any
 from ..arguments import InvalidArgument
 from .protocol import KeptCallback, TrainerControl, TrainerState
 
-__all__ = ["EarlyStopping"]
-
 log = logging.getLogger(__name__)
 
 
 class EarlyStopping(KeptCallback):
     """Stops when `patience` evaluations one after another were not better than the best by more
-    than `threshold`.
+    than `threshold`. What was counted is kept in checkpoints, so a resumed run stops at the same
+    step, and a run that was stopped is over.
 
-    metric: by default args.metric_for_best_model; "eval_" may be left out. greater_is_better: by
-    default as in the arguments. What was counted is kept in checkpoints, so a resumed run stops at
-    the same step, and a run that was stopped is over.
+    patience: evaluations to wait for (default 1).
+    threshold: gain that counts must be above it (default 0).
+    metric: what to look at; "eval_" may be left out (default: args.metric_for_best_model).
+    greater_is_better: its direction (default: as in the arguments for their metric; else that of
+        its name, of which those that end in loss are better when smaller).
+
+    Raises InvalidArgument for values out of range, and in a run without evaluations.
     """
 
     kept = ("best", "counter", "last_step")
@@ -33,49 +36,25 @@ class EarlyStopping(KeptCallback):
         greater_is_better: bool | None = None,
     ) -> None:
         if patience < 1:
-            raise InvalidArgument(
-                "patience", patience, "no evaluation to wait for", "give 1 or more"
-            )
+            reason = "no evaluation to wait for"
+            raise InvalidArgument("patience", patience, reason, "give 1 or more")
         if not threshold >= 0:
-            raise InvalidArgument(
-                "threshold", threshold, "less than no improvement", "give 0 or more"
-            )
-        self.patience = patience
-        self.threshold = threshold
-        self.metric = metric
-        self.greater_is_better = greater_is_better
+            reason = "less than no improvement"
+            raise InvalidArgument("threshold", threshold, reason, "give 0 or more")
+        self.patience, self.threshold = patience, threshold
+        self.metric, self.greater_is_better = metric, greater_is_better
         self._missing = False
         self.reset()
 
     def reset(self) -> None:
         """Forget what was counted."""
         self.best: float | None = None
-        self.counter = 0
-        self.last_step = -1
+        self.counter, self.last_step = 0, -1
 
     def on_train_begin(self, args: Any, **kwargs: Any) -> None:
         if args.eval_strategy == "no" and not getattr(args, "eval_on_save", False):
-            raise InvalidArgument(
-                "eval_strategy",
-                args.eval_strategy,
-                f"{self.name} sees no evaluation",
-                "give 'steps' or 'epoch'",
-            )
-
-    def key(self, args: Any) -> str:
-        """The name of the metric in the records of evaluations."""
-        name = str(
-            self.metric
-            if self.metric is not None
-            else getattr(args, "metric_for_best_model", None) or "loss"
-        )
-        return name if name.startswith("eval_") else f"eval_{name}"
-
-    def _greater(self, args: Any, key: str) -> bool:
-        given = self.greater_is_better
-        if given is None and self.metric is None:
-            given = getattr(args, "greater_is_better", None)
-        return not key.endswith("loss") if given is None else given
+            reason, instead = f"{self.name} sees no evaluation", "give 'steps' or 'epoch'"
+            raise InvalidArgument("eval_strategy", args.eval_strategy, reason, instead)
 
     def on_evaluate(
         self,
@@ -85,21 +64,22 @@ class EarlyStopping(KeptCallback):
         metrics: dict[str, Any],
         **kwargs: Any,
     ) -> None:
-        key = self.key(args)
-        value = metrics.get(key)
-        if value is None:
+        name, greater = self.metric, self.greater_is_better
+        if name is None:
+            name = str(getattr(args, "metric_for_best_model", None) or "loss")
+            greater = getattr(args, "greater_is_better", None) if greater is None else greater
+        key = name if name.startswith("eval_") else f"eval_{name}"
+        if metrics.get(key) is None:
             if not self._missing and state.is_world_process_zero:
-                log.warning(
-                    "%s: evaluations have no %s; they have %s",
-                    self.name,
-                    key,
-                    ", ".join(sorted(metrics)),
-                )
+                there = ", ".join(sorted(metrics))
+                log.warning("%s: evaluations have no %s; they have %s", self.name, key, there)
             self._missing = True
             return
         if state.global_step != self.last_step:
             self.last_step = state.global_step
-            self._count(float(value), self._greater(args, key))
+            self._count(
+                float(metrics[key]), not key.endswith("loss") if greater is None else greater
+            )
         if self.counter >= self.patience:
             control.should_training_stop = True
 

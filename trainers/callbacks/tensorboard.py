@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .json_log import plain
-from .log_paths import path_in_root, relative_to_root
+from .log_paths import KeptLog
 from .protocol import TrainerCallback, TrainerState
-
-__all__ = ["DEFAULT_SCALARS", "ResumableSummaryWriter", "TBLogger"]
 
 log = logging.getLogger(__name__)
 
@@ -31,44 +29,30 @@ def _summary_writer() -> Any:
     return SummaryWriter
 
 
-class ResumableSummaryWriter(TrainerCallback):
+class ResumableSummaryWriter(KeptLog):
     """Torch's SummaryWriter, made when it is first used. In the callback list its directory is kept
     in checkpoints.
 
     A resumed run writes into the same directory, and what an earlier process logged after the step
     of the checkpoint is hidden: one curve, no zig-zag. That is so where the directory lies in
-    output_dir, or is given again; what another run wrote is never hidden. log_dir: by default the
-    trainer's logging_dir.
+    output_dir, or is given again; what another run wrote is never hidden.
+
+    log_dir: where to write (default: the trainer's logging_dir).
     """
 
+    _writer: Any = None
+    _trainer: Any = None
+
     def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
         self.given = None if log_dir is None else os.fspath(log_dir)
-        self._writer: Any = None
-        self._root: Path | None = None
-        self._logging_dir: str | None = None
-        self._state: TrainerState | None = None
-        self._trainer: Any = None
-        self._active: Path | None = None
-        self._held: dict[str, Any] | None = None
 
     # The trainer.
 
-    def _look_at(self, args: Any, state: TrainerState, trainer: Any) -> None:
-        output_dir = getattr(args, "output_dir", None)
-        self._root = None if output_dir is None else Path(output_dir).absolute()
-        self._logging_dir = getattr(trainer, "logging_dir", None) or self._logging_dir
-        self._state = state
-        self._trainer = trainer
+    def on_init_end(self, args: Any, trainer: Any = None, **kwargs: Any) -> None:
+        self._root, self._trainer = getattr(args, "output_dir", None), trainer
 
-    def on_init_end(
-        self, args: Any, state: TrainerState, trainer: Any = None, **kwargs: Any
-    ) -> None:
-        self._look_at(args, state, trainer)
-
-    def on_train_begin(
-        self, args: Any, state: TrainerState, trainer: Any = None, **kwargs: Any
-    ) -> None:
-        self._look_at(args, state, trainer)
+    on_train_begin = on_init_end
 
     def on_train_end(self, **kwargs: Any) -> None:
         self.flush()
@@ -78,38 +62,23 @@ class ResumableSummaryWriter(TrainerCallback):
     @property
     def log_dir(self) -> str | None:
         """Where it writes, or would."""
-        if self._active is not None:
-            return str(self._active)
-        if self.given is not None:
-            return self.given
-        found = self._logging_dir or getattr(self._trainer, "logging_dir", None)
+        if self.path is not None:
+            return str(self.path)
+        found = self.given or getattr(self._trainer, "logging_dir", None)
         return None if found is None else os.fspath(found)
 
     def writer(self) -> Any:
         """The SummaryWriter."""
         if self._writer is None:
-            make = _summary_writer()
-            held, self._held = self._held, None
-            found = None if held is None or held["place"] is None else self._find(held["place"])
-            if found is None:
-                if self.log_dir is None:
-                    raise ValueError(
-                        "ResumableSummaryWriter: no log_dir, and the trainer has no logging_dir"
-                    )
-                found = Path(self.log_dir)
-            self._active = found.absolute()
-            step = 0 if held is None else held["step"]
+            make, where = _summary_writer(), self.log_dir
+            if where is None:
+                raise ValueError(
+                    "ResumableSummaryWriter: no log_dir, and the trainer has no logging_dir"
+                )
+            path, step = self.find(Path(where))
             # Events of the step itself were there when the checkpoint was made.
-            self._writer = make(str(found), purge_step=step + 1 if step > 0 else None)
+            self._writer = make(str(path), purge_step=step + 1 if step else None)
         return self._writer
-
-    def _find(self, named: Any) -> Path | None:
-        # A root that was moved or copied has the directory of this run in it.
-        path = None if self._root is None else path_in_root(named, self._root)
-        if path is not None and not path.is_dir():
-            log.warning("the TensorBoard directory %s is gone; writing to %s", path, self.log_dir)
-            return None
-        return path
 
     def __getattr__(self, name: str) -> Any:
         # Trainers look for handlers and more on every callback, and must not make a writer.
@@ -128,34 +97,10 @@ class ResumableSummaryWriter(TrainerCallback):
             self._writer.close()
             self._writer = None
 
-    # The checkpoints.
-
-    def reset(self) -> None:
-        """As new."""
-        self.close()
-        self._active = self._held = self._logging_dir = None
-
     def state_dict(self) -> dict[str, Any]:
-        if self._held is not None:
-            return dict(
-                self._held
-            )  # nothing was written since: what is to be hidden is still the same
-        step = 0 if self._state is None else self._state.global_step
-        known = self._active is not None and self._root is not None
-        return {
-            "place": relative_to_root(self._active, self._root) if known else None,  # type: ignore[arg-type]
-            "step": step,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.reset()
-        # Also if nothing had been written: what was written since is to be hidden all the same.
-        step = state.get("step")
-        self._held = {"place": state.get("place"), "step": step if type(step) is int else 0}
-
-    def resumed_elsewhere(self) -> None:
-        """The checkpoint is another run's: that one's directory stays as it is."""
-        self._held = None
+        state = getattr(self._trainer, "state", None)
+        self._step = 0 if state is None else state.global_step
+        return super().state_dict()
 
 
 def _largest_in_gib(value: Any, record: Mapping[str, Any]) -> float:

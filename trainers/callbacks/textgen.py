@@ -20,8 +20,6 @@ try:
 except ImportError:
     transformers = None  # type: ignore[assignment]
 
-__all__ = ["TextgenCallback"]
-
 log = logging.getLogger(__name__)
 
 SAMPLING = {"do_sample": True, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.15}

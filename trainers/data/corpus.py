@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ..arguments import DataNotFound, InvalidArgument
 
-__all__ = ["ByteWindows", "find_files", "read_corpus", "split_corpus"]
-
 _INSTALLED = {"site-packages", "dist-packages"}
 
 

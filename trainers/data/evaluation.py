@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader
 
 from ..losses import samples_in
 
-__all__ = ["EvaluationBatches"]
-
 
 @dataclass(frozen=True)
 class EvaluationBatches:

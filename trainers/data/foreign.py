@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from ckptcore import StateMismatch
+from ckptcore import Stateful, StateMismatch
 
 from ..arguments import InvalidArgument
-from .position import Counted, Loader, is_stateful, is_stream, refuse_mismatch, shut_down
+from .position import Counted, Loader, is_stream, refuse_mismatch, shut_down
 from .randomness import random_state, restored_random, seed_random, set_random_state
-
-__all__ = ["ForeignLoader", "rows_of"]
 
 
 def rows_of(batch: Any) -> int:
@@ -71,7 +69,7 @@ class ForeignLoader(Loader):
         self.seed, self.rank = seed, rank
         self.samples_of = samples_of
         self.call_set_epoch = call_set_epoch
-        self.stateful = is_stateful(loader)
+        self.stateful = isinstance(loader, Stateful)
         self._primed = False
         self._iterator: Any = None
         self._ahead: list[Any] = []

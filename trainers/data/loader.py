@@ -18,13 +18,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckptcore import StateMismatch
+from ckptcore import Stateful, StateMismatch
 
 from ..arguments import InvalidArgument
-from .position import Counted, Loader, is_stateful, is_stream, refuse_mismatch, shut_down
+from .position import Counted, Loader, is_stream, refuse_mismatch, shut_down
 from .randomness import seed_random, seeded_random
-
-__all__ = ["ResumableLoader", "collate"]
 
 
 def collate(samples: list[Any]) -> Any:
@@ -325,7 +323,7 @@ class _Stream(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, options: Options) -> None:
         self.dataset, self.options = dataset, options
-        self.stateful = is_stateful(dataset)
+        self.stateful = isinstance(dataset, Stateful)
         self.beginning = copy.deepcopy(dataset.state_dict()) if self.stateful else None
         self.made = 0
         self.resume: dict[str, Any] | None = None

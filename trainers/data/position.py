@@ -9,8 +9,6 @@ from torch.utils.data import IterableDataset
 
 from ckptcore import StateMismatch
 
-__all__ = ["Counted", "Loader", "is_stateful", "is_stream", "refuse_mismatch", "shut_down"]
-
 
 class Counted(NamedTuple):
     """A batch, with its samples here and those of all ranks together."""
@@ -85,11 +83,6 @@ class Loader:
 def is_stream(dataset: Any) -> bool:
     """Whether data can only be read from their beginning on; a DataLoader is so, too."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-
-
-def is_stateful(part: Any) -> bool:
-    """Whether it can say where it stands and go there."""
-    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def shut_down(iterator: Any) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["random_state", "restored_random", "seed_random", "seeded_random", "set_random_state"]
-
 
 def seed_random(*key: int) -> None:
     """Seed what data sets draw from (random, numpy, torch on the CPU) from some numbers."""

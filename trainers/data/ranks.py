@@ -13,8 +13,6 @@ from ckptcore import StateMismatch
 
 from .position import Counted, Loader
 
-__all__ = ["Agreed", "CollateShares", "DispatchedLoader", "Exchange", "share_of"]
-
 
 class Exchange(Protocol):
     """What these loaders need of a DistributedEnvironment."""

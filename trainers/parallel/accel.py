@@ -15,8 +15,6 @@ from ..data.position import Loader
 from .ddp import DDPTrainer
 from .environment import DistributedEnvironment
 
-__all__ = ["AccelTrainer"]
-
 log = logging.getLogger(__name__)
 
 # Those of accelerate's ways to train that keep a whole model on each process.

@@ -26,8 +26,6 @@ from ..data.position import Loader, is_stream
 from ..data.ranks import Agreed, DispatchedLoader
 from ..trainer import Trainer
 
-__all__ = ["DDPTrainer", "RanksTrainer"]
-
 
 class RanksTrainer(Trainer):
     """What trainers have in common whose ranks hold the same model and take different data."""

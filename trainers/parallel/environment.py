@@ -17,8 +17,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..arguments import InvalidArgument
 
-__all__ = ["DistributedEnvironment", "choose_device", "choose_workspace"]
-
 log = logging.getLogger(__name__)
 
 

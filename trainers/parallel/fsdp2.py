@@ -26,8 +26,6 @@ from ..arguments import FSDP2TrainingArguments, InvalidArgument
 from ..build import derived_buffers
 from .ddp import RanksTrainer
 
-__all__ = ["FSDP2Trainer"]
-
 log = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ from .ddp import RanksTrainer
 from .splitting import ModelSplitter, place_stages
 from .stages import Stages
 
-__all__ = ["PipelineOutput", "PipelineTrainer"]
-
 debugging = logging.getLogger("ckpt_trainers.debugging")
 
 

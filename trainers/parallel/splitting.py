@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from ..arguments import InvalidArgument
 from ..model import ByteGPT, next_byte_loss
 
-__all__ = ["ByteGPTSplitter", "ByteGPTStage", "ModelSplitter", "place_stages"]
-
 
 class ModelSplitter(Protocol):
     """Cuts a model that has no storage yet into the stages of one rank.

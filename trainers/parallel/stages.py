@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ..arguments import InvalidArgument
 from .environment import DistributedEnvironment
 
-__all__ = ["Stages"]
-
 
 class Stages:
     """modules: of this rank, by number of the stage. place: the rank of each stage. model: what was
