@@ -193,26 +193,25 @@ class Trainer:
         """What the arguments cannot know by themselves. Raises InvalidArgument."""
         self.args.check_trainer(self.kind, self.world_size)
         if not self.args.save_safetensors and self.rank == 0:
-            log.warning(
-                "save_safetensors=False has no effect: nothing here pickles, so weights are "
-                "safetensors always"
-            )
-        self.args.check_parts(
-            self.kind,
-            model=self.builder.model,
-            model_init=self.builder.model_init,
-            eval_dataset=self.eval_dataset,
-            compute_loss_func=self.compute_loss_func,
-            fused_loss_factory=self.fused_loss_factory,
-            optimizer_factory=self.optimizer_choice["factory"],
-            optimizer_cls_and_kwargs=self.optimizer_choice["cls_and_kwargs"],
-            enable_activation_checkpoint_fn=self.builder.enable_checkpointing,
-        )
-        if (
-            self.optimizer_choice["factory"] is None
-            and self.optimizer_choice["cls_and_kwargs"] is None
-        ):
+            why = "nothing here pickles, so weights are safetensors always"
+            log.warning("save_safetensors=False has no effect: %s", why)
+        parts = self.parts()
+        self.args.check_parts(self.kind, **parts)
+        if parts["optimizer_factory"] is None and parts["optimizer_cls_and_kwargs"] is None:
             optimizer_class(self.args)  # its package is there, and its class has the options
+
+    def parts(self) -> dict[str, Any]:
+        """What was given besides the arguments and has to go with them."""
+        return {
+            "model": self.builder.model,
+            "model_init": self.builder.model_init,
+            "eval_dataset": self.eval_dataset,
+            "compute_loss_func": self.compute_loss_func,
+            "fused_loss_factory": self.fused_loss_factory,
+            "optimizer_factory": self.optimizer_choice["factory"],
+            "optimizer_cls_and_kwargs": self.optimizer_choice["cls_and_kwargs"],
+            "enable_activation_checkpoint_fn": self.builder.enable_checkpointing,
+        }
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
@@ -266,11 +265,8 @@ class Trainer:
             resumed_from = self.go_on()
             if self.is_over():
                 if self.rank == 0:
-                    log.info(
-                        "nothing to do: step %d of %d is reached",
-                        self.state.global_step,
-                        self.state.max_steps,
-                    )
+                    done, last = self.state.global_step, self.state.max_steps
+                    log.info("nothing to do: step %d of %d is reached", done, last)
                 self.load_best()
                 return TrainResult(self.state.global_step, 0, resumed_from, self.state.log_history)
             until_the_end.callback(self.loader.close)
@@ -310,9 +306,8 @@ class Trainer:
                 self.warn_of_changes(report.manifest.world_size, metadata)
             self.checkpoints.check_best(self.state)
         elif not self.filled:
-            raise CheckpointNotFound(
-                "the checkpoint that was to fill the model is gone", path=self.args.output_dir
-            )
+            text = "the checkpoint that was to fill the model is gone"
+            raise CheckpointNotFound(text, path=self.args.output_dir)
         self.filled = True
         if not self.is_over():
             self.logging_dir = choose_logging_dir(self.args, self.env, metadata)
@@ -323,9 +318,8 @@ class Trainer:
         """One warning for all that makes the run another one than it was."""
         changed = list(self.args.differences(metadata.get("training_args", {})))
         if ranks != self.world_size:
-            changed.append(
-                f"number of ranks {ranks} -> {self.world_size} (random streams start anew)"
-            )
+            now = f"{self.world_size} (random streams start anew)"
+            changed.append(f"number of ranks {ranks} -> {now}")
         if changed:
             log.warning(
                 "changed since the checkpoint: %s. The states of optimizer, schedule and data "
@@ -643,10 +637,7 @@ class Trainer:
         finally:
             self.wrapped.train(was_training)
             self.eval_loader = None
-        total, items = 0.0, 0.0
-        for loss, number in sums:
-            total, items = total + float(loss), items + float(number)
-        total, items = self.reduce([total, items])
+        total, items = self.reduce([sum(float(pair[i]) for pair in sums) for i in (0, 1)])
         return total / items if items else float("nan")
 
     def evaluation_batches(self, dataset: Any) -> EvaluationBatches:
@@ -685,13 +676,9 @@ class Trainer:
             args.load_best_model_at_end or args.preserve_best_model or args.save_strategy == "best"
         )
         if value is None and matters:
-            raise InvalidArgument(
-                "metric_for_best_model",
-                args.metric_for_best_model,
-                f"evaluations give {', '.join(names) or 'nothing'}",
-                f"name one of these, or let a callback add {rule.metric} to the metrics in "
-                "on_evaluate",
-            )
+            given, reason = args.metric_for_best_model, f"evaluations give {', '.join(names)}"
+            instead = f"name one of these, or let a callback add {rule.metric} in on_evaluate"
+            raise InvalidArgument("metric_for_best_model", given, reason, instead)
         if value is None or value != value:
             return False
         best = state.best_metric
@@ -788,6 +775,8 @@ class Trainer:
             return ForeignLoader(
                 dataset, seed=self.data_seed, rank=rank, call_set_epoch=args.set_dataset_epoch
             )
+        collator = self.data_collator
+        collator = CollateShares(collator, shares) if shares > 1 else collator
         return ResumableLoader(
             dataset,
             batch_size,
@@ -799,9 +788,7 @@ class Trainer:
             pin_memory=args.dataloader_pin_memory and self.device.type == "cuda",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            collate_fn=CollateShares(self.data_collator, shares)
-            if shares > 1
-            else self.data_collator,
+            collate_fn=collator,
             epoch_steps=args.epoch_train_steps * args.gradient_accumulation_steps,
             call_set_epoch=args.set_dataset_epoch,
         )
@@ -908,11 +895,9 @@ class Trainer:
         shared, own = SharingPattern.GLOBAL, SharingPattern.PER_RANK
         restored = args.restore_callback_states_from_checkpoint
         # Always there, so that a checkpoint of a run with such callbacks can be read without them.
-        per_rank = StateComponent(
-            "callbacks_per_rank", Part(self.callbacks.per_rank(), restored), own
-        )
-        has_own = any(getattr(c, "state_per_rank", False) for c in self.callbacks.callbacks)
-        per_rank.on_resize = ("keep" if goes_on else "error") if has_own else (lambda *_: 0)
+        kept = self.callbacks.per_rank()
+        per_rank = StateComponent("callbacks_per_rank", Part(kept, restored), own)
+        per_rank.on_resize = ("keep" if goes_on else "error") if kept else (lambda *_: 0)
         found = [
             *self.model_components(),
             StateComponent("scheduler", Part(self.scheduler), shared),

@@ -41,43 +41,31 @@ class AccelTrainer(DDPTrainer):
 
     def __init__(self, args: Any, *, accelerator: Any = None, **what: Any) -> None:
         if accelerator is None:
-            there = importlib.util.find_spec("accelerate") is not None
-            raise InvalidArgument(
-                "accelerator",
-                None,
-                "AccelTrainer trains through one"
-                if there
-                else "the package accelerate is not installed",
-                "give a configured accelerate.Accelerator"
-                if there
-                else "install ckptcore[accelerate], or use DDPTrainer",
+            reason, instead = (
+                "AccelTrainer trains through one",
+                "a configured accelerate.Accelerator",
             )
+            if importlib.util.find_spec("accelerate") is None:
+                reason = "the package accelerate is not installed"
+                instead = "one: install ckptcore[accelerate], or use DDPTrainer"
+            raise InvalidArgument("accelerator", None, reason, f"give {instead}")
         self.accelerator = accelerator
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if kind not in _WHOLE:
+            reason = "it does not keep a whole model on each process"
             raise InvalidArgument(
-                "accelerator",
-                kind,
-                "it does not keep a whole model on each process",
-                "use FSDP2Trainer or PipelineTrainer",
+                "accelerator", kind, reason, "use FSDP2Trainer or PipelineTrainer"
             )
-        self.scaler_beginning = (
-            accelerator.scaler.state_dict() if accelerator.scaler is not None else None
-        )
+        scaler = accelerator.scaler
+        self.scaler_beginning = None if scaler is None else scaler.state_dict()
+        mine = accelerator.process_index, accelerator.num_processes
         env = what.get("distributed_env") or DistributedEnvironment(
-            accelerator.process_index,
-            accelerator.local_process_index,
-            accelerator.num_processes,
-            device=accelerator.device,
+            mine[0], accelerator.local_process_index, mine[1], device=accelerator.device
         )
-        if (env.rank, env.world_size) != (accelerator.process_index, accelerator.num_processes):
-            raise InvalidArgument(
-                "distributed_env",
-                f"rank {env.rank} of {env.world_size}",
-                f"the Accelerator is process {accelerator.process_index} of "
-                f"{accelerator.num_processes}",
-                "leave it out",
-            )
+        if (env.rank, env.world_size) != mine:
+            given = f"rank {env.rank} of {env.world_size}"
+            reason = f"the Accelerator is process {mine[0]} of {mine[1]}"
+            raise InvalidArgument("distributed_env", given, reason, "leave it out")
         given = copy.copy(resolve_arguments(self.arguments_class, args))
         super().__init__(self.settled(given, env), **{**what, "distributed_env": env})
 
@@ -86,41 +74,24 @@ class AccelTrainer(DDPTrainer):
         accelerator, config = self.accelerator, self.accelerator.dataloader_config
         for name, value in args.accelerator_config.items():
             setattr(config, name, value)
-        its = {"no": None, "fp8": None}.get(
-            accelerator.mixed_precision, accelerator.mixed_precision
-        )
-        own = None if args.mixed_precision == "no" else args.mixed_precision
-        self.override(args, env, "mixed_precision", its, ignored=own not in (None, its))
-        self.override(args, env, "fp8_recipe", None, ignored=args.fp8_recipe is not None)
-        its = accelerator.gradient_accumulation_steps
-        self.override(
-            args,
-            env,
-            "gradient_accumulation_steps",
-            its,
-            ignored=args.gradient_accumulation_steps != its,
-        )
+        precision = accelerator.mixed_precision
+        for name, its in (
+            ("mixed_precision", None if precision in ("no", "fp8") else precision),
+            ("fp8_recipe", None),
+            ("gradient_accumulation_steps", accelerator.gradient_accumulation_steps),
+        ):
+            given = getattr(args, name)
+            if given not in (None, "no", its) and env.rank == 0:
+                log.warning("%s=%r is not used: the Accelerator's is %r", name, given, its)
+            setattr(args, name, its)
+        size, ranks = args.per_device_train_batch_size, env.world_size
         if config.split_batches:
-            if args.per_device_train_batch_size % env.world_size:
-                raise InvalidArgument(
-                    "accelerator_config.split_batches",
-                    True,
-                    f"per_device_train_batch_size={args.per_device_train_batch_size} is no "
-                    f"multiple of {env.world_size} processes",
-                    "make it one, or do not split",
-                )
-            args.per_device_train_batch_size //= env.world_size
+            if size % ranks:
+                reason = f"per_device_train_batch_size={size} is no multiple of {ranks} processes"
+                name, instead = "accelerator_config.split_batches", "make it one, or do not split"
+                raise InvalidArgument(name, True, reason, instead)
+            args.per_device_train_batch_size = size // ranks
         return args
-
-    @staticmethod
-    def override(
-        args: Any, env: DistributedEnvironment, name: str, value: Any, ignored: bool
-    ) -> None:
-        if ignored and env.rank == 0:
-            log.warning(
-                "%s=%r is not used: the Accelerator's is %r", name, getattr(args, name), value
-            )
-        setattr(args, name, value)
 
     def make_train_loader(self) -> Loader:
         self.args.dispatch_batches = self.accelerator.dataloader_config.dispatch_batches

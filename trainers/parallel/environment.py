@@ -42,21 +42,15 @@ def choose_device(args: Any, local_rank: int = 0, world_size: int = 1) -> torch.
         devices = torch.cuda.device_count()
         if local_rank >= devices:
             reason = f"process {local_rank + 1} of this machine, which has {devices} of them"
-            raise InvalidArgument(
-                "device", "cuda", reason, "start one process per device, or train on the cpu"
-            )
+            instead = "start one process per device, or train on the cpu"
+            raise InvalidArgument("device", "cuda", reason, instead)
         torch.cuda.set_device(local_rank)
     try:
         return torch.empty(0, device=name).device
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:  # torch has no one type for this
-        reason = str(error).splitlines()[0]
-        raise InvalidArgument(
-            "device", name, reason, "give one that this machine has, such as cpu"
-        ) from None
+    # torch has no one type for this
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason, instead = str(error).splitlines()[0], "give one that this machine has, such as cpu"
+        raise InvalidArgument("device", name, reason, instead) from None
 
 
 @dataclass

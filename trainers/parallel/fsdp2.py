@@ -46,12 +46,8 @@ class FSDP2Trainer(RanksTrainer):
         super().check()
         given = self.optimizer_choice["factory"] or self.optimizer_choice["cls_and_kwargs"]
         if self.args.optim == "adafactor" and given is None and self.world_size > 1:
-            raise InvalidArgument(
-                "optim",
-                "adafactor",
-                "torch's Adafactor cannot compute on slices",
-                "use adamw_torch",
-            )
+            reason = "torch's Adafactor cannot compute on slices"
+            raise InvalidArgument("optim", "adafactor", reason, "use adamw_torch")
 
     def build_model(self) -> None:
         if self.world_size == 1:
@@ -112,8 +108,7 @@ class FSDP2Trainer(RanksTrainer):
             if self.rank == 0:
                 log.warning(
                     "fsdp2.transformer_layers_path=%r: %s has no layers there, so it is sharded "
-                    "as one piece, and a forward "
-                    "pass holds all of it",
+                    "as one piece, and a forward pass holds all of it",
                     options.transformer_layers_path,
                     type(self.model).__name__,
                 )

@@ -77,9 +77,8 @@ class PipelineTrainer(RanksTrainer):
         self.model_splitter, self.pipe_schedule_factory = model_splitter, pipe_schedule_factory
         self._fused: dict[nn.Parameter, tuple[Callable[[Tensor], None], list[int]]] = {}
         self._rehearsed, self._items = False, 1.0
-        if (
-            fused := what.get("fused_loss_factory")
-        ) is not None:  # shares weights with the stage that has them
+        fused = what.get("fused_loss_factory")
+        if fused is not None:  # it shares weights with the last stage, on the rank that has it
             what["fused_loss_factory"] = lambda _: (
                 fused(self.stages.last) if self.stages.last is not None else _no_loss
             )
@@ -89,46 +88,27 @@ class PipelineTrainer(RanksTrainer):
 
     def check(self) -> None:
         args, data = self.args, self.train_dataset
-        for name, value, reason, instead in (
-            (
-                "model_splitter",
-                self.model_splitter,
+        loss = self.compute_loss_func or self.fused_loss_factory or args.label_smoothing_factor
+        if self.model_splitter is None:
+            reason, instead = (
                 "where to cut a model is not known by itself",
-                "give one, such as ByteGPTSplitter()",
-            ),
-            (
-                "compute_loss_func",
-                self.compute_loss_func
-                or self.fused_loss_factory
-                or args.label_smoothing_factor
-                or None,
-                "the last stage's output is no loss",
-                "give one, or a splitter with a `loss`",
-            ),
-        ):
-            if value is None:
-                raise InvalidArgument(name, value, reason, instead)
+                "such as ByteGPTSplitter()",
+            )
+            raise InvalidArgument("model_splitter", None, reason, f"give one, {instead}")
+        if not loss:
+            reason, instead = "the last stage's output is no loss", "a splitter with a `loss`"
+            raise InvalidArgument("compute_loss_func", None, reason, f"give one, or {instead}")
         if isinstance(data, DataLoader) and not data.drop_last:
-            raise InvalidArgument(
-                "train_dataset",
-                "a DataLoader",
-                "its last batch may be shorter than the others",
-                "make it with drop_last=True",
-            )
-        args.check_parts(
-            self.kind,
-            model=self.builder.model,
-            model_init=self.builder.model_init,
-            eval_dataset=self.eval_dataset,
-            compute_loss_func=self.compute_loss_func,
-            fused_loss_factory=self.fused_loss_factory,
-            pipe_schedule=self.pipe_schedule_factory,
-        )
+            reason = "its last batch may be shorter than the others"
+            instead = "make it with drop_last=True"
+            raise InvalidArgument("train_dataset", "a DataLoader", reason, instead)
         if args.pp_stage_type == "v" and args.stages_per_rank != 2:
-            raise InvalidArgument(
-                "stages_per_rank", args.stages_per_rank, "a V has two stages a rank", "set 2"
-            )
+            reason, given = "a V has two stages a rank", args.stages_per_rank
+            raise InvalidArgument("stages_per_rank", given, reason, "set 2")
         super().check()
+
+    def parts(self) -> dict[str, Any]:
+        return {**super().parts(), "pipe_schedule": self.pipe_schedule_factory}
 
     @property
     def data_parallel(self) -> tuple[int, int]:
@@ -154,13 +134,10 @@ class PipelineTrainer(RanksTrainer):
         self.stages.allocate(self.device)
         self.fill_stages()
         for name, p in self.stages.parameters().items():
-            self.tell(
-                "debug_model_params", "%s: %s %s on %s", name, list(p.shape), p.dtype, p.device
-            )
-        self.callable = {
-            n: _Stage(self.builder.compile(module), self)
-            for n, module in self.stages.modules.items()
-        }
+            what = name, list(p.shape), p.dtype, p.device
+            self.tell("debug_model_params", "%s: %s %s on %s", *what)
+        modules = self.stages.modules.items()
+        self.callable = {n: _Stage(self.builder.compile(module), self) for n, module in modules}
         self.wrapped = nn.ModuleList(self.callable.values())
         for stage, module in zip(self.pipeline_stages, self.callable.values(), strict=True):
             stage.submod = module
@@ -173,11 +150,8 @@ class PipelineTrainer(RanksTrainer):
         assert builder.model_init is not None
         # Buffers that are in no checkpoint come from the constructor in either case.
         builder.filled = not self.restorable or self.stages.has_derived
-        self.tell(
-            "debug_model_init",
-            "stages get their values from %s",
-            "rank 0" if builder.filled else "the checkpoint",
-        )
+        source = "rank 0" if builder.filled else "the checkpoint"
+        self.tell("debug_model_init", "stages get their values from %s", source)
         if builder.filled:
             with builder.default_dtype():
                 whole = builder.prepare(builder.model_init()) if self.rank == 0 else None
@@ -185,11 +159,8 @@ class PipelineTrainer(RanksTrainer):
 
     def make_schedule(self) -> Any:
         made_by, number = self.pipe_schedule_factory, self.args.n_microbatches
-        stages = (
-            self.pipeline_stages
-            if issubclass(made_by, PipelineScheduleMulti)
-            else self.pipeline_stages[0]
-        )
+        several = issubclass(made_by, PipelineScheduleMulti)
+        stages = self.pipeline_stages if several else self.pipeline_stages[0]
         self.tell("debug_pipeline", "%s with %d micro-batches", made_by.__name__, number)
         try:
             # Losses are shares of the mean of the whole step: nothing is left to scale.
@@ -209,10 +180,8 @@ class PipelineTrainer(RanksTrainer):
         if not isinstance(batch, Mapping):
             first, labels = batch
             return first, labels, {}
-        others = {
-            name: value for name, value in batch.items() if name not in ("input_ids", "labels")
-        }
-        return batch["input_ids"], batch["labels"], others
+        others = dict(batch)
+        return others.pop("input_ids"), others.pop("labels"), others
 
     def share_whole(self, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
         """`split_batch`, but for what is not one row for each sample: torch would cut any tensor
@@ -247,11 +216,9 @@ class PipelineTrainer(RanksTrainer):
             return_outputs=False,
             **others,
         )
-        return (
-            torch.stack(losses).sum().detach().float()
-            if losses
-            else torch.zeros((), device=self.device)
-        )
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack(losses).sum().detach().float()
 
     def rehearse(self, batch: Any) -> None:
         """A first step that is thrown away.
@@ -302,12 +269,9 @@ class PipelineTrainer(RanksTrainer):
         self.optimizer = make_optimizer(self.args, modules, **self.optimizer_choice)
         # The groups of the whole model, so that they are the same on all ranks, and on a single
         # one.
-        names = {
-            group["name"] for group in parameter_groups(self.model, self.optimizer_choice["groups"])
-        }
-        self.optimizer.param_groups = [
-            group for group in self.optimizer.param_groups if group["name"] in names
-        ]
+        whole = parameter_groups(self.model, self.optimizer_choice["groups"])
+        names, mine = {group["name"] for group in whole}, self.optimizer.param_groups
+        self.optimizer.param_groups = [group for group in mine if group["name"] in names]
         self.build_scheduler()
         self.fuse_optimizer()
 
@@ -317,16 +281,10 @@ class PipelineTrainer(RanksTrainer):
         makes gradients by itself) after the last."""
         if not self.args.fuse_optim_with_backward:
             return
-        uses = Counter(
-            parameter
-            for module in self.stages.modules.values()
-            for parameter in module.parameters()
-        )
-        alone = {
-            p
-            for name, p in self.stages.parameters().items()
-            if uses[p] == 1 and name not in self.stages.shared
-        }
+        stages = self.stages
+        uses = Counter(p for module in stages.modules.values() for p in module.parameters())
+        named, shared = stages.parameters().items(), stages.shared
+        alone = {p for name, p in named if uses[p] == 1 and name not in shared}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in alone and parameter not in self._fused:
