@@ -14,8 +14,6 @@ from ckptcore import quantization_config
 
 from .arguments import InvalidArgument
 
-__all__ = ["lower_precision"]
-
 log = logging.getLogger(__name__)
 
 

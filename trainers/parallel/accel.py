@@ -63,9 +63,9 @@ class AccelTrainer(DDPTrainer):
             mine[0], accelerator.local_process_index, mine[1], device=accelerator.device
         )
         if (env.rank, env.world_size) != mine:
-            given = f"rank {env.rank} of {env.world_size}"
+            stands = f"rank {env.rank} of {env.world_size}"
             reason = f"the Accelerator is process {mine[0]} of {mine[1]}"
-            raise InvalidArgument("distributed_env", given, reason, "leave it out")
+            raise InvalidArgument("distributed_env", stands, reason, "leave it out")
         given = copy.copy(resolve_arguments(self.arguments_class, args))
         super().__init__(self.settled(given, env), **{**what, "distributed_env": env})
 

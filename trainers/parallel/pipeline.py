@@ -136,11 +136,11 @@ class PipelineTrainer(RanksTrainer):
         for name, p in self.stages.parameters().items():
             what = name, list(p.shape), p.dtype, p.device
             self.tell("debug_model_params", "%s: %s %s on %s", *what)
-        modules = self.stages.modules.items()
-        self.callable = {n: _Stage(self.builder.compile(module), self) for n, module in modules}
+        stages = self.stages.modules.items()
+        self.callable = {n: _Stage(self.builder.compile(stage), self) for n, stage in stages}
         self.wrapped = nn.ModuleList(self.callable.values())
-        for stage, module in zip(self.pipeline_stages, self.callable.values(), strict=True):
-            stage.submod = module
+        for known, module in zip(self.pipeline_stages, self.callable.values(), strict=True):
+            known.submod = module
         self.schedule = self.make_schedule()
 
     def fill_stages(self) -> None:
