@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckptcore import RNGState
+
 from .arguments import InvalidArgument
 from .lowbit import lower_precision
 
@@ -188,6 +190,19 @@ def computing(args: Any, device: torch.device, training: bool = True) -> Iterato
             pinned = device.type == "cuda"
             stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=pinned))
         yield
+
+
+@contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Around a step that is thrown away: gradients, buffers and random streams are as they were."""
+    streams, buffers = RNGState(), list(model.buffers())
+    before, values = streams.state_dict(), [buffer.clone() for buffer in buffers]
+    yield
+    for parameter in model.parameters():
+        parameter.grad = None
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)
+    streams.load_state_dict(before)
 
 
 def fuse_optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -83,14 +83,6 @@ def count_labels(labels: Tensor, shifted: bool) -> int:
     return int((counted != IGNORED).sum())
 
 
-def samples_in(batch: Any) -> int:
-    """Samples of a batch: the length of the first tensor in it."""
-    several = isinstance(batch, tuple | list)
-    values = batch.values() if isinstance(batch, Mapping) else batch if several else [batch]
-    first = next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
-    return 1 if first is None else len(first)
-
-
 def loss_of(outputs: Any) -> Tensor:
     """The loss that a model itself gives. Raises InvalidArgument."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)

@@ -51,11 +51,11 @@ from .checkpoints import (
 from .data.evaluation import EvaluationBatches
 from .data.foreign import ForeignLoader
 from .data.loader import ResumableLoader, collate
-from .data.position import Counted, Loader
+from .data.position import Counted, Loader, has_its_part, rows_of
 from .data.randomness import seeded_random
 from .data.ranks import CollateShares
 from .export import write_model
-from .losses import count_labels, labels_of, loss_of, make_loss_function, samples_in, shifts_labels
+from .losses import count_labels, labels_of, loss_of, make_loss_function, shifts_labels
 from .meters import Meters, plain_numbers
 from .optim import make_optimizer, make_scheduler, optimizer_class
 from .parallel.environment import DistributedEnvironment, choose_workspace
@@ -412,7 +412,7 @@ class Trainer:
     def items_in(self, batch: Any) -> int:
         """Labels of a batch that count; its samples where it has none."""
         labels = labels_of(batch)
-        return samples_in(batch) if labels is None else count_labels(labels, self.shifts_labels)
+        return rows_of(batch) if labels is None else count_labels(labels, self.shifts_labels)
 
     def learning_rate(self) -> float:
         return float(self.scheduler.get_last_lr()[0])
@@ -642,10 +642,12 @@ class Trainer:
 
     def evaluation_batches(self, dataset: Any) -> EvaluationBatches:
         args = self.args
+        rank, ranks = (0, 1) if has_its_part(dataset) else self.data_parallel
         return EvaluationBatches(
             dataset,
             args.per_device_eval_batch_size,
-            *self.data_parallel,
+            rank,
+            ranks,
             limit=args.max_eval_steps if args.max_eval_steps > 0 else None,
             in_step=self.evaluates_in_step,
             fixed_shapes=self.fixed_shapes,

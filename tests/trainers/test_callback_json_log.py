@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ckpt_trainers.arguments.exactness import plain
 from ckpt_trainers.callbacks import JsonLogger, read_json_array
-from ckpt_trainers.callbacks.json_log import plain
 from hypothesis import given
 from hypothesis import strategies as st
 

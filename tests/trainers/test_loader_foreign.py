@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument
-from ckpt_trainers.data.foreign import ForeignLoader, rows_of
+from ckpt_trainers.data.foreign import ForeignLoader
+from ckpt_trainers.data.position import rows_of
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ckpt_trainers.data.foreign import ForeignLoader
 from ckpt_trainers.data.loader import ResumableLoader
+from ckpt_trainers.data.position import has_its_part
 from ckpt_trainers.data.ranks import Agreed, DispatchedLoader, share_of
 from ckpt_trainers.parallel.environment import DistributedEnvironment
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ckptcore import StateMismatch
 
@@ -311,3 +313,31 @@ def test_over_gloo(tmp_path: Any) -> None:
         [([0, 1], 2, 4), ([2, 3], 2, 3), ([0, 1], 2, 4)],
     ]
     assert found[0][3] == found[1][3] == whole.state_dict()
+
+
+def test_a_sampler_that_deals_out_is_left_to_each_rank() -> None:
+    """A DataLoader with torch's DistributedSampler has its part on every rank already: nobody reads
+    for the others, and a stopped run goes on in the same epoch."""
+
+    def program(rank: int, seat: Any) -> Any:
+        def make() -> Agreed:
+            sampler: Any = DistributedSampler(Numbers(10), 2, rank, seed=3)
+            data = DataLoader(Numbers(10), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+            assert has_its_part(data) and not has_its_part(DataLoader(Numbers(10)))  # type: ignore[arg-type]
+            return Agreed(ForeignLoader(data, seed=1), seat)
+
+        whole = steps(make(), 6, group=1)
+        stopped = make()
+        steps(stopped, 4, group=1)
+        resumed = make()
+        resumed.load_state_dict(stopped.state_dict())
+        return whole, steps(resumed, 2, group=1)
+
+    (first, resumed), (second, _) = together(2, program)
+    assert sorted(number for batch, *_ in first[:3] + second[:3] for number in batch) == [
+        *range(10)
+    ]
+    assert sorted(number for batch, *_ in first[3:] + second[3:] for number in batch) == [
+        *range(10)
+    ]
+    assert first[:3] != first[3:] and resumed == first[4:]

@@ -4,6 +4,7 @@ that was stopped."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -35,17 +36,31 @@ _NOT_COMPUTED = """
 NOT_COMPUTED = frozenset(_NOT_COMPUTED.split())
 
 
-def plain(value: Any) -> Any:
-    """As JSON and YAML can hold it."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+AS_TEXT = object()
+
+
+def plain(value: Any, not_finite: Any = AS_TEXT) -> Any:
+    """As JSON and YAML can hold it: tensors and arrays as numbers or lists, what they lack as text.
+
+    not_finite: in the place of NaN and infinities (default: "NaN", "Infinity", "-Infinity").
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        if not_finite is not AS_TEXT:
+            return not_finite
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Enum):
-        return plain(value.value)
+        return plain(value.value, not_finite)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner, not_finite) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(inner) for inner in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+        return [plain(inner, not_finite) for inner in value]
+    return plain(value.tolist(), not_finite) if hasattr(value, "tolist") else str(value)
 
 
 def rounded(product: float) -> float:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..arguments.exactness import plain
 from .jobs import Endpoint, check_job_id
-from .json_log import plain
 from .protocol import TrainerCallback, TrainerControl, TrainerState
 
 try:

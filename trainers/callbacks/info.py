@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .json_log import plain
+from ..arguments.exactness import plain
 from .protocol import TrainerCallback, TrainerState
 
 

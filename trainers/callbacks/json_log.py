@@ -4,47 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-import torch
-
+from ..arguments.exactness import plain
 from .log_paths import KeptLog
 from .protocol import TrainerState
 
 log = logging.getLogger(__name__)
-
-
-AS_TEXT = object()
-
-
-def plain(value: Any, not_finite: Any = AS_TEXT) -> Any:
-    """A value as JSON has it: tensors as numbers or lists, what JSON lacks as text.
-
-    not_finite: in the place of NaN and infinities (default: "NaN", "Infinity", "-Infinity").
-    """
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, torch.Tensor):
-        return plain(value.detach().cpu().tolist(), not_finite)
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist(), not_finite)
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        if not_finite is not AS_TEXT:
-            return not_finite
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(name): plain(item, not_finite) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, not_finite) for item in value]
-    return str(value)
 
 
 def read_json_array(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

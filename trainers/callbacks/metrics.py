@@ -9,6 +9,11 @@ from typing import Any
 from .protocol import TrainerCallback, TrainerState
 
 
+def largest_in_gib(value: Any) -> float:
+    """The largest of some numbers of bytes, or the one that there is."""
+    return float(max(value) if isinstance(value, list | tuple) else value) / 2**30
+
+
 class DefaultMetrics(TrainerCallback):
     """Adds tok_per_sec, mfu and peak_mem to the logs of training, on rank 0.
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ..arguments import InvalidArgument
+from .metrics import largest_in_gib
 from .protocol import TrainerCallback, TrainerState
 
 
 def _gib(value: Any) -> str:
-    return f"{(max(value) if isinstance(value, list | tuple) else value) / 2**30:.2f} GiB"
+    return f"{largest_in_gib(value):.2f} GiB"
 
 
 # metric -> label, width, fmt: a format specification or a function.
@@ -24,7 +25,11 @@ STEP_COLUMNS: dict[str, dict[str, Any]] = {
     "learning_rate": {"label": "lr", "width": 10, "fmt": ".2e"},
     "tok_per_sec": {"label": "tok/s", "width": 11, "fmt": ",.0f"},
     "mfu": {"label": "mfu", "width": 7, "fmt": ".1%"},
-    "peak_mem": {"label": "peak mem", "width": 11, "fmt": _gib},
+    "peak_mem": {
+        "label": "peak mem",
+        "width": 11,
+        "fmt": lambda value: f"{largest_in_gib(value):.2f} GiB",
+    },
 }
 
 FINAL_METRICS: dict[str, dict[str, Any]] = {

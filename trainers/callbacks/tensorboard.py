@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .json_log import plain
+from ..arguments.exactness import plain
 from .log_paths import KeptLog
+from .metrics import largest_in_gib
 from .protocol import TrainerCallback, TrainerState
 
 log = logging.getLogger(__name__)
@@ -103,10 +104,6 @@ class ResumableSummaryWriter(KeptLog):
         return super().state_dict()
 
 
-def _largest_in_gib(value: Any, record: Mapping[str, Any]) -> float:
-    return float(max(value) if isinstance(value, list | tuple) else value) / 2**30
-
-
 # All keys of a record that begin so, each under its name.
 GROUPS = ("checkpoint/*", "diloco/*")
 
@@ -119,7 +116,7 @@ DEFAULT_SCALARS: dict[str, dict[str, Any]] = {
     "epoch": {"source": "epoch"},
     "tokens/s": {"source": "tok_per_sec"},
     "mfu": {"source": "mfu"},
-    "peak-mem": {"source": "peak_mem", "transform": _largest_in_gib},
+    "peak-mem": {"source": "peak_mem", "transform": lambda value, _: largest_in_gib(value)},
     "weight-norm": {"source": "weight_norm"},
     **{group: {} for group in GROUPS},
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..losses import samples_in
+from .position import rows_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class EvaluationBatches:
         stream = (
             batch
             for batch in islice(loader, self.limit)
-            if not (self.fixed_shapes and samples_in(batch) < self.size)
+            if not (self.fixed_shapes and rows_of(batch) < self.size)
         )
         while held := list(islice(stream, self.ranks)):
             if self.rank < len(held) or self.in_step:

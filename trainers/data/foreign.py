@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,27 +11,8 @@ import torch
 from ckptcore import Stateful, StateMismatch
 
 from ..arguments import InvalidArgument
-from .position import Counted, Loader, is_stream, refuse_mismatch, shut_down
+from .position import Counted, Loader, is_stream, refuse_mismatch, rows_of, shut_down
 from .randomness import random_state, restored_random, seed_random, set_random_state
-
-
-def rows_of(batch: Any) -> int:
-    """Samples of a collated batch: the length of the first tensor in it, or of the batch itself."""
-    for leaf in _leaves(batch):
-        if getattr(leaf, "ndim", 0) > 0:
-            return int(leaf.shape[0])
-    return len(batch)
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _leaves(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        for value in batch:
-            yield from _leaves(value)
-    else:
-        yield batch
 
 
 class ForeignLoader(Loader):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -83,6 +83,33 @@ class Loader:
 def is_stream(dataset: Any) -> bool:
     """Whether data can only be read from their beginning on; a DataLoader is so, too."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def rows_of(batch: Any) -> int:
+    """Samples of a collated batch: the length of the first tensor in it, or of the batch itself."""
+    for leaf in _leaves(batch):
+        if getattr(leaf, "ndim", 0) > 0:
+            return int(leaf.shape[0])
+    return len(batch)
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        for value in batch:
+            yield from _leaves(value)
+    else:
+        yield batch
+
+
+def has_its_part(loader: Any) -> bool:
+    """Whether the sampler of a DataLoader gives each rank other samples, as torch's
+    DistributedSampler does."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return any(getattr(sampler, "num_replicas", 1) > 1 for sampler in found)
 
 
 def shut_down(iterator: Any) -> None:

@@ -18,11 +18,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptcore import RNGState, SharingPattern, StateComponent
+from ckptcore import SharingPattern, StateComponent
 
 from ..arguments import DDPArguments, DDPTrainingArguments
-from ..build import seed_everything
-from ..data.position import Loader, is_stream
+from ..build import seed_everything, without_trace
+from ..data.position import Loader, has_its_part, is_stream
 from ..data.ranks import Agreed, DispatchedLoader
 from ..trainer import Trainer
 
@@ -46,19 +46,28 @@ class RanksTrainer(Trainer):
             # Unseeded, torch starts at the same number in every process.
             torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
 
+    def share_state(self) -> None:
+        """Buffers such as running statistics are on no rank in slices: rank 0's count, as DDP has
+        it in the next forward pass anyway."""
+        if self.world_size > 1:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
+
     def make_train_loader(self) -> Loader:
-        """dispatch_batches: rank 0 reads for all. Else every rank reads its shard, and they agree
-        on an epoch's end. By default it is so where every rank can find its shard by itself, which
-        gives the same batches."""
+        """dispatch_batches: rank 0 reads for all. Else every rank reads its part, and they agree on
+        an epoch's end. By default it is so where every rank can find its part by itself: in
+        map-style data, with the same batches, and through a sampler that deals them out."""
         rank, ranks = self.data_parallel
         if ranks == 1:
             return super().make_train_loader()
         size, dispatch = self.args.per_device_train_batch_size, self.args.dispatch_batches
         reads_on = is_stream(self.train_dataset)
-        if reads_on if dispatch is None else dispatch:
+        if dispatch is None:
+            dispatch = reads_on and not has_its_part(self.train_dataset)
+        if dispatch:
             of_all = self.make_loader(0, 1, size * ranks, shares=ranks) if rank == 0 else None
             return DispatchedLoader(of_all, self.env)
-        if reads_on:  # each rank's own already
+        if reads_on:
             return Agreed(self.make_loader(0, 1, size), self.env)
         return self.make_loader(rank, ranks, size)
 
@@ -115,17 +124,12 @@ class DDPTrainer(RanksTrainer):
         more than two ranks, the first step of a resumed run would not be that of the run that did
         not stop, to the last bit.
         """
-        streams = RNGState()
-        before, buffers = streams.state_dict(), [buffer.clone() for buffer in self.model.buffers()]
         self.wrapped.train()
-        batch, samples, _ = self.loader.next_group(1)[0]
-        with self.computing():
-            torch.autograd.backward(self.loss_share(batch, samples, 1.0))
-        self.optimizer.zero_grad(set_to_none=True)
-        for buffer, value in zip(self.model.buffers(), buffers, strict=True):
-            buffer.data.copy_(value)
+        with without_trace(self.model):
+            batch, samples, _ = self.loader.next_group(1)[0]
+            with self.computing():
+                torch.autograd.backward(self.loss_share(batch, samples, 1.0))
         self.loader.load_state_dict(self.beginning)
-        streams.load_state_dict(before)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or self.world_size == 1 else self.parallel.no_sync()
@@ -143,11 +147,9 @@ class DDPTrainer(RanksTrainer):
         return done
 
     def share_state(self) -> None:
-        """Buffers such as running statistics: rank 0's count, as DDP has it in the next forward
-        pass anyway."""
-        if self.world_size > 1 and self.averager is None:
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, 0)
+        """Between two averages of Post-Local SGD each rank keeps its own."""
+        if self.averager is None:
+            super().share_state()
 
     def model_components(self) -> list[StateComponent]:
         if self.averager is None:

@@ -142,12 +142,6 @@ class FSDP2Trainer(RanksTrainer):
                 module.reshard()  # there is no backward pass to do it, and all else expects slices
         return found
 
-    def share_state(self) -> None:
-        """Buffers are not sharded; such as running statistics are those of rank 0."""
-        if self.world_size > 1:
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, 0)
-
     def model_components(self) -> list[StateComponent]:
         if self.world_size == 1:
             return super().model_components()

@@ -16,10 +16,10 @@ from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.utils.data import DataLoader
 
-from ckptcore import ModelState, RNGState, SharingPattern, StateComponent
+from ckptcore import ModelState, SharingPattern, StateComponent
 
 from ..arguments import InvalidArgument, PipelineTrainingArguments, resolve_arguments
-from ..build import stepper
+from ..build import stepper, without_trace
 from ..data.position import Counted
 from ..losses import count_labels
 from ..optim import make_optimizer, parameter_groups
@@ -113,6 +113,9 @@ class PipelineTrainer(RanksTrainer):
     @property
     def data_parallel(self) -> tuple[int, int]:
         return 0, 1
+
+    def share_state(self) -> None:
+        """Each stage has its own."""
 
     # The stages.
 
@@ -226,15 +229,8 @@ class PipelineTrainer(RanksTrainer):
         Stages find out by computing what shapes they exchange, which must leave no trace: a run
         that resumes does so where the run that did not stop had no need to.
         """
-        streams, buffers = RNGState(), list(self.wrapped.buffers())
-        before, values = streams.state_dict(), [buffer.clone() for buffer in buffers]
-        self.run_schedule(batch, 1.0)
-        for parameter in self.wrapped.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
-        streams.load_state_dict(before)
+        with without_trace(self.wrapped):
+            self.run_schedule(batch, 1.0)
         self._rehearsed = True
 
     def forward_backward(self, group: list[Counted], items: float) -> Tensor:
