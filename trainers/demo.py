@@ -13,6 +13,7 @@ import random
 import secrets
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -41,30 +42,24 @@ TIMES = ("tok_per_sec", "mfu", "peak_mem")  # in the log, and never the same twi
 
 @dataclass
 class Watcher:
-    """Sees a run's saves from outside, by the partial folders that appear in its output folder."""
+    """Sees a run's saves from outside, by the partial folders that appear in its output folder.
+
+    durations: seconds of the saves that were left alone.
+    """
 
     folder: Path
     seen: set[str] = field(default_factory=set)
-    durations: list[float] = field(
-        default_factory=list
-    )  # of saves that were left alone, in seconds
+    durations: list[float] = field(default_factory=list)
 
     def partials(self) -> set[str]:
         """Attempts on disk now."""
-        if not self.folder.is_dir():
-            return set()
-        with os.scandir(self.folder) as entries:
-            return {
-                e.name
-                for e in entries
-                if e.name.startswith("checkpoint-") and ".partial-" in e.name
-            }
+        names = os.listdir(self.folder) if self.folder.is_dir() else ()
+        return {name for name in names if name.startswith("checkpoint-") and ".partial-" in name}
 
     def next_save(self, process: subprocess.Popen[bytes]) -> str | None:
         """Waits for a save to begin; None when the process ended before one did."""
         while process.poll() is None:
-            fresh = self.partials() - self.seen
-            if fresh:
+            if fresh := self.partials() - self.seen:
                 self.seen |= fresh
                 return fresh.pop()
             time.sleep(0.0003)
@@ -87,7 +82,7 @@ class Watcher:
             if count < number:
                 self.measure(name)
                 continue
-            typical = sorted(self.durations)[len(self.durations) // 2] if self.durations else 0.02
+            typical = statistics.median(self.durations or [0.02])
             delay = chance.uniform(0, typical)
             until = time.perf_counter() + delay
             while time.perf_counter() < until:
@@ -96,20 +91,17 @@ class Watcher:
             process.send_signal(signal.SIGSTOP)
             os.waitpid(process.pid, os.WUNTRACED)
             partial = self.folder / name
+            when = f"{delay * 1e3:.1f} ms"
             if partial.exists():
                 process.kill()
                 process.wait()
-                say(
-                    f"SIGKILL {delay * 1e3:.1f} ms into save {count} of this process; "
-                    f"a save takes {typical * 1e3:.1f} ms"
-                )
+                what = f"SIGKILL {when} into save {count} of this process"
+                say(f"{what}; a save takes {typical * 1e3:.1f} ms")
                 return partial
-            say(f"save {count} was over within {delay * 1e3:.1f} ms; trying the next")
+            say(f"save {count} was over within {when}; trying the next")
             process.send_signal(signal.SIGCONT)
-        raise SystemExit(
-            f"the run ended (exit code {process.returncode}) before a save was hit; see "
-            f"{self.folder}.log"
-        )
+        ended = f"the run ended (exit code {process.returncode}) before a save was hit"
+        raise SystemExit(f"{ended}; see {self.folder}.log")
 
 
 def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
@@ -141,9 +133,8 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
         process.kill()  # where this program is interrupted
     if process.returncode != 0:
         tail = folder.with_suffix(".log").read_text(errors="replace").splitlines()[-15:]
-        raise SystemExit(
-            "\n".join([f"training in {folder} failed with exit code {process.returncode}:", *tail])
-        )
+        failed = f"training in {folder} failed with exit code {process.returncode}:"
+        raise SystemExit("\n".join([failed, *tail]))
 
 
 def kill_and_show(watcher: Watcher, steps: int, number: int, chance: random.Random) -> None:
@@ -188,11 +179,9 @@ def compare(reference: Path, killed: Path, steps: int) -> bool:
     ours, theirs = read_losses(reference), read_losses(killed)
     wrong = [step for step in range(1, steps + 1) if _hex(ours, step) != _hex(theirs, step)]
     same_file = (reference / LOSSES).read_bytes() == (killed / LOSSES).read_bytes()
-    verdict = (
-        "equal"
-        if same_file and not wrong
-        else f"{len(wrong)} DIFFER, the first at step {min(wrong, default=0)}"
-    )
+    verdict = "equal"
+    if wrong or not same_file:
+        verdict = f"{len(wrong)} DIFFER, the first at step {min(wrong, default=0)}"
     say(f"{'losses of the steps':<20}{len(theirs):>5} steps{'':>24}{verdict}")
     return equal and same_file and not wrong
 
@@ -205,9 +194,8 @@ def fresh(folder: Path) -> None:
     """An empty demo folder; only one that an earlier demo made is emptied."""
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
-            raise click.UsageError(
-                f"{folder} is not empty and not of an earlier demo; give another --folder"
-            )
+            what = f"{folder} is not empty and not of an earlier demo"
+            raise click.UsageError(f"{what}; give another --folder")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()
@@ -238,10 +226,8 @@ def main(folder: Path, steps: int, seed: int | None) -> None:
     seed = secrets.randbits(31) if seed is None else seed
     chance = random.Random(seed)
     reference, killed = folder / "reference", folder / "killed"
-    say(
-        f"two runs of {steps} steps, one uninterrupted, one killed twice inside a save (--seed "
-        f"{seed})"
-    )
+    runs = f"two runs of {steps} steps, one uninterrupted, one killed twice inside a save"
+    say(f"{runs} (--seed {seed})")
     undisturbed = start(reference, steps)
     try:
         watcher = Watcher(killed)
@@ -262,11 +248,8 @@ def main(folder: Path, steps: int, seed: int | None) -> None:
 
     click.echo()
     equal = compare(reference, killed, steps)
-    say(
-        "EQUAL: the killed and resumed run is the uninterrupted run, bit for bit"
-        if equal
-        else "NOT EQUAL"
-    )
+    same = "EQUAL: the killed and resumed run is the uninterrupted run, bit for bit"
+    say(same if equal else "NOT EQUAL")
     last = str(killed / f"checkpoint-{steps}")
     shown = [ckpt("ls", str(killed)), ckpt("inspect", last), ckpt("verify", last)]
     if not equal or not all(shown):

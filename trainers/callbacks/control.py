@@ -179,11 +179,7 @@ class TrainerControlCallback(TrainerCallback):
     def on_step_end(self, args: Any, control: TrainerControl, **kwargs: Any) -> None:
         self._obey(args, control)
 
-    def on_epoch_end(self, args: Any, control: TrainerControl, **kwargs: Any) -> None:
-        self._obey(args, control)
-
-    def on_evaluate(self, args: Any, control: TrainerControl, **kwargs: Any) -> None:
-        self._obey(args, control)
+    on_epoch_end = on_evaluate = on_step_end
 
     def on_log(
         self, args: Any, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any

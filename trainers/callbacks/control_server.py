@@ -128,14 +128,8 @@ class ControlServer:
             answer = {"error": f"Unknown command: {command!s:.100}"}
             return web.json_response({**answer, "valid_commands": list(self.commands)}, status=400)
         self.submit(command)
-        return web.json_response(
-            {
-                "status": "acknowledged",
-                "command": command,
-                "timestamp": time.time(),
-                "message": f"Command {command} queued for execution",
-            }
-        )
+        answer = {"message": f"Command {command} queued for execution", "timestamp": time.time()}
+        return web.json_response({"status": "acknowledged", "command": command, **answer})
 
     def _check_job(self, request: web.Request) -> None:
         if request.match_info["job_id"] != self.job_id:

@@ -34,12 +34,8 @@ def jobs_directory() -> Path:
 def check_job_id(job_id: str) -> str:
     """A name that is safe as that of a folder and in a URL. Raises InvalidArgument."""
     if not isinstance(job_id, str) or not re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,200}", job_id):
-        raise InvalidArgument(
-            "job_id",
-            job_id,
-            "not usable as the name of a folder",
-            "use letters, digits, '.', '_' and '-', and begin with none of '.'",
-        )
+        instead = "use letters, digits, '.', '_' and '-', and begin with none of '.'"
+        raise InvalidArgument("job_id", job_id, "not usable as the name of a folder", instead)
     return job_id
 
 

@@ -73,20 +73,10 @@ class CheckpointMetrics(TrainerCallback):
     """
 
     def on_checkpoint_commit(self, record: Any, trainer: Any, **kwargs: Any) -> None:
-        values = record if isinstance(record, dict) else {n: getattr(record, n) for n in _RECORD}
-        if not values["ok"]:
-            trainer.log({"checkpoint/step": values["step"], "checkpoint/failed": 1})
-            return
+        known = record if isinstance(record, dict) else vars(record)
+        values = {name: known[name] for name in ("step", "stall_ms", "save_s", "bytes")}
         seconds = values["save_s"]
-        trainer.log(
-            {
-                "checkpoint/step": values["step"],
-                "checkpoint/stall_ms": values["stall_ms"],
-                "checkpoint/save_s": seconds,
-                "checkpoint/bytes": values["bytes"],
-                "checkpoint/gb_per_s": values["bytes"] / 1e9 / seconds if seconds > 0 else 0.0,
-            }
-        )
-
-
-_RECORD = ("step", "ok", "stall_ms", "save_s", "bytes")
+        values["gb_per_s"] = values["bytes"] / 1e9 / seconds if seconds > 0 else 0.0
+        if not known["ok"]:
+            values = {"step": known["step"], "failed": 1}
+        trainer.log({f"checkpoint/{name}": value for name, value in values.items()})
