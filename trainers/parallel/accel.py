@@ -47,8 +47,8 @@ class AccelTrainer(DDPTrainer):
             )
             if importlib.util.find_spec("accelerate") is None:
                 reason = "the package accelerate is not installed"
-                instead = "one: install ckptcore[accelerate], or use DDPTrainer"
-            raise InvalidArgument("accelerator", None, reason, f"give {instead}")
+                instead = "install ckptcore[accelerate], or use DDPTrainer"
+            raise InvalidArgument("accelerator", None, reason, instead)
         self.accelerator = accelerator
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if kind not in _WHOLE:

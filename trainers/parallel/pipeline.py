@@ -102,10 +102,10 @@ class PipelineTrainer(RanksTrainer):
             reason = "its last batch may be shorter than the others"
             instead = "make it with drop_last=True"
             raise InvalidArgument("train_dataset", "a DataLoader", reason, instead)
+        super().check()
         if args.pp_stage_type == "v" and args.stages_per_rank != 2:
             reason, given = "a V has two stages a rank", args.stages_per_rank
             raise InvalidArgument("stages_per_rank", given, reason, "set 2")
-        super().check()
 
     def parts(self) -> dict[str, Any]:
         return {**super().parts(), "pipe_schedule": self.pipe_schedule_factory}

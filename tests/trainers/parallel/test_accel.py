@@ -120,7 +120,7 @@ def test_the_accelerator_wins_and_says_so(ranks: Any, tmp_path: Path) -> None:
         "accelerator_config": {"split_batches": True, "even_batches": False},
     }
     (found, _) = ranks.run("decided", 2, args=args)
-    assert (found["batch"], found["loader"], found["warnings"]) == (2, "ResumableLoader", [])
+    assert (found["batch"], found["loader"], found["warnings"]) == (2, "MapLoader", [])
     assert found["config"]["split_batches"] is True and found["config"]["even_batches"] is False
     (found, _) = ranks.run(
         "decided", 2, args={"output_dir": str(tmp_path), "dispatch_batches": True}
