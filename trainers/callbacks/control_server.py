@@ -128,8 +128,9 @@ class ControlServer:
             answer = {"error": f"Unknown command: {command!s:.100}"}
             return web.json_response({**answer, "valid_commands": list(self.commands)}, status=400)
         self.submit(command)
-        answer = {"message": f"Command {command} queued for execution", "timestamp": time.time()}
-        return web.json_response({"status": "acknowledged", "command": command, **answer})
+        text = f"Command {command} queued for execution"
+        answer = {"command": command, "timestamp": time.time(), "message": text}
+        return web.json_response({"status": "acknowledged", **answer})
 
     def _check_job(self, request: web.Request) -> None:
         if request.match_info["job_id"] != self.job_id:
