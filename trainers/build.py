@@ -130,7 +130,7 @@ class ModelBuilder:
         """The dtype that modules are built in."""
         before = torch.get_default_dtype()
         if self.args.default_dtype is not None:
-            torch.set_default_dtype(self.args.dtype_of(self.args.default_dtype))
+            torch.set_default_dtype(getattr(torch, self.args.default_dtype))
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FILES = 17
+FILES = 16
 MOVES = 620
 
 

@@ -641,9 +641,9 @@ def test_warmup_and_dtypes() -> None:
     ]
     assert TrainingArguments(warmup_ratio=0.5, warmup_steps=3).warmup(100) == 3
     assert TrainingArguments().warmup(100) == 0
-    assert TrainingArguments.dtype_of("bfloat16") is torch.bfloat16
-    with pytest.raises(InvalidArgument, match="no dtype of this name"):
-        arguments.dtype_of("Tensor")
+    assert TrainingArguments(default_dtype="bfloat16").default_dtype == "bfloat16"
+    with pytest.raises(InvalidArgument, match="default_dtype='Tensor': unknown"):
+        TrainingArguments(default_dtype="Tensor")
     assert TrainingArguments(metric_for_best_model="accuracy").best_is_greater is True
     assert TrainingArguments(metric_for_best_model="eval_loss").best_is_greater is False
 

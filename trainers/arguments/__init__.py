@@ -21,7 +21,6 @@ from .native import (
     PostLocalSGDArguments,
     Process,
     TrainingArguments,
-    dtype_of,
     steps_of,
 )
 
@@ -41,7 +40,6 @@ __all__ = [
     "PostLocalSGDArguments",
     "Process",
     "TrainingArguments",
-    "dtype_of",
     "known_names",
     "load_configuration",
     "native_name",

@@ -180,9 +180,10 @@ def _translate(cls: type[Arguments], values: dict[str, Any]) -> Iterator[Invalid
             if not row.is_untouched(value):
                 yield _not_ours(cls, name, value)
         elif row.kind == "alias":
-            found = list(wishes(row, value))
-            asked += [wish for wish in found if isinstance(wish, Wish)]
-            yield from (fault for fault in found if isinstance(fault, InvalidArgument))
+            try:
+                asked += wishes(row, value)
+            except InvalidArgument as error:
+                yield from error.faults
         elif row.kind == "no effect":
             silent.append(f"{name} ({row.reason})")
         else:

@@ -11,11 +11,11 @@ import ast
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import InvalidArgument
+from .errors import InvalidArgument, raise_any
 
 Kind = Literal["alias", "no effect", "refused"]
 
@@ -128,35 +128,33 @@ class Wish:
     firm: bool = False
 
 
-def wishes(row: Name, value: Any) -> Iterator[Wish | InvalidArgument]:
-    """What an alias asks for, or what is wrong with it."""
+def wishes(row: Name, value: Any) -> Iterator[Wish]:
+    """What an alias asks for. Raises InvalidArgument for what cannot be asked for."""
     name = row.name
     if name == "fsdp":
         yield from _wishes_of_fsdp(value)
     elif name == "fsdp_config":
-        yield from _wishes_of_fsdp_config(value)
+        yield from _wishes_of_fsdp_config(_read_mapping(name, value))
     elif name == "accelerator_config":
-        read = _read_mapping(name, value)
-        yield read if isinstance(read, InvalidArgument) else Wish(name, value, name, read)
+        yield Wish(name, value, name, _read_mapping(name, value))
     elif row.values:
         meaning = next((to for given, to in row.values.items() if _same(value, given)), None)
         if meaning is not None:
             yield Wish(name, value, row.target, meaning)
         elif not isinstance(value, bool):
             reason = f"is of type {type(value).__name__}"
-            yield InvalidArgument(name, value, reason, "give True or False")
+            raise InvalidArgument(name, value, reason, "give True or False")
     else:
         yield Wish(name, value, row.target, value)
         if name == "torchdynamo":
             yield Wish(name, value, "torch_compile", True)
 
 
-def _wishes_of_fsdp(value: Any) -> Iterator[Wish | InvalidArgument]:
+def _wishes_of_fsdp(value: Any) -> Iterator[Wish]:
     words = ["full_shard"] if value is True else value.split() if isinstance(value, str) else value
     instead = "give full_shard, shard_grad_op, hybrid_shard, offload, auto_wrap, or set fsdp2"
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        yield InvalidArgument("fsdp", value, f"is of type {type(value).__name__}", instead)
-        return
+        raise InvalidArgument("fsdp", value, f"is of type {type(value).__name__}", instead)
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     meanings: dict[str, tuple[str, Any]] = {
         "full_shard": ("reshard_after_forward", True),
@@ -165,25 +163,24 @@ def _wishes_of_fsdp(value: Any) -> Iterator[Wish | InvalidArgument]:
         "offload": ("cpu_offload", True),
         "auto_wrap": ("shard_transformer_layers", True),
     }
+    faults = []
     for word in words:
         target, meaning = meanings.get(word, ("", None))
+        reason = "unknown"
         if word == "no_shard":
-            yield InvalidArgument("fsdp", word, "nothing would be sharded", "use DDPTrainer")
-        elif not target:
-            yield InvalidArgument("fsdp", word, "unknown", instead)
-        elif meaning is None:
+            reason, instead = "nothing would be sharded", "use DDPTrainer"
+        elif target and meaning is None:
             reason = "the launcher does not say the ranks per node (LOCAL_WORLD_SIZE)"
-            number = "set fsdp2.reshard_after_forward to their number"
-            yield InvalidArgument("fsdp", word, reason, number)
-        else:
+            instead = "set fsdp2.reshard_after_forward to their number"
+        elif target:
             yield Wish(f"fsdp={word}", meaning, f"fsdp2.{target}", meaning, firm=True)
+            continue
+        faults.append(InvalidArgument("fsdp", word, reason, instead))
+    raise_any(faults)
 
 
-def _wishes_of_fsdp_config(value: Any) -> Iterator[Wish | InvalidArgument]:
-    config = _read_mapping("fsdp_config", value)
-    if isinstance(config, InvalidArgument):
-        yield config
-        return
+def _wishes_of_fsdp_config(config: Mapping[str, Any]) -> Iterator[Wish]:
+    faults = []
     for key, inner in config.items():
         name, shown = key.removeprefix("fsdp_"), f"fsdp_config.{key}"
         if inner is None or inner == "" or _same(inner, _FSDP_UNTOUCHED.get(name)):
@@ -204,7 +201,8 @@ def _wishes_of_fsdp_config(value: Any) -> Iterator[Wish | InvalidArgument]:
             reason, instead = "only FSDP2 is supported", "set version 2, or leave it out"
         elif name in ("min_num_params", "transformer_layer_cls_to_wrap"):
             reason, instead = "modules are not wrapped by size or class", _LAYERS
-        yield InvalidArgument(shown, inner, reason, instead)
+        faults.append(InvalidArgument(shown, inner, reason, instead))
+    raise_any(faults)
 
 
 def accelerator_faults(settings: Mapping[str, Any]) -> Iterator[InvalidArgument]:
@@ -225,21 +223,23 @@ def accelerator_faults(settings: Mapping[str, Any]) -> Iterator[InvalidArgument]
         yield InvalidArgument(f"accelerator_config.{name}", value, reason, instead)
 
 
-def _read_mapping(name: str, value: Any) -> dict[str, Any] | InvalidArgument:
-    """A mapping given as such, as JSON or the path of it, or as an object with fields."""
+def _read_mapping(name: str, value: Any) -> dict[str, Any]:
+    """A mapping given as such, as JSON or the path of it, or as an object with fields. Raises
+    InvalidArgument."""
     instead = "give a mapping or the path of a JSON file"
     if isinstance(value, str):
         try:
             inline = value.lstrip().startswith("{")
             value = json.loads(value if inline else Path(value).read_text(encoding="utf-8"))
         except OSError as error:
-            return InvalidArgument(name, value, f"cannot be read: {error.strerror}", instead)
+            reason = f"cannot be read: {error.strerror}"
+            raise InvalidArgument(name, value, reason, instead) from None
         except ValueError as error:
-            return InvalidArgument(name, value, f"is not JSON: {error}", instead)
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    elif not isinstance(value, Mapping) and hasattr(value, "__dict__") and not callable(value):
+            raise InvalidArgument(name, value, f"is not JSON: {error}", instead) from None
+    elif (
+        hasattr(value, "__dict__") and not isinstance(value, Mapping | type) and not callable(value)
+    ):
         value = vars(value)
     if not isinstance(value, Mapping):
-        return InvalidArgument(name, value, f"is of type {type(value).__name__}", instead)
+        raise InvalidArgument(name, value, f"is of type {type(value).__name__}", instead)
     return {str(key): inner for key, inner in value.items()}

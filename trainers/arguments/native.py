@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from annotated_types import Ge, Le
@@ -42,7 +41,7 @@ from .kinds import (
 from .optimizer_options import known_optimizer, option_conflicts
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 # lr_scheduler_type -> its own lr_scheduler_kwargs with their defaults.
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -362,10 +361,6 @@ class MinimalTrainingArguments(Arguments):
         return int(str(self.device or "cpu").startswith("cuda"))
 
     @property
-    def root(self) -> Path:
-        return Path(self.output_dir)
-
-    @property
     def reporters(self) -> tuple[str, ...]:
         """`report_to` as names, without "none"."""
         names = [self.report_to] if isinstance(self.report_to, str) else self.report_to
@@ -382,10 +377,6 @@ class MinimalTrainingArguments(Arguments):
     def warmup(self, total_steps: int) -> int:
         """Steps of warm-up in a run of so many steps."""
         return self.warmup_steps or math.ceil(exactness.rounded(self.warmup_ratio * total_steps))
-
-    @staticmethod
-    def dtype_of(name: str) -> torch.dtype:
-        return dtype_of(name)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, as they go into a checkpoint's metadata."""
@@ -638,13 +629,3 @@ def steps_of(value: int | float, total_steps: int) -> int:
     if isinstance(value, float) and value < 1.0:
         return max(1, math.ceil(exactness.rounded(value * total_steps)))
     return int(value)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        reason, instead = "torch has no dtype of this name", "give one such as float32 or bfloat16"
-        raise InvalidArgument("dtype", name, reason, instead)
-    return dtype

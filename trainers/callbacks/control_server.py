@@ -129,8 +129,8 @@ class ControlServer:
             return web.json_response({**answer, "valid_commands": list(self.commands)}, status=400)
         self.submit(command)
         text = f"Command {command} queued for execution"
-        answer = {"command": command, "timestamp": time.time(), "message": text}
-        return web.json_response({"status": "acknowledged", **answer})
+        found = {"status": "acknowledged", "command": command, "timestamp": time.time()}
+        return web.json_response({**found, "message": text})
 
     def _check_job(self, request: web.Request) -> None:
         if request.match_info["job_id"] != self.job_id:

@@ -59,10 +59,8 @@ class FSDP2Trainer(RanksTrainer):
         if not empty and self.args.seed < 0 and not self.restorable:
             for tensor in self.tensors():  # every rank drew its own
                 dist.broadcast(tensor, 0, group=self.env.cpu_group if tensor.is_cpu else None)
-        dtypes = [
-            name and self.args.dtype_of(name)
-            for name in (options.param_dtype, options.reduce_dtype)
-        ]
+        names = (options.param_dtype, options.reduce_dtype)
+        dtypes = [name and getattr(torch, name) for name in names]
         policies = {
             "mesh": init_device_mesh(self.device.type, (self.world_size,)),
             "reshard_after_forward": options.reshard_after_forward,
@@ -77,13 +75,12 @@ class FSDP2Trainer(RanksTrainer):
         if empty:
             model.to_empty(device="cpu" if options.cpu_offload else self.device)
             self.builder.filled = False
+        dtype = options.buffer_dtype and getattr(torch, options.buffer_dtype)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    cast = options.buffer_dtype is not None and buffer.is_floating_point()
-                    module._buffers[name] = buffer.to(
-                        self.device, self.args.dtype_of(options.buffer_dtype) if cast else None
-                    )
+                    cast = dtype if buffer.is_floating_point() else None
+                    module._buffers[name] = buffer.to(self.device, cast or None)
         self.wrapped = self.builder.compile(model)
 
     def build_on_no_more_than_one_device(self) -> nn.Module:
