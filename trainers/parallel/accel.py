@@ -43,7 +43,7 @@ class AccelTrainer(DDPTrainer):
         if accelerator is None:
             reason, instead = (
                 "AccelTrainer trains through one",
-                "a configured accelerate.Accelerator",
+                "give a configured accelerate.Accelerator",
             )
             if importlib.util.find_spec("accelerate") is None:
                 reason = "the package accelerate is not installed"
