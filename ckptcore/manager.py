@@ -336,7 +336,7 @@ class CheckpointManager:
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
         call = replace(call, exists=exists, files=files)
-        if exists == "skip" and (there := self._committed(call)) is not None:
+        if call.skips and (there := self._committed(call)) is not None:
             return self._saves.skip(self._job, there).result() or there
         return self._saves.now(self._job, call, self._run_facts())
 
@@ -375,7 +375,7 @@ class CheckpointManager:
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
         call = replace(call, exists=exists, files=files)
-        if exists == "skip" and (there := self._committed(call)) is not None:
+        if call.skips and (there := self._committed(call)) is not None:
             return self._saves.skip(self._job, there)
         return self._saves.begin(self._job, call, self._run_facts(self.when_busy))
 

@@ -122,6 +122,10 @@ class SaveCall:
     exists: Any = "error"
     files: Any = None
 
+    @property
+    def skips(self) -> bool:
+        return isinstance(self.exists, str) and self.exists == "skip"
+
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
@@ -183,9 +187,8 @@ class SaveRequest:
 
 def overwrites(call: SaveCall) -> bool:
     """Whether a committed checkpoint gives way. Raises InvalidState."""
-    if call.exists != "error":
-        check_one_of("exists", call.exists, ("error", "skip", "replace"))
-    if check_flag("overwrite", call.overwrite) and call.exists == "skip":
+    check_one_of("exists", call.exists, ("error", "skip", "replace"))
+    if check_flag("overwrite", call.overwrite) and call.skips:
         raise InvalidState("overwrite=True and exists='skip' contradict each other: give one")
     return bool(call.overwrite) or call.exists == "replace"
 

@@ -403,13 +403,21 @@ def chosen_of(components: Sequence[StateComponent], only: Only) -> list[StateCom
     keys = [component.key for component in components]
     unknown = [p for p in patterns if not any(fnmatchcase(key, p) for key in keys)]
     if callable(only):
-        chosen = {key for key in keys if only(key)}
+        chosen = {key for key in keys if _asks_for(only, key)}
     else:
         chosen = {key for key in keys for p in patterns if fnmatchcase(key, p)}
     if unknown or not chosen:
         which = f"{unknown[0]!r}, which" if unknown else "what"
         raise InvalidState(f"only asks for {which} the state has not; it has {', '.join(keys)}")
     return [component for component in components if component.key in chosen]
+
+
+def _asks_for(only: Callable[[str], bool], key: str) -> bool:
+    try:
+        return bool(only(key))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise InvalidState(f"the function given as only fails for {key!r} ({what})") from error
 
 
 @contextmanager
