@@ -71,8 +71,7 @@ from .ranks.communicator import Communicator
 from .ranks.store import default_communicator, shared_communicator
 from .saving.background import JOIN_SECONDS, SaveHandle, Saves, warn_all
 from .saving.devices import Staging
-from .saving.plan import KeptPlans
-from .saving.reuse import reuse_as_asked
+from .saving.plan import KeptPlans, plans_as_asked
 from .saving.save import (
     RunFacts,
     SaveCall,
@@ -169,6 +168,8 @@ class CheckpointManager:
         links or copies that the server makes, instead of writing them again (default False).
     refresh_every: int >= 1, with `reuse`, in how many checkpoints one after another the same bytes
         may be before they are written anew (default 20).
+    unchanged: "warn" (default): a CheckpointWarning names, once, parameters with requires_grad=True
+        whose bytes are those of the save before; "ignore": nothing is said.
     drain_timeout: seconds that closing, or the end of the program, waits for saves and uploads
         (default 1800).
     on_event: function that is called with each SaveEvent (default None).
@@ -200,6 +201,7 @@ class CheckpointManager:
         staging: Staging = "auto",
         reuse: bool = False,
         refresh_every: int = 20,
+        unchanged: Literal["warn", "ignore"] = "warn",
         drain_timeout: float = 1800.0,
         on_event: OnEvent | None = None,
         join_timeout: float = 600.0,
@@ -219,12 +221,11 @@ class CheckpointManager:
         liveness_timeout = check_seconds("liveness_timeout", liveness_timeout)
         error_join_timeout = check_seconds("error_join_timeout", error_join_timeout)
         run_id = None if run_id is None else check_name("run_id", run_id)
+        self._kept = plans_as_asked(writers, reuse, refresh_every, unchanged)
         self.storage_options = checked_options("storage_options", storage_options)
         self.storage = open_storage(root, self.storage_options)
         tiers = checked_tiers(self.storage, tiers, storage_mode)
-        self.keep = keep
-        self._reuse = reuse_as_asked(reuse, refresh_every)
-        self._own_comm = comm is None
+        self.keep, self._own_comm = keep, comm is None
         if comm is None:
             comm = default_communicator(join_timeout, liveness_timeout, error_join_timeout)
         self.comm = comm
@@ -264,9 +265,8 @@ class CheckpointManager:
 
     @cached_property
     def _job(self) -> SaveJob:
-        kept = KeptPlans(split=self.writers == "split", reuse=self._reuse)
         groups, workers = self.process_groups, self._saves.workers
-        return SaveJob(self.comm, self._domains, groups, workers, kept)
+        return SaveJob(self.comm, self._domains, groups, workers, self._kept)
 
     @property
     def root(self) -> str:

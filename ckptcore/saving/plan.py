@@ -10,8 +10,10 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from torch.nn import Parameter
+import torch
+from torch import nn
 
+from ..arguments import check_count, check_flag, check_one_of
 from ..errors import CoordinationError, InvalidState
 from ..format.digest import combined_digest, content_digest
 from ..format.layout import encode_layouts
@@ -29,8 +31,10 @@ from ..format.tensorfile import HEADER_LIMIT, lay_out
 from ..ranks.messages import message
 from ..replicas.shard_table import PlainValues, ShardTable, ShardTables
 from ..state.component import SharingPattern, StateComponent
+from ..state.layout import Shard
 from ..state.tree import StateSnapshot, Structure, TensorLeaf
 from .reuse import Reuse
+from .unchanged import Suspects, Unchanged
 from .writer import FilePlan, WrittenFile
 
 MAX_FILE_BYTES = 32 << 30
@@ -225,12 +229,14 @@ class KeptPlans:
     aliases and layouts, but never where in memory anything is.
 
     split: replicas share the writing, else the lowest rank does it. reuse: the files of the last
-    checkpoint, where they are to be taken over. tables: of sharded components; structures: of all,
-    as they were at the last save.
+    checkpoint, where they are to be taken over; unchanged: which of its tensors are as they were.
+    tables: of sharded components; structures: of all, as they were at the last save.
     """
 
-    def __init__(self, *, split: bool = True, reuse: Reuse | None = None) -> None:
-        self.split, self.reuse = split, reuse
+    def __init__(
+        self, *, split: bool = True, reuse: Reuse | None = None, unchanged: Unchanged | None = None
+    ) -> None:
+        self.split, self.reuse, self.unchanged = split, reuse, unchanged
         self.tables = ShardTables(spread=split)
         self.structures: dict[str, Structure] = {}
         self._structure: list[Any] | None = None
@@ -260,8 +266,11 @@ class KeptPlans:
                     continue
                 lowest = rank == group.members[0]
                 wanted = _Wanted(c.key, snapshots[c.key], lowest, writers, group.label)
-            if self.reuse is not None:
-                wanted = replace(wanted, frozen=_frozen(snapshots[c.key]))
+            if self.unchanged is not None:
+                parameters = _Parameters.of(snapshots[c.key])
+                self.unchanged.trained[c.key] = parameters.trained
+                if self.reuse is not None:
+                    wanted = replace(wanted, frozen=parameters.frozen)
             mine.append(wanted)
             structure.append(wanted.structure)
         if self._plan is None or structure != self._structure:
@@ -276,10 +285,41 @@ class KeptPlans:
         return tuple(group.members[:1] if one else group.members)
 
 
-def _frozen(snapshot: StateSnapshot) -> frozenset[int]:
-    """The numbers of parameters that do not train."""
-    live = enumerate(t.tensor if t.live is None else t.live for t in snapshot.tensors)
-    return frozenset(n for n, t in live if isinstance(t, Parameter) and not t.requires_grad)
+def plans_as_asked(writers: str, reuse: bool, refresh_every: int, unchanged: str) -> KeptPlans:
+    """What the arguments of a manager say. Raises InvalidState."""
+    check_flag("reuse", reuse)
+    check_count("refresh_every", refresh_every)
+    check_one_of("unchanged", unchanged, ("warn", "ignore"))
+    warns = unchanged == "warn"
+    return KeptPlans(
+        split=writers == "split",
+        reuse=Reuse(refresh_every) if reuse else None,
+        unchanged=Unchanged(warns=warns) if reuse or warns else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """The parameters in a component's state: names of those that train, numbers of the others."""
+
+    trained: frozenset[str]
+    frozen: frozenset[int]
+
+    @classmethod
+    def of(cls, snapshot: StateSnapshot) -> _Parameters:
+        """To be asked before the state is copied: the leaves of a copy are no parameters."""
+        trained, frozen = [], []
+        for number, leaf in enumerate(snapshot.tensors):
+            live: Any = leaf.tensor if leaf.live is None else leaf.live
+            if type(live) is torch.Tensor:  # most of them, and torch is slow to say it
+                continue
+            live = live.tensor if isinstance(live, Shard) else live
+            if isinstance(live, nn.Parameter):
+                if live.requires_grad:
+                    trained.append(leaf.spec.name)
+                else:
+                    frozen.append(number)
+        return cls(frozenset(trained), frozenset(frozen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,13 +397,15 @@ class GroupReceipt:
 @dataclass(frozen=True, slots=True)
 class RankReceipt:
     """What one rank wrote: files, components that its index has, and by component what it says of
-    the replica group that it is the lowest rank of. seconds: that it took, by phase of the save."""
+    the replica group that it is the lowest rank of. seconds: that it took, by phase of the save.
+    suspects: see Unchanged."""
 
     rank: int
     files: list[FileReceipt]
     components: list[str]
     groups: dict[str, GroupReceipt]
     seconds: dict[str, float]
+    suspects: Suspects
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..arguments import check_count, check_flag
 from ..catalog.folder import join
 from ..catalog.transaction import Transaction
 from ..storage.base import Storage
@@ -30,13 +29,6 @@ class _Kept:
     identity: str
     written: WrittenFile
     times: int
-
-
-def reuse_as_asked(reuse: bool, refresh_every: int) -> Reuse | None:
-    """What the arguments of a manager say. Raises InvalidState."""
-    check_flag("reuse", reuse)
-    check_count("refresh_every", refresh_every)
-    return Reuse(refresh_every) if reuse else None
 
 
 class Reuse:

@@ -86,6 +86,7 @@ from .plan import (
 )
 from .staging import HostPool, StagedCopy
 from .staging import stage as copy_into_pool
+from .unchanged import Suspects
 from .user_files import read_user_files
 from .writer import ByteSource, WrittenFile, write_files
 
@@ -197,7 +198,8 @@ class SaveRecord:
     """What is to be told of one save: warnings, seconds by phase, and bytes of tensor files that
     this rank has written of those that it has to. step, name: known from the join on. retries: what
     the storage had tried again before it. files: what became of this rank's tensor files; reused:
-    bytes of those that were taken over from the checkpoint before."""
+    bytes of those that were taken over from the checkpoint before. suspects: on rank 0, those of
+    each rank (see Unchanged)."""
 
     def __init__(self, retries: int = 0) -> None:
         self.step, self.name = 0, ""
@@ -206,6 +208,7 @@ class SaveRecord:
         self.seconds: dict[str, float] = {}
         self.written = self.total = self.reused = 0
         self.files: list[WrittenFile] = []
+        self.suspects: list[Suspects] = []
         self._lock = threading.Lock()
 
     @property
@@ -679,9 +682,10 @@ class PreparedSave:
         stored, plan, transaction = self.save.stored, self.plan, self.transaction
         record = self.save.record
         with record.phase("write"), _needing(plan):
+            leaves = {c.key: c.tensors(stored[c.key]) for c in plan.components}
             held = {
-                c.key: TensorSource({n: t.tensor for n, t in c.tensors(stored[c.key]).items()})
-                for c in plan.components
+                key: TensorSource({n: t.tensor for n, t in mine.items()})
+                for key, mine in leaves.items()
             }
             sources = {file.name: held[file.component] for file in plan.files}
             taken = self._take_over(sources)
@@ -707,7 +711,10 @@ class PreparedSave:
         for name, data in small.items():
             files.append(FileReceipt(name, len(data), plan.rank, content_digest(data)))
         groups = group_receipts(plan, stored, self.values)
-        return RankReceipt(plan.rank, files, list(index.components), groups, dict(record.seconds))
+        last = self.save.job.kept.unchanged
+        suspects = {} if last is None else last.compared(record.files, leaves)
+        components, seconds = list(index.components), dict(record.seconds)
+        return RankReceipt(plan.rank, files, components, groups, seconds, suspects)
 
     def _take_over(self, sources: Mapping[str, ByteSource]) -> dict[str, WrittenFile]:
         """By name, the files that are as they were in the checkpoint before: this one has them
@@ -780,12 +787,16 @@ def finish(
         prepared = _prepare(staged, comm, workers)
         encoded = _commit(prepared)
     catalog, name, destination = job.domains.catalog, joined.request.name, prepared.destination
+    record = save.record
     if job.kept.reuse is not None:
-        job.kept.reuse.committed(catalog.storage, name, save.record.files)
+        job.kept.reuse.committed(catalog.storage, name, record.files)
     where = catalog.storage.at(name)
     manifest = CheckpointManifest.decode(encoded, where)
     if (file := prepared.transaction.file) is not None:
         catalog.remember(name, file, manifest)
+    if (last := job.kept.unchanged) is not None:
+        record.warnings += last.warnings(record.suspects, manifest, save.tables, joined.domain)
+        last.committed(record.files, manifest)
     info = CheckpointInfo(name, where, "committed", manifest.step, None, manifest)
     listed = None if destination is None else destination.listed
     return SavedCheckpoint(info, listed, save.record.warnings)
@@ -945,6 +956,7 @@ def _commit(prepared: PreparedSave) -> bytes:
 def _manifests(prepared: PreparedSave, receipts: Sequence[RankReceipt]) -> list[bytes]:
     """On rank 0: that of each domain."""
     joined, node_of = prepared.save.joined, prepared.save.job.domains.node_of
+    prepared.save.record.suspects = [receipt.suspects for receipt in receipts]
     checkpoint_id = joined.request.checkpoint_id or secrets.token_hex(16)
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     encoded = [
