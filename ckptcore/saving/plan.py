@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ def plan_component(
     writers: Sequence[int],
     label: str = "",
     *,
-    frozen: Container[int] = (),
+    apart: Sequence[frozenset[int]] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     header_limit: int = HEADER_LIMIT,
 ) -> list[FilePlan]:
@@ -69,13 +69,14 @@ def plan_component(
 
     The bytes are split over `writers`, each of which could write all of them: largest tensor first
     to the rank with the least so far. A tensor stays in one file; a file stays below
-    `max_file_bytes` unless one tensor is larger, and its header below `header_limit`. Tensors whose
-    numbers are in `frozen` are in files of their own. Raises InvalidState when a name alone is
-    too long for a header.
+    `max_file_bytes` unless one tensor is larger, and its header below `header_limit`. Tensors with
+    the numbers of one of `apart` share files with each other only. Raises InvalidState when a name
+    alone is too long for a header.
     """
     parts: list[tuple[int, list[TensorSpec]]] = []
-    for wanted in (True, False):
-        some = [t for t in tensors if (t.number in frozen) == wanted]
+    together = frozenset(t.number for t in tensors).difference(*apart)
+    for numbers_of in (*apart, together):
+        some = [t for t in tensors if t.number in numbers_of]
         shares = _split_over(some, writers, MIN_SHARE_BYTES)
         for writer in writers:
             parts += [
@@ -270,7 +271,10 @@ class KeptPlans:
                 parameters = _Parameters.of(snapshots[c.key])
                 self.unchanged.trained[c.key] = parameters.trained
                 if self.reuse is not None:
-                    wanted = replace(wanted, frozen=parameters.frozen)
+                    # Of what several ranks write, each knows the digests of its own part alone.
+                    alone = len(wanted.writers) == 1
+                    stable = self.unchanged.stable(c.key) if alone else frozenset()
+                    wanted = replace(wanted, frozen=parameters.frozen, stable=stable)
             mine.append(wanted)
             structure.append(wanted.structure)
         if self._plan is None or structure != self._structure:
@@ -294,7 +298,7 @@ def plans_as_asked(writers: str, reuse: bool, refresh_every: int, unchanged: str
     return KeptPlans(
         split=writers == "split",
         reuse=Reuse(refresh_every) if reuse else None,
-        unchanged=Unchanged(warns=warns) if reuse or warns else None,
+        unchanged=Unchanged(warns=warns, keeps_apart=reuse) if reuse or warns else None,
     )
 
 
@@ -324,8 +328,8 @@ class _Parameters:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A component that a rank writes a part of. frozen: numbers of this rank's tensors that are not
-    expected to change."""
+    """A component that a rank writes a part of. frozen: numbers of this rank's parameters that do
+    not train; stable: stored names of tensors that were as they are for some saves."""
 
     key: str
     snapshot: StateSnapshot
@@ -334,15 +338,17 @@ class _Wanted:
     label: str = ""
     table: ShardTable | None = None
     frozen: frozenset[int] = frozenset()
+    stable: frozenset[str] = frozenset()
 
     @property
     def structure(self) -> tuple[Any, ...]:
         """Equal where `planned` would be."""
+        apart = self.frozen, self.stable
         if self.table is not None:
-            return self.key, self.has_values, self.table.signature, self.frozen
+            return self.key, self.has_values, self.table.signature, apart
         of = self.snapshot.structure  # the same object while it stays
         known: Any = [leaf.spec for leaf in self.snapshot.tensors] if of is None else id(of)
-        return self.key, self.has_values, self.writers, self.label, known, self.frozen
+        return self.key, self.has_values, self.writers, self.label, known, apart
 
     def planned(self) -> PlannedComponent:
         tensors = [leaf.spec for leaf in self.snapshot.tensors]
@@ -362,8 +368,10 @@ class _Wanted:
             for number, t in ((number, tensors[at]) for number, at in numbers)
         ]
         label = self.label if self.table is None else f".rank{self.writers[0]:05d}"
-        frozen = {number for number, at in numbers if at in self.frozen}
-        files = tuple(plan_component(self.key, specs, self.writers, label, frozen=frozen))
+        frozen = frozenset(number for number, at in numbers if at in self.frozen)
+        stable = frozenset(t.number for t in specs if t.stored_name in self.stable) - frozen
+        apart = [numbers for numbers in (frozen, stable) if numbers]
+        files = tuple(plan_component(self.key, specs, self.writers, label, apart=apart))
         held = None if self.table is None else tuple(numbers)
         return PlannedComponent(self.key, files, self.has_values, self.table, held)
 

@@ -32,7 +32,7 @@ class _Kept:
 
 
 class Reuse:
-    """The files that this process wrote into the last checkpoint, by name.
+    """The files that this process wrote into the last checkpoint.
 
     refresh_every: after so many checkpoints a file is written anew, so that damage in one place is
     in no more checkpoints than that.
@@ -40,8 +40,8 @@ class Reuse:
 
     def __init__(self, refresh_every: int) -> None:
         self.refresh_every = refresh_every
-        self._kept: dict[str, _Kept] = {}
-        self._taken: set[str] = set()
+        self._kept: list[_Kept] = []
+        self._taken: dict[str, int] = {}
 
     def take_over(
         self,
@@ -52,31 +52,34 @@ class Reuse:
         known: Known,
     ) -> list[WrittenFile]:
         """Those of `plans` that are in the new checkpoint now. Raises StorageError."""
-        self._taken = set()
+        self._taken = {}
         found = []
-        earlier = {
-            name: kept.written
-            for name, kept in self._kept.items()
-            if kept.times + 1 < self.refresh_every
+        # By what is in them: names number the files of a component.
+        kept = {
+            (each.written.plan.component, each.written.plan.header): each
+            for each in self._kept
+            if each.times + 1 < self.refresh_every
         }
-        for each in unchanged_files(plans, earlier, sources, workers, known):
-            name, kept = each.plan.name, self._kept[each.plan.name]
+        pairs = [(plan, kept.get((plan.component, plan.header))) for plan in plans]
+        earlier = {plan.name: each for plan, each in pairs if each is not None}
+        written = {name: each.written for name, each in earlier.items()}
+        for each in unchanged_files(plans, written, sources, workers, known):
+            name, before = each.plan.name, earlier[each.plan.name]
             target = join(transaction.folder, name)
-            if kept.path == target:  # it gives way to this one
+            if before.path == target:  # it gives way to this one
                 continue
-            if transaction.storage.link(kept.path, target, kept.identity):
-                self._taken.add(name)
+            if transaction.storage.link(before.path, target, before.identity):
+                self._taken[name] = before.times + 1
                 found.append(each)
         return found
 
     def committed(self, storage: Storage, folder: str, files: Sequence[WrittenFile]) -> None:
         """Remember what this process has in the checkpoint `folder`."""
-        before, self._kept = self._kept, {}
+        self._kept = []
         for each in files:
-            name = each.plan.name
-            path = join(folder, name)
+            path = join(folder, each.plan.name)
             identity = storage.identity(path)
             if identity is not None:
-                times = before[name].times + 1 if name in self._taken else 0
-                self._kept[name] = _Kept(path, identity, each, times)
-        self._taken = set()
+                times = self._taken.get(each.plan.name, 0)
+                self._kept.append(_Kept(path, identity, each, times))
+        self._taken = {}

@@ -51,12 +51,13 @@ class _Content:
 class Unchanged:
     """What one rank remembers of its last committed save.
 
-    warns: parameters that should train and do not are warned of, once each. trained: by component,
+    warns: parameters that should train and do not are warned of, once each. keeps_apart: tensors
+    that stay as they are are to be found out. trained: by component,
     names of parameters that should train, in the save that is being made.
     """
 
-    def __init__(self, *, warns: bool) -> None:
-        self.warns = warns
+    def __init__(self, *, warns: bool, keeps_apart: bool) -> None:
+        self.warns, self.keeps_apart = warns, keeps_apart
         self.trained: dict[str, frozenset[str]] = {}
         self._last: dict[str, _Component] = {}
         self._next: dict[str, _Component] = {}
@@ -94,13 +95,10 @@ class Unchanged:
 
     def committed(self, files: Sequence[WrittenFile], manifest: CheckpointManifest) -> None:
         """Remember what was compared: it is the last save now."""
-        sizes: dict[str, dict[str, int]] = {}
-        for file in files:
-            mine = sizes.setdefault(file.plan.component, {})
-            mine.update((stored.name, stored.nbytes) for _, stored in file.plan.contents)
-        for key, now in self._next.items():
-            before = self._last.get(key) or _Component()
-            _classify(before, now, sizes[key])
+        for key, now in self._next.items() if self.keeps_apart else ():
+            plans = [file.plan for file in files if file.plan.component == key]
+            sizes = {stored.name: stored.nbytes for plan in plans for _, stored in plan.contents}
+            _classify(self._last.get(key) or _Component(), now, sizes)
         self._last, self._next = self._next, {}
         self._contents, self._step = _contents(manifest), manifest.step
 

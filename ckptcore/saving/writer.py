@@ -4,7 +4,7 @@ threads."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -111,32 +111,37 @@ def unchanged_files(
     workers: Workers,
     known: Known | None = None,
 ) -> list[WrittenFile]:
-    """Those of `plans` whose bytes are what `earlier` has of them by their names. Each is read to
-    its first difference; nothing is written."""
+    """Those of `plans` whose bytes are those of the file that `earlier` has by their names, which
+    has an equal header. Each is read to its first difference; nothing is written."""
     scratch = Scratch()
     files = [
-        _Comparison(earlier[plan.name], sources[plan.name], scratch, known or {})
+        _Comparison(plan, earlier[plan.name], sources[plan.name], scratch, known or {})
         for plan in plans
-        if plan.name in earlier and earlier[plan.name].plan == plan
+        if plan.name in earlier
     ]
     workers.run([partial(file.compare, n) for file in files for n in range(len(file.batches))])
-    return [file.earlier for file in files if not file.differs]
+    return [replace(file.earlier, plan=file.plan) for file in files if not file.differs]
 
 
 class _Comparison:
     """A file that may be as it was. Every batch is one job, in any order."""
 
     def __init__(
-        self, earlier: WrittenFile, source: ByteSource, scratch: Scratch, known: Known
+        self,
+        plan: FilePlan,
+        earlier: WrittenFile,
+        source: ByteSource,
+        scratch: Scratch,
+        known: Known,
     ) -> None:
-        self.earlier, self.differs = earlier, False
+        self.plan, self.earlier, self.differs = plan, earlier, False
         self._source, self._scratch = source, scratch
-        chunks = _chunks(earlier.plan)
+        chunks = _chunks(plan)
         self.batches = batches(chunks, scratch.size)
         self._first = [0]
         for batch in self.batches:
             self._first.append(self._first[-1] + len(batch))
-        self._known = _known_in(earlier.plan, known)
+        self._known = _known_in(plan, known)
 
     def compare(self, number: int) -> None:
         if not self.differs:

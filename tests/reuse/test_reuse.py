@@ -11,6 +11,7 @@ import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from ckptcore import (
     StateComponent,
     StorageError,
 )
+from ckptcore.saving import unchanged
 from ckptcore.testing.faults import WRITE_OPERATIONS, FaultStorage, Killed
 from ckptcore.testing.power import VolatileStorage
 from ckptcore.testing.ranks import run_ranks
@@ -357,7 +359,10 @@ def test_whatever_happens_between_saves_each_has_its_own_values(
     root = tmp_path_factory.mktemp("root")
     faults = FaultStorage(ckptcore.open_storage(root))
     model, saved = Tuned(1.0), {}
-    with CheckpointManager(faults, reuse=True, refresh_every=4) as ckpt:
+    with (
+        mock.patch.object(unchanged, "WORTH_BYTES", 1),
+        CheckpointManager(faults, reuse=True, refresh_every=4) as ckpt,
+    ):
         for step, change in enumerate(changes, 1):
             with torch.no_grad():
                 if change == "base":
