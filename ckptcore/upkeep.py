@@ -173,10 +173,12 @@ class Sharing:
 
     unshared_bytes: int, in files that no other checkpoint has: what deleting it frees.
     shared_with: list of the names of those that have some of its files, too.
+    same_files: dict of the names of these files -> paths in the root that are the same file.
     """
 
     unshared_bytes: int
     shared_with: list[str]
+    same_files: dict[str, list[str]]
 
 
 def shared_files(url: Url, storage_options: Options = None) -> dict[str, Sharing]:
@@ -190,24 +192,29 @@ def shared_files(url: Url, storage_options: Options = None) -> dict[str, Sharing
     """
     storage = open_storage(url, storage_options)
     sizes: dict[str, dict[str, int]] = {}
-    owners: dict[str, set[str]] = defaultdict(set)
+    paths: dict[str, list[str]] = defaultdict(list)  # of each file, by what the storage knows it by
+    identities: dict[str, str] = {}
     for info in scan(storage):
         if info.status != "committed" or info.manifest is None:
             continue
-        files = info.manifest.files
-        sizes[info.name] = {}
-        for file, record in files.items():
+        sizes[info.name] = {file: record.size for file, record in info.manifest.files.items()}
+        for file in sizes[info.name]:
             path = f"{info.name}/{file}"
             same = (storage.identity(path) if storage.hard_links else None) or path
-            sizes[info.name][same] = record.size
-            owners[same].add(info.name)
-    return {
-        name: Sharing(
-            sum(size for same, size in mine.items() if len(owners[same]) == 1),
-            sorted(set().union(*(owners[same] for same in mine)) - {name}),
+            identities[path] = same
+            paths[same].append(path)
+    found = {}
+    for name, files in sizes.items():
+        others = {
+            file: [path for path in paths[identities[f"{name}/{file}"]] if path != f"{name}/{file}"]
+            for file in files
+        }
+        found[name] = Sharing(
+            sum(size for file, size in files.items() if not others[file]),
+            sorted({path.partition("/")[0] for some in others.values() for path in some}),
+            {file: some for file, some in others.items() if some},
         )
-        for name, mine in sizes.items()
-    }
+    return found
 
 
 def sweep_root(url: Url, storage_options: Options = None) -> tuple[list[str], list[str]]:

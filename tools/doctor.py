@@ -4,6 +4,8 @@ it."""
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -20,8 +22,9 @@ from ckptcore import (
 
 from .cli import LOCATION, command, flag, repeated
 from .failures import BAD, GOOD
-from .lookup import Root, resolve
+from .lookup import Root, around, resolve
 from .render import Block, Line, Report, count, size
+from .sharing import mends, same_files
 from .subject import Options, Subject
 
 # By root and digest of the manifest, where a checkpoint of this name lies elsewhere.
@@ -48,7 +51,7 @@ def doctor_command(path: str, verify: bool, tiers: tuple[str, ...], options: Opt
         with found:
             if verify:
                 found.verify()
-            findings = [] if found.good else [damage(found, None, {})]
+            findings = [] if found.good else _with_damage(found, {})
         restores = found.name if found.good else None
     needs = [finding for finding in findings if finding["severity"] == "problem"]
     if restores is None and not needs:
@@ -80,7 +83,7 @@ def in_root(
         with root.subject(taken) as subject:
             subject.verify()
             if not subject.good:
-                findings.append(damage(subject, None, elsewhere))
+                findings += _with_damage(subject, elsewhere)
     findings += [_leftover(root, left) for left in find_leftovers(root.typed, root.options)]
     return findings + _notes(root, taken)
 
@@ -104,7 +107,34 @@ def _finding(
     return known | {"mend": list(mend), "size_bytes": nbytes}
 
 
-def damage(subject: Subject, taken: CheckpointInfo | None, elsewhere: Elsewhere) -> dict[str, Any]:
+def _with_damage(subject: Subject, elsewhere: Elsewhere) -> list[dict[str, Any]]:
+    """What was read and is damaged, and the checkpoints beside it that have the same file."""
+    same = same_files(subject)
+    first = mends(subject, same)
+    reason = subject.info.reason or ""
+    for file, others in same.items():
+        reason += f"; {file} is one file with {', '.join(others)}: damaged there, too"
+    subject.info = replace(subject.info, reason=reason)
+    findings = [damage(subject, None, elsewhere, first)]
+    root = around(subject)
+    for info in root.entries:
+        inside = [f for f, others in same.items() if any(_in(info.name, path) for path in others)]
+        if inside:
+            files = ", ".join(f"{subject.name}/{file}" for file in inside)
+            info = replace(info, status="damaged", reason=f"it has the damaged {files}, too")
+            other = Subject(join_url(root.typed, info.name), info, subject.options)
+            findings.append(damage(other, None, elsewhere, first))
+    return findings
+
+
+def _in(folder: str, path: str) -> bool:
+    return path.partition("/")[0] == folder
+
+
+def damage(
+    subject: Subject, taken: CheckpointInfo | None, elsewhere: Elsewhere, first: Sequence[str] = ()
+) -> dict[str, Any]:
+    """first: commands that mend it, before those that are known of every damage."""
     name, status, info, here = (
         subject.name,
         subject.status,
@@ -123,7 +153,8 @@ def damage(subject: Subject, taken: CheckpointInfo | None, elsewhere: Elsewhere)
     there = elsewhere.get(name, {})
     if info.manifest is not None:  # another commit of this name is no cure
         there = {digest: at for digest, at in there.items() if digest == info.manifest.digest}
-    mend = [f"ckpt cp {shlex.quote(at)} {here} --overwrite" for at in there.values()]
+    mend = [*first]
+    mend += [f"ckpt cp {shlex.quote(at)} {here} --overwrite" for at in there.values()]
     mend += [f"ckpt unpin {here}"] * info.pinned
     if taken is not None:
         after = f"the next save of step {info.step} replaces it"

@@ -15,6 +15,7 @@ from .failures import BAD, GOOD
 from .lookup import PUBLISHED, Found, Root, fallback, on_path
 from .output import progress_bar
 from .render import Block, Line, Report, count, size
+from .sharing import shared_damage, shared_lines
 from .subject import Subject, problem_lines
 
 
@@ -65,6 +66,7 @@ def verify_command(found: Found, everything: bool) -> Report:
                 "checkpoint": facts.checkpoint(subject.info),
                 "ok": subject.good,
                 "problems": subject.problems,
+                **shared_damage(subject),
                 "fallback": None if subject.good else fallback(subject, True, by_name),
                 "seconds": round(seconds[subject.name], 6),
             }
@@ -111,6 +113,7 @@ def describe(document: dict[str, Any]) -> list[Block]:
         else:
             blocks.append(Line(f"{checkpoint['name']}  {checkpoint['status']}", "bold red"))
             blocks += problem_lines(each)
+            blocks += shared_lines(each)
     if document["restores"] and any(not each["ok"] for each in document["checkpoints"]):
         blocks.append(Line(f"restore would take {document['restores']}"))
     for entry in document["skipped"]:

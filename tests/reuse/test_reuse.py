@@ -143,22 +143,6 @@ def test_the_first_owner_may_go(tmp_path: Path) -> None:
     assert values(restored(tmp_path, 5)) == [1.0, 2.0, 8.0, 4.0, 5.0, 6.0]
 
 
-def test_damage_to_a_shared_file_is_found_in_every_checkpoint(tmp_path: Path) -> None:
-    model = Tuned()
-    with CheckpointManager(tmp_path, reuse=True) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, {"model": model})
-        with (tmp_path / "checkpoint-1" / BASE).open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"\1")
-        for step in (1, 2):
-            problems = ckptcore.open_checkpoint(tmp_path / f"checkpoint-{step}").verify()
-            assert [problem.file for problem in problems] == [BASE]
-        ckpt.save(3, {"model": model})  # the file was touched, so it is written anew
-    assert shared(tmp_path, 2, 3) == {ADAPTER}
-    assert ckptcore.open_checkpoint(tmp_path / "checkpoint-3").verify() == []
-
-
 def test_a_file_that_somebody_replaced_is_not_taken_over(tmp_path: Path) -> None:
     model = Tuned()
     with CheckpointManager(tmp_path, reuse=True) as ckpt:
