@@ -61,7 +61,7 @@ def plan_component(
     writers: Sequence[int],
     label: str = "",
     *,
-    apart: Sequence[frozenset[int]] = (),
+    separate: Sequence[frozenset[int]] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     header_limit: int = HEADER_LIMIT,
 ) -> list[FilePlan]:
@@ -70,12 +70,12 @@ def plan_component(
     The bytes are split over `writers`, each of which could write all of them: largest tensor first
     to the rank with the least so far. A tensor stays in one file; a file stays below
     `max_file_bytes` unless one tensor is larger, and its header below `header_limit`. Tensors with
-    the numbers of one of `apart` share files with each other only. Raises InvalidState when a name
-    alone is too long for a header.
+    the numbers of one of `separate` share files with each other only. Raises InvalidState when a
+    name alone is too long for a header.
     """
     parts: list[tuple[int, list[TensorSpec]]] = []
-    together = frozenset(t.number for t in tensors).difference(*apart)
-    for numbers_of in (*apart, together):
+    rest = frozenset(t.number for t in tensors).difference(*separate)
+    for numbers_of in (*separate, rest):
         some = [t for t in tensors if t.number in numbers_of]
         shares = _split_over(some, writers, MIN_SHARE_BYTES)
         for writer in writers:
@@ -298,7 +298,7 @@ def plans_as_asked(writers: str, reuse: bool, refresh_every: int, unchanged: str
     return KeptPlans(
         split=writers == "split",
         reuse=Reuse(refresh_every) if reuse else None,
-        unchanged=Unchanged(warns=warns, keeps_apart=reuse) if reuse or warns else None,
+        unchanged=Unchanged(warns=warns, separates=reuse) if reuse or warns else None,
     )
 
 
@@ -343,12 +343,12 @@ class _Wanted:
     @property
     def structure(self) -> tuple[Any, ...]:
         """Equal where `planned` would be."""
-        apart = self.frozen, self.stable
+        separate = self.frozen, self.stable
         if self.table is not None:
-            return self.key, self.has_values, self.table.signature, apart
+            return self.key, self.has_values, self.table.signature, separate
         of = self.snapshot.structure  # the same object while it stays
         known: Any = [leaf.spec for leaf in self.snapshot.tensors] if of is None else id(of)
-        return self.key, self.has_values, self.writers, self.label, known, apart
+        return self.key, self.has_values, self.writers, self.label, known, separate
 
     def planned(self) -> PlannedComponent:
         tensors = [leaf.spec for leaf in self.snapshot.tensors]
@@ -370,8 +370,8 @@ class _Wanted:
         label = self.label if self.table is None else f".rank{self.writers[0]:05d}"
         frozen = frozenset(number for number, at in numbers if at in self.frozen)
         stable = frozenset(t.number for t in specs if t.stored_name in self.stable) - frozen
-        apart = [numbers for numbers in (frozen, stable) if numbers]
-        files = tuple(plan_component(self.key, specs, self.writers, label, apart=apart))
+        separate = [numbers for numbers in (frozen, stable) if numbers]
+        files = tuple(plan_component(self.key, specs, self.writers, label, separate=separate))
         held = None if self.table is None else tuple(numbers)
         return PlannedComponent(self.key, files, self.has_values, self.table, held)
 

@@ -51,13 +51,13 @@ class _Content:
 class Unchanged:
     """What one rank remembers of its last committed save.
 
-    warns: parameters that should train and do not are warned of, once each. keeps_apart: tensors
+    warns: parameters that should train and do not are warned of, once each. separates: tensors
     that stay as they are are to be found out. trained: by component,
     names of parameters that should train, in the save that is being made.
     """
 
-    def __init__(self, *, warns: bool, keeps_apart: bool) -> None:
-        self.warns, self.keeps_apart = warns, keeps_apart
+    def __init__(self, *, warns: bool, separates: bool) -> None:
+        self.warns, self.separates = warns, separates
         self.trained: dict[str, frozenset[str]] = {}
         self._last: dict[str, _Component] = {}
         self._next: dict[str, _Component] = {}
@@ -95,7 +95,7 @@ class Unchanged:
 
     def committed(self, files: Sequence[WrittenFile], manifest: CheckpointManifest) -> None:
         """Remember what was compared: it is the last save now."""
-        for key, now in self._next.items() if self.keeps_apart else ():
+        for key, now in self._next.items() if self.separates else ():
             plans = [file.plan for file in files if file.plan.component == key]
             sizes = {stored.name: stored.nbytes for plan in plans for _, stored in plan.contents}
             _classify(self._last.get(key) or _Component(), now, sizes)
