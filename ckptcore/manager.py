@@ -336,7 +336,11 @@ class CheckpointManager:
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
         call = replace(call, exists=exists, files=files)
-        if call.skips and (there := self._committed(call)) is not None:
+        if (
+            isinstance(exists, str)
+            and exists == "skip"
+            and (there := self._committed(call)) is not None
+        ):
             return self._saves.skip(self._job, there).result() or there
         return self._saves.now(self._job, call, self._run_facts())
 
@@ -375,7 +379,11 @@ class CheckpointManager:
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
         call = replace(call, exists=exists, files=files)
-        if call.skips and (there := self._committed(call)) is not None:
+        if (
+            isinstance(exists, str)
+            and exists == "skip"
+            and (there := self._committed(call)) is not None
+        ):
             return self._saves.skip(self._job, there)
         return self._saves.begin(self._job, call, self._run_facts(self.when_busy))
 

@@ -123,10 +123,6 @@ class SaveCall:
     exists: Any = "error"
     files: Any = None
 
-    @property
-    def skips(self) -> bool:
-        return isinstance(self.exists, str) and self.exists == "skip"
-
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
@@ -188,8 +184,9 @@ class SaveRequest:
 
 def overwrites(call: SaveCall) -> bool:
     """Whether a committed checkpoint gives way. Raises InvalidState."""
-    check_one_of("exists", call.exists, ("error", "skip", "replace"))
-    if check_flag("overwrite", call.overwrite) and call.skips:
+    if not isinstance(call.exists, str) or call.exists != "error":
+        check_one_of("exists", call.exists, ("error", "skip", "replace"))
+    if check_flag("overwrite", call.overwrite) and call.exists == "skip":
         raise InvalidState("overwrite=True and exists='skip' contradict each other: give one")
     return bool(call.overwrite) or call.exists == "replace"
 
