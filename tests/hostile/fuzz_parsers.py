@@ -66,8 +66,12 @@ def index(data: bytes) -> None:
     except CheckpointError:
         return
     assert found.file_digests().keys() == found.files.keys()
-    second = Index.decode(found.encode())
-    assert second == found, "an index that is not the same when it is written and read again"
+    again = found.encode()
+    second = Index.decode(again)
+    # By bytes: a field of a later version, which is kept, may be a NaN, and no NaN is equal to itself.
+    assert second.encode() == again, (
+        "an index that is not the same when it is written and read again"
+    )
 
 
 def layouts(data: bytes) -> None:
