@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .catalog.catalog import committed, left_behind, newest_run, scan, sweep
-from .catalog.folder import Attempt, CheckpointInfo, attempts_among, read_manifest
-from .catalog.folder import delete_checkpoint as delete_folder
+from .catalog.folder import Attempt, CheckpointInfo, attempts_among, delete_for_good, read_manifest
 from .catalog.folder import pin_checkpoint as pin_folder
 from .catalog.folder import remove_checkpoint_folder as remove_folder
 from .catalog.folder import unpin_checkpoint as unpin_folder
@@ -64,7 +63,7 @@ def delete_checkpoint(url: Url, storage_options: Options = None, *, damaged: boo
     storage, name = _location(url, storage_options)
     if not damaged:
         read_manifest(storage, name)
-        delete_folder(storage, name)
+        delete_for_good(storage, name)
         return
     found = next((info for info in scan(storage) if info.name == name), None)
     if found is None:
@@ -77,7 +76,7 @@ def delete_checkpoint(url: Url, storage_options: Options = None, *, damaged: boo
     if found.pinned:
         raise InvalidState(f"{found.url} is pinned; unpin it before it is deleted")
     try:
-        delete_folder(storage, name)
+        delete_for_good(storage, name)
     except CheckpointCorrupt:
         pass
     remove_folder(storage, name)

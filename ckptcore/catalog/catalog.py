@@ -28,6 +28,7 @@ from .folder import (
     Memory,
     attempts_among,
     delete_checkpoint,
+    delete_for_good,
     finish_deletion,
     inspect_folder,
     pin_checkpoint,
@@ -192,7 +193,7 @@ class Catalog:
         """Raises InvalidState for a checkpoint that is pinned, StorageError, CheckpointCorrupt."""
         if info.pinned:
             raise InvalidState(f"{info.url} is pinned; unpin it before it is deleted")
-        self._each_copy(info, delete_checkpoint)
+        self._each_copy(info, delete_for_good)
 
     def _each_copy(self, info: CheckpointInfo, work: Callable[[Storage, str], None]) -> None:
         for name in copies(self.scan(), info) if self.tiers else [info.name]:
@@ -233,8 +234,9 @@ class Catalog:
                 kept = [info for info in infos if info.name not in again]
                 infos = scan(self.storage, known=kept)
                 going = surplus(infos, policy, run_id, saved.name)
-            self.delete_all(going, warn, after.deleted)
+            # What gave way to a checkpoint goes before it: alone it would count again.
             sweep(self.storage, infos, run_id, warn)
+            self.delete_all(going, warn, after.deleted)
         except Exception as error:  # a policy of the user's own may raise anything
             warn(f"{self.storage.url}: cleaning up after step {saved.step} failed: {error!r}")
 

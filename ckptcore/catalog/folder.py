@@ -567,6 +567,17 @@ def delete_checkpoint(storage: Storage, folder: str) -> None:
     finish_deletion(storage, folder)
 
 
+def delete_for_good(storage: Storage, folder: str) -> None:
+    """Delete a checkpoint, and before it what overwrites have put aside and could not remove: that
+    counts as soon as the checkpoint has gone, and would come back. Raises what `delete_checkpoint`
+    raises."""
+    root, _, name = folder.rpartition("/")
+    for entry in storage.entries(root) or ():
+        if entry.name.startswith(f"{name}.replaced-"):
+            remove_checkpoint_folder(storage, join(root, entry.name))
+    delete_checkpoint(storage, folder)
+
+
 def _withdraw(storage: Storage, folder: str) -> None:
     try:
         storage.rename(join(folder, MANIFEST_NAME), join(folder, WITHDRAWN_NAME))

@@ -357,3 +357,25 @@ def test_a_metric_that_no_checkpoint_has_is_warned_of_once(tmp_path, marked):
     with CheckpointManager(tmp_path / "right", keep=keep) as ckpt:  # another checkpoint has it
         ckpt.restore(marked.state(-1))
         ckpt.save(2, marked.state(2), metrics={"loss": 1.0})
+
+
+@pytest.mark.parametrize("by", ["the user", "retention"])
+def test_what_an_overwrite_could_not_remove_does_not_come_back(make_root, marked, by):
+    """The checkpoint that was put aside counts while the one that replaced it is not there: it has
+    to go first."""
+    storage = FaultStorage(make_root("local"))
+    ckpt = CheckpointManager(storage, keep=KeepLast(1), io_threads=1)
+    ckpt.save(1, marked.state(1))
+    storage.fail(times=None, kind="rename", path="*.replaced-*/*")
+    with pytest.warns(CheckpointWarning, match="could not be removed"):
+        ckpt.save(1, marked.state(2), overwrite=True)
+    storage.clear()
+    aside = [name for name in marked.files(storage) if ".replaced-" in name]
+    assert len(aside) == 1
+    if by == "the user":
+        ckpt.delete(1)
+        assert marked.files(storage) == {}
+    else:
+        ckpt.save(5, marked.state(3))
+        assert marked.restored(storage) == (5, 3)
+        marked.whole(storage, [5])
