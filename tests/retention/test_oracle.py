@@ -367,9 +367,9 @@ def check_any_run(make_root, marked, monkeypatch, kind, rules, operations):
     run = Run(storage, marked, rules, clock)
     for what, *arguments in [*operations, ("save", 5, {}, None)]:
         getattr(run, what)(*arguments)
-    if run.there[5].pinned:
+    if run.whole[5].pinned:  # also one that the run has left
         run.manager.unpin(5)
-        run.there[5].pinned = False
+        run.whole[5].pinned = False
         run.save(5, {}, None)
     # All that the failures left is gone by now, and what is another's has not been touched.
     left = marked.files(storage)
