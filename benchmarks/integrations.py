@@ -258,9 +258,10 @@ def main(width: int, rounds: int) -> None:
                     if whole[part] != resumed[part]:
                         lost.add(part)
             save, load = statistics.median(pauses), statistics.median(loads)
+            whose, differs = "ours" if ours else "its own", ", ".join(sorted(lost)) or "nothing"
             print(
-                f"{library:13}{'ours' if ours else 'its own':9}save {save:6.3f} s   resume {load:6.3f} s"
-                f"   {size / 1e6:8.1f} MB   differs: {', '.join(sorted(lost)) or 'nothing'}"
+                f"{library:13}{whose:9}save {save:6.3f} s   resume {load:6.3f} s"
+                f"   {size / 1e6:8.1f} MB   differs: {differs}"
             )
 
 
