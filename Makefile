@@ -32,6 +32,7 @@ test-installed: $(STAMP)
 
 stress: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m stress -rP
+	CKPTCORE_TEST_EXAMPLES=3 $(BIN)/python -m pytest -n 2 -m hypothesis
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -1,22 +1,33 @@
-"""What all tests share: one thread, quick property tests, and a comparison to the last bit."""
+"""What all tests share: one thread, quick property tests, time limits that this machine can meet, the
+slow tail that `make stress` has, and a comparison to the last bit."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import signal
 import subprocess
 import sys
+import time as clock
+import tomllib
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, time
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from ckptcore.testing.processes import PATIENCE, RankProcesses, RanksDied, patience
+
+HERE = Path(__file__).parent
+TIMEOUT = "timeout"
 
 torch.set_num_threads(1)
 # A shell starts what it runs in the background with interrupts ignored, and so do its children.
@@ -29,6 +40,62 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("ckptcore")
+
+
+# ---------------------------------------------------------------- limits of time
+
+WORK = 2_000_000  # bytes hashed in a piece of work
+REFERENCE_SECONDS = 0.0011  # of one piece on a quiet machine
+
+
+def stretch() -> float:
+    """How many times slower than a quiet machine this one is, by what happens to a second of
+    work."""
+    data, pieces, begin = bytes(WORK), 0, clock.perf_counter()
+    while (spent := clock.perf_counter() - begin) < 1.0 or pieces < 10:
+        hashlib.sha1(data).digest()
+        pieces += 1
+    return spent / pieces / REFERENCE_SECONDS
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before workers start, which have the environment of this process."""
+    if PATIENCE not in os.environ:
+        # Twice: what is quiet now may be busy in a minute.
+        os.environ[PATIENCE] = f"{min(20.0, max(2.0, 2.0 * stretch())):.1f}"
+
+
+def pytest_report_header() -> str:
+    return f"time limits: {patience():.1f} times those that stand in the tests"
+
+
+# ---------------------------------------------------------------- the slow tail
+
+
+def is_tail(nodeid: str, tails: dict[str, dict[str, Any]]) -> bool:
+    """Whether a case of a test is one of those that only `make stress` has (slow_tail.toml)."""
+    name, _, case = nodeid.partition("[")
+    tail = tails.get(name.removeprefix("tests/"))
+    return tail is not None and case.removesuffix("]") not in tail["stays"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tails = tomllib.loads((HERE / "slow_tail.toml").read_text())
+    default = float(config.getini(TIMEOUT))
+    many = float(os.environ.get("CKPTCORE_TEST_EXAMPLES", "0.4"))
+    for item in items:
+        if is_tail(item.nodeid, tails):
+            item.add_marker(pytest.mark.stress)
+        marker = item.get_closest_marker(TIMEOUT)
+        seconds = float(marker.args[0]) if marker else default
+        item.add_marker(pytest.mark.timeout(seconds * patience()), append=False)
+        # Of the examples that a property asks for, `make stress` draws all and more.
+        if many != 1 and item.get_closest_marker("hypothesis"):
+            test = item.obj  # type: ignore[attr-defined]
+            usual = test._hypothesis_internal_use_settings
+            count = max(5, int(usual.max_examples * many))
+            test._hypothesis_internal_use_settings = settings(usual, max_examples=count)
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
@@ -91,6 +158,46 @@ def same() -> Callable[..., None]:
 def bits() -> Callable[[torch.Tensor], bytes]:
     """The bytes of a tensor's items in C order."""
     return _bits
+
+
+class Jobs:
+    """Runs the functions of some files on real ranks, forked from one process that has imported
+    torch, and these files, already. Each gets a `Job` (distributed/job.py)."""
+
+    def __init__(self, *files: Path) -> None:
+        self.ranks = RankProcesses(
+            HERE / "distributed" / "job.py", *files, environment={"CUDA_VISIBLE_DEVICES": ""}
+        )
+        self.modules = [file.stem for file in files]
+
+    def run(
+        self, program: str, world_size: int, folder: Path, *, deadline: float = 60, **arguments: Any
+    ) -> dict[int, Any]:
+        """What every rank's program returned: a dict for an error, {"signal": n} for one that was
+        killed. RanksDied when a rank other than a stopped one has not ended after `deadline` s."""
+        folder.mkdir(parents=True, exist_ok=True)
+        outcomes = self.ranks.outcomes(
+            "in_a_job",
+            world_size,
+            {"modules": self.modules, "call": program, "folder": str(folder), "how": arguments},
+            folder=folder,
+            deadline=deadline,
+            survivors="live",
+        )
+        if any(outcome.state == "late" for outcome in outcomes):
+            raise RanksDied(program, outcomes)
+        return {
+            outcome.rank: outcome.value
+            if outcome.state == "returned"
+            else {"signal": -outcome.exit_code}
+            for outcome in outcomes
+        }
+
+
+@pytest.fixture(scope="session")
+def jobs_of() -> Callable[..., Jobs]:
+    """jobs_of(*files): runs the functions of these files on real ranks."""
+    return Jobs
 
 
 # An S3 server in a process of its own, on a port that it chooses; it ends when its standard input

@@ -14,6 +14,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 STACKS = signal.SIGRTMAX  # a rank that gets it prints the stack of each of its threads
 OUTPUT = 20_000  # characters of what a rank printed that are kept
@@ -87,13 +89,16 @@ class Rank:
 
 def host_store(ports: int) -> NoReturn:
     """The store of a job: as under torchrun, it outlives the ranks."""
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )
-    os.write(ports, str(store.port).encode())
+    # Of IPv4: torch asks a name server for the name of every peer of an IPv6 socket.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    how: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store: Any = TCPStore("127.0.0.1", port, None, True, **how)
+    os.write(ports, str(port).encode())
     os.close(ports)
-    while True:
+    while store:
         signal.pause()
+    os._exit(0)
 
 
 def as_torchrun(order: Order, number: int, port: int) -> dict[str, str]:

@@ -56,6 +56,8 @@ PATIENCE = "CKPTCORE_TEST_PATIENCE"
 NATIVE_DEATHS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV})
 # Imported once for all jobs; what else a program needs is imported once for its file.
 WARM = ("torch.distributed.fsdp", "torch._dynamo", "ckptcore.manager", "ckptcore.testing.faults")
+# torch asks for the name of the address that it connects to, and goes on without.
+RESOLVER = "timeout:1 attempts:1"
 ANSWER_SECONDS = 60.0  # for all that is not the program: imports, forks, ends
 
 
@@ -117,7 +119,7 @@ class _Server:
             [sys.executable, "-m", "ckptcore.testing.process_server", *WARM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": RESOLVER},
         )
 
     def send(self, order: dict[str, Any]) -> None:

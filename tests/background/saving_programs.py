@@ -1,5 +1,5 @@
 """What real ranks do in the tests of saves in the background: every process of a job runs one of
-these (see ranks.py)."""
+these (see tests/distributed/job.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from programs import PER_RANK, REPLICATED, Job, Trap, attempt, components, told
+from job import Job, told
+from programs import PER_RANK, REPLICATED, Trap, attempt, components
 from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 

@@ -1,46 +1,17 @@
 """Saves in the background of real ranks over gloo: training goes on, ranks die, programs fork and
 end."""
 
-import json
-import os
-import select
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def processes():
+def processes(jobs_of):
     """processes(program, folder, ...): what every rank's program returned, or {"signal": n}."""
-    command = [sys.executable, str(Path(__file__).parent / "ranks.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    started = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
-
-    def run(program, folder, *, world_size=2, deadline=50, **arguments):
-        order = {
-            "program": program,
-            "world": world_size,
-            "folder": str(folder),
-            "deadline": deadline,
-            "arguments": arguments,
-        }
-        started.stdin.write(json.dumps(order).encode() + b"\n")
-        started.stdin.flush()
-        ready, _, _ = select.select([started.stdout], [], [], deadline + 45)
-        assert ready, "the process that forks the ranks does not answer"
-        answer = json.loads(started.stdout.readline())
-        assert not answer["late"], (
-            f"ranks {answer['late']} have not ended; the others: {answer['results']}"
-        )
-        return {int(rank): result for rank, result in answer["results"].items()}
-
-    yield run
-    started.stdin.close()
-    started.wait(20)
+    programs = Path(__file__).parents[1] / "distributed" / "programs.py"
+    started = jobs_of(programs, Path(__file__).with_name("saving_programs.py"))
+    return lambda program, folder, **how: started.run(program, 2, folder, **{"deadline": 50, **how})
 
 
 @pytest.mark.parametrize(

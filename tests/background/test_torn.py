@@ -31,7 +31,7 @@ def test_b02_no_byte_of_a_later_step_gets_into_a_checkpoint(tmp_path, holder):
 
 
 @pytest.mark.parametrize(
-    "rounds", [25, pytest.param(200, marks=[pytest.mark.stress, pytest.mark.timeout(900)])]
+    "rounds", [12, pytest.param(200, marks=[pytest.mark.stress, pytest.mark.timeout(900)])]
 )
 def test_b02_every_kind_of_leaf(tmp_path, everything, check_step, small_pieces, rounds):
     """The live state is another one at once, and again when the write has begun, wherever that is

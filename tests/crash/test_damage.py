@@ -104,7 +104,7 @@ def check_falls_back(ground, file):
 
 @pytest.mark.parametrize(
     ("count", "every"),
-    [(200, 8), pytest.param(2000, 1, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])],
+    [(80, 8), pytest.param(2000, 1, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])],
 )
 def test_b05_every_flipped_bit_is_found(ground, rng, tensor_in, count, every):
     """verify and load at each flip, and a restore at each `every`-th: a restore reads a whole
@@ -127,7 +127,7 @@ def test_b05_every_flipped_bit_is_found(ground, rng, tensor_in, count, every):
                     )
     print(f"\nflipped bits: {flips} in {len(ground.files)} files, {restores} restores past one")
     assert failed == {}
-    assert flips >= min(count * len(ground.files), 1500)
+    assert flips >= min(count * len(ground.files), 600)
     ground.check_good()
 
 

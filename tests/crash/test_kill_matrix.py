@@ -189,22 +189,22 @@ def check_in_background(results):
 
 
 def test_b01_killed_at_operations_of_one_rank(quick_folder):
-    check(kill("kill_points.py", quick_folder, LEAST, ESSENTIAL, every=8))
+    check(kill("kill_points.py", quick_folder, LEAST, ESSENTIAL, every=17))
 
 
 def test_b01_killed_at_operations_of_four_ranks(quick_folder):
-    check(kill("rank_kill_points.py", quick_folder, LEAST_OF_FOUR, ESSENTIAL_OF_FOUR, every=18))
+    check(kill("rank_kill_points.py", quick_folder, LEAST_OF_FOUR, ESSENTIAL_OF_FOUR, every=41))
 
 
 def test_b01_killed_at_operations_of_saves_in_the_background(quick_folder):
     (quick_folder / "four").mkdir()
     check(
         kill(
-            "kill_points.py", quick_folder, turn(LEAST_IN_BACKGROUND, 6), (), every=11, save="async"
+            "kill_points.py", quick_folder, turn(LEAST_IN_BACKGROUND, 6), (), every=23, save="async"
         )
     )
     four = turn(LEAST_OF_FOUR_IN_BACKGROUND, 7)
-    check(kill("rank_kill_points.py", quick_folder / "four", four, (), every=41, save="async"))
+    check(kill("rank_kill_points.py", quick_folder / "four", four, (), every=83, save="async"))
 
 
 def on_server(s3):
@@ -215,7 +215,7 @@ def on_server(s3):
 def test_b01_killed_at_operations_on_s3(quick_folder, s3):
     """Each killed process and each restarted one makes a client, which takes longer than a save."""
     check(
-        kill("kill_points.py", quick_folder, turn(LEAST_ON_S3, 7), (), every=13, more=on_server(s3))
+        kill("kill_points.py", quick_folder, turn(LEAST_ON_S3, 7), (), every=29, more=on_server(s3))
     )
 
 

@@ -1,5 +1,5 @@
 """Calls that real ranks make in odd ways: on one rank alone, with signals, threads and a store that
-stops (see zygote.py)."""
+stops (see job.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from programs import Job, attempt
+from job import Job, host_store
+from programs import attempt
 
 from ckptcore import CheckpointManager, KeepBest, KeepLast, SharingPattern, StateComponent
 from ckptcore.ranks.store import StoreCommunicator
@@ -122,24 +123,19 @@ class Hosted:
     """A store in a process of its own, as torchrun has it, that can be stopped."""
 
     def __init__(self, job: Job) -> None:
-        made, port = job.sockets.pop(0), job.ports.pop(0)
+        mine = None
         if job.rank == 0:
+            read, write = os.pipe()
             self.pid = os.fork()
             if self.pid == 0:
                 parent = os.getppid()
-                server = dist.TCPStore(
-                    "127.0.0.1",
-                    port,
-                    None,
-                    True,
-                    wait_for_workers=False,
-                    master_listen_fd=made.detach(),
-                )
-                while os.getppid() == parent:
+                server, port = host_store()
+                os.write(write, str(port).encode())
+                while server and os.getppid() == parent:
                     time.sleep(0.2)
-                del server
                 os._exit(0)
-        made.close()
+            mine = int(os.read(read, 16))
+        port = job.port(mine)
         self.store = dist.TCPStore(
             "127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False
         )

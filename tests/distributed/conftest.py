@@ -3,12 +3,7 @@ in milliseconds."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,53 +64,6 @@ def split_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptcore.saving.plan.MIN_SHARE_BYTES", 1)
 
 
-class Processes:
-    """Runs the programs of programs.py and training.py on real ranks, forked from one process that
-    has imported torch already."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, str(HERE / "zygote.py")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-
-    def run(
-        self, program: str, world_size: int, folder: Path, *, deadline: float = 60, **arguments: Any
-    ) -> dict[int, Any]:
-        """What every rank's program returned: a dict for an error, {"signal": n} for one that was
-        killed.
-
-        TimeoutError, after all were killed, when a rank other than a stopped one has not ended
-        after `deadline` s.
-        """
-        assert self.process.stdin is not None and self.process.stdout is not None
-        order = {
-            "program": program,
-            "world": world_size,
-            "folder": str(folder),
-            "deadline": deadline,
-        }
-        self.process.stdin.write(json.dumps({**order, "arguments": arguments}).encode() + b"\n")
-        self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], deadline + 45)
-        assert ready, "the zygote does not answer"
-        answer = json.loads(self.process.stdout.readline())
-        if answer["late"]:
-            raise TimeoutError(
-                f"ranks {answer['late']} of {program} have not ended; the others: "
-                f"{answer['results']}"
-            )
-        return {int(rank): result for rank, result in answer["results"].items()}
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(20)
-
-
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.close()
+def processes(jobs_of: Callable[..., Any]) -> Any:
+    return jobs_of(*(HERE / name for name in ("programs.py", "training.py", "calls.py")))

@@ -1,20 +1,19 @@
 """What real ranks do in the tests: each function is a program that every process of a job runs (see
-zygote.py)."""
+job.py)."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from job import Job, told
 
 import ckptcore.saving.plan
 from ckptcore import (
@@ -32,57 +31,6 @@ ckptcore.saving.plan.MIN_SHARE_BYTES = 1  # every rank writes a part of replicat
 
 PER_RANK, REPLICATED = SharingPattern.PER_RANK, SharingPattern.REPLICATED
 LIVENESS = JOIN = 5.0
-
-
-class Job:
-    """One rank's view of the job: its numbers, a folder, and process groups over gloo."""
-
-    def __init__(
-        self, rank: int, world_size: int, folder: str, sockets: list[socket.socket]
-    ) -> None:
-        self.rank, self.world_size, self.folder = rank, world_size, Path(folder)
-        self.sockets, self.ports = sockets, [made.getsockname()[1] for made in sockets]
-        self.store: Any = None
-
-    def join(
-        self, rank: int | None = None, world_size: int | None = None, timeout: float = 60
-    ) -> None:
-        """Make a process group, of all ranks or of those that are left, on a store that its rank 0
-        hosts."""
-        rank = self.rank if rank is None else rank
-        world_size = world_size or self.world_size
-        made, port = self.sockets.pop(0), self.ports.pop(0)
-        if self.store is None and rank != 0:
-            for spare in [made, *self.sockets[: -1 if self.rank == 1 else None]]:
-                spare.close()  # or the store would still be answered when its host has died
-        listens = {"master_listen_fd": made.detach()} if rank == 0 else {}
-        self.store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            world_size,
-            rank == 0,
-            timedelta(seconds=60),
-            wait_for_workers=False,
-            **listens,
-        )
-        dist.init_process_group(
-            "gloo",
-            store=self.store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-
-    def leave(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def told(error: BaseException | None) -> dict[str, Any] | None:
-    if error is None:
-        return None
-    facts = {name: getattr(error, name, None) for name in ("ranks", "file", "causes")}
-    return {"error": type(error).__name__, "message": str(error), **facts}
 
 
 def attempt(call: Any) -> dict[str, Any]:

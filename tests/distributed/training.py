@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from programs import PER_RANK, REPLICATED, Job, Trap, components
+from job import Job
+from programs import PER_RANK, REPLICATED, Trap, components
 
 from ckptcore import CheckpointManager, RNGState, StateComponent, open_storage
 from ckptcore.storage.local import LocalStorage

@@ -1,5 +1,5 @@
-"""Coverage-guided fuzzing of the parsers from a kept corpus, for a minute in all; see
-fuzz_parsers.py."""
+"""Coverage-guided fuzzing of the parsers from a kept corpus, for some seconds in CI and for minutes
+in `make stress`; see fuzz_parsers.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 
 # Two lanes run side by side; seconds for each target in turn. Values have the most to say.
-LANES = [[("manifest", 26), ("index", 26)], [("layouts", 18), ("values", 35)]]
+LANES = [[("manifest", 3), ("index", 3)], [("layouts", 2), ("values", 4)]]
 TARGETS = sorted(name for lane in LANES for name, _ in lane)
 
 needs_atheris = pytest.mark.skipif(
@@ -65,10 +65,13 @@ def told(output: str) -> tuple[int, int, int]:
 
 
 @needs_atheris
-@pytest.mark.timeout(115)
-def test_parsers_take_any_bytes(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "times", [1, pytest.param(30, marks=pytest.mark.stress)], ids=["seconds", "minutes"]
+)
+def test_parsers_take_any_bytes(tmp_path: Path, times: int) -> None:
     def run(lane: list[tuple[str, int]]) -> list[tuple[str, int, str]]:
-        return [fuzz(name, seconds, tmp_path / name) for name, seconds in lane]
+        return [fuzz(name, seconds * times, tmp_path / name) for name, seconds in lane]
 
     with ThreadPoolExecutor(len(LANES)) as pool:
         results = [result for lane in pool.map(run, LANES) for result in lane]
@@ -81,5 +84,5 @@ def test_parsers_take_any_bytes(tmp_path: Path) -> None:
             continue
         count, edges, features = told(output)
         print(f"{name:10}{count:10,}{edges:8}{features:10}")
-        assert count > 1000
+        assert count > 100
     assert not findings, "\n".join(findings)

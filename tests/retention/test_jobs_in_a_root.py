@@ -1,10 +1,6 @@
 """Several jobs write to one root: kept apart by the id of their run, in turn, at once, and from
 other processes."""
 
-import json
-import os
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -20,6 +16,7 @@ from ckptcore import (
     StorageError,
     open_storage,
 )
+from ckptcore.testing.processes import RankProcesses
 
 STEPS = range(1, 13)
 
@@ -134,61 +131,11 @@ def test_two_runs_at_once_in_threads(make_root, marked, kind):
     )
 
 
-PROGRAM = """
-import sys, json, warnings, torch
-from ckptcore import *
-from pathlib import Path
-torch.set_num_threads(1)
-warnings.simplefilter("error", CheckpointWarning)
-root, run, offset = sys.argv[1:]
-def state(mark):
-    model = {f"w{n}": torch.arange(4) * 0.5 + mark + n for n in range(3)}
-    return {"model": model, "progress": {"mark": mark, "big": 2**70 + mark}}
-print("ready", flush=True)
-sys.stdin.readline()
-outcome = []
-with CheckpointManager(root, run_id=run, keep=KeepLast(2), io_threads=1) as ckpt:
-    for step in range(1, 21):
-        number = step * 10 + int(offset)
-        try:
-            info = ckpt.save(number, state(number + 1000))
-            outcome.append([number, None, info.manifest.attempt_id])
-        except CheckpointError as error:
-            outcome.append([number, type(error).__name__, str(error)])
-print(json.dumps({"saves": outcome, "left": [info.step for info in ckpt.list()]}))
-"""
-
-
 def processes_at_once(root, *runs):
-    """Two real processes that start to save when both are ready; what they printed."""
-    jobs = []
-    for run, offset in runs:
-        command = [sys.executable, "-c", PROGRAM, str(root), run, str(offset)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        jobs.append(
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=Path(__file__).parents[2],
-                env=environment,
-            )
-        )
-    try:
-        for started in jobs:
-            assert started.stdout.readline() == "ready\n", started.stderr.read()
-        for started in jobs:
-            started.stdin.write("go\n")
-            started.stdin.flush()
-        said = [started.communicate(timeout=60) for started in jobs]
-    finally:
-        for started in jobs:
-            started.kill()
-            started.wait()
-    assert [started.returncode for started in jobs] == [0] * len(jobs), said
-    return [json.loads(out) for out, _ in said]
+    """Two real processes that start to save when both are ready; what each had."""
+    ranks = RankProcesses(Path(__file__).with_name("two_jobs.py"))
+    arguments = {"root": str(root), "runs": [list(run) for run in runs]}
+    return ranks.run("saves", len(runs), arguments, backend="gloo")
 
 
 def test_two_runs_at_once_in_real_processes(quick_folder, marked):

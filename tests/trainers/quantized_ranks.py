@@ -1,19 +1,14 @@
-"""Run by torchrun-like launchers of test_optimizer_states.py: quantized moments in slices, saved
-and resumed.
+"""Ranks of test_optimizer_states.py: quantized moments in slices, saved and resumed.
 
-Arguments: phase (save, resume), optim, folder. What the ranks found goes to <folder>/<phase>-<world
-size>-<rank>.pt.
+phase is save or resume. What the ranks found goes to <folder>/<phase>-<world size>-<rank>.pt.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ckpt_trainers.arguments import TrainingArguments
 from ckpt_trainers.optim import make_optimizer, make_scheduler
 from torch import nn
@@ -34,10 +29,8 @@ def step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> None:
     scheduler.step()
 
 
-def main(phase: str, optim: str, folder: str) -> None:
+def run(rank: int, world_size: int, phase: str, optim: str, folder: str) -> None:
     torch.compile = lambda function, **options: function  # type: ignore[assignment]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
     torch.manual_seed(0 if phase == "save" else 1)
     model = nn.Linear(256, 256)
     if world_size > 1:
@@ -74,8 +67,3 @@ def main(phase: str, optim: str, folder: str) -> None:
     weight: Any = model.weight
     found |= {"weight": weight.full_tensor().detach() if world_size > 1 else weight.detach()}
     torch.save(found, Path(folder, f"{phase}-{world_size}-{rank}.pt"))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,6 +20,7 @@ from ckptcore import (
     UnsupportedValue,
     register_tensor_class,
 )
+from ckptcore.testing.processes import RankProcesses
 
 
 class OptimState8bit(torch.Tensor):
@@ -209,29 +207,9 @@ def test_resuming_with_few_bits_is_exact(
 
 
 def launch(phase: str, optim: str, folder: Path, world_size: int) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("quantized_ranks.py")
-    where = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), phase, optim, str(folder)],
-            env={**where, "RANK": str(rank)},
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        assert [rank.wait(timeout=90) for rank in ranks] == [0] * world_size
-    finally:
-        for rank in ranks:
-            rank.kill()
+    ranks = RankProcesses(Path(__file__).with_name("quantized_ranks.py"), imports=["torchao.optim"])
+    arguments = {"phase": phase, "optim": optim, "folder": str(folder)}
+    ranks.run("run", world_size, arguments, folder=folder, backend="gloo")
     return [torch.load(folder / f"{phase}-{world_size}-{rank}.pt") for rank in range(world_size)]
 
 

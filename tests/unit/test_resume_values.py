@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ckptcore import CheckpointManager
+from ckptcore.testing.processes import RankProcesses
 
 
 class Ema:
@@ -79,24 +77,18 @@ def test_b29_values_and_averages_over_repeated_resumes(tmp_path: Path, same) -> 
     assert ema.updates == 15
 
 
-PROGRAM = """
-import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("resume_values", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-progress, ema, decays = module.run(sys.argv[2], int(sys.argv[3]))
-print(json.dumps([progress.step, str(progress.big), ema.updates, ema.shadow.tolist(), decays]))
-"""
+def in_a_process(_rank: int, _world_size: int, root: str, until: int) -> list[object]:
+    progress, ema, decays = run(Path(root), until)
+    return [progress.step, str(progress.big), ema.updates, ema.shadow.tolist(), decays]
 
 
 def test_b29_in_new_processes(tmp_path: Path) -> None:
     _whole, average, expected = run(tmp_path / "whole", 9)
     decays = []
     for until in (3, 6, 9):
-        command = [sys.executable, "-c", PROGRAM, __file__, str(tmp_path / "parts"), str(until)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-        step, big, updates, shadow, more = json.loads(done.stdout)
+        arguments = {"root": str(tmp_path / "parts"), "until": until}
+        (found,) = RankProcesses(__file__).run("in_a_process", 1, arguments)
+        step, big, updates, shadow, more = found
         decays += more
         assert (step, big, updates) == (until, str(2**70 + until), until)
     assert decays == expected
