@@ -22,8 +22,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from ckptcore import __version__
 
 from .failures import EXPECTED, USAGE, failure_of
-from .output import show
-from .render import Report, printable, show_json
+from .render import Report, Screen, drawn, printable, show_json
 
 SCHEMA = 1  # of what --json prints: see docs/cli.md
 
@@ -220,7 +219,7 @@ def run(arguments: list[str]) -> int:
     if as_json and outcome.document:
         show_json({"schema": SCHEMA} | outcome.document)
     elif not as_json:
-        show(outcome.blocks)
+        sys.stdout.write(drawn(outcome.blocks, Screen.of(sys.stdout)))
     sys.stdout.flush()
     if outcome.complaint and not as_json:
         sys.stderr.write(f"ckpt: {printable(outcome.complaint)}\n")

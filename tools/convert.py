@@ -14,14 +14,14 @@ from ckptcore import CheckpointWarning, export_checkpoint, import_checkpoint
 
 from . import facts
 from .cli import LOCATION, Decorator, Pair, command, flag, repeated, storage_option
-from .failures import not_found
-from .lookup import opened, resolve, warning_of
+from .failures import not_found, writing
+from .lookup import on_checkpoint
 from .render import Block, Line, Report, count, size, table
-from .subject import Options
+from .subject import Options, Subject
 
 FORMATS = ["auto", "dcp", "hf", "hf-trainer", "accelerate", "lightning", "torch", "legacy"]
 FORMATS += ["deepspeed-universal"]
-NOTHING = Line("nothing was written: without --dry-run it is", "yellow")
+DRY = Line("nothing was written: leave --dry-run out to write it", "yellow")
 
 
 def shared(target: str) -> Decorator:
@@ -92,25 +92,21 @@ def import_command(
             storage_options=dict(target_option) or options,
             **how,
         )
-    seconds, info = round(perf_counter() - start, 6), found.info
-    rows = [asdict(component) for component in found.components]
+    info = found.info
     document = facts.fields(found, "source format step left checks verified") | {
-        "components": rows,
+        "components": [asdict(component) for component in found.components],
         "checkpoint": None if info is None else facts.head(info),
         "dry_run": info is None,
-        "seconds": seconds,
+        "seconds": round(perf_counter() - start, 6),
     }
-    done = NOTHING
-    if info is not None:
-        what = f"{count(found.verified, 'tensor')} read back and compared; no pickle was executed"
-        done = Line(f"{info.url}  imported, {what}", "green")
+    what = f"{count(found.verified, 'tensor')} read back and compared; no pickle was executed"
     columns = "component=key, pattern, tensors>, size>=size_bytes, from=origin"
     blocks: list[Block] = [
         Line(f"{found.source}  is of the format {found.format}, step {found.step}"),
-        table("", columns, rows),
+        table("", columns, document["components"]),
         *(Line(f"checked: {text}", "dim") for text in found.checks),
         *(Line(f"left out: {text}", "yellow") for text in found.left),
-        done,
+        DRY if info is None else Line(f"{info.url}  imported, {what}", "green"),
     ]
     return Report(document, blocks)
 
@@ -119,7 +115,7 @@ def import_command(
     "ckpt export runs/a hf-model --dtype bf16",
     "ckpt export runs/a/checkpoint-500 state.pt --to torch",
 )
-@click.argument("path", type=LOCATION)
+@on_checkpoint
 @click.argument("folder", type=LOCATION)
 @click.option(
     "--to",
@@ -137,12 +133,11 @@ def import_command(
 )
 @shared("FOLDER")
 def export_command(
-    path: str,
+    subject: Subject,
     folder: str,
     kind: str,
     maps: tuple[Any, ...],
     target_option: tuple[Any, ...],
-    options: Options,
     **how: Any,
 ) -> Report:
     """Write the checkpoint PATH as another library reads it, in whatever layout it was saved: what
@@ -150,24 +145,23 @@ def export_command(
     --to torch it is the file."""
     if not folder:
         raise not_found("the path to write to is empty", path="")
-    resolved = resolve(path, options)
-    subject = opened(resolved)
     start = perf_counter()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), writing():
         warnings.simplefilter("ignore")  # torch's, of a save without a process group
         found = export_checkpoint(
             subject.typed,
             folder,
             format=kind,
             rename=dict(maps),
-            storage_options=options,
+            storage_options=subject.options,
             target_options=dict(target_option) or None,
             **how,
         )
     found.source = subject.url
     files = [{"name": name, "size_bytes": nbytes} for name, nbytes in found.files.items()]
-    dry, seconds = bool(how["dry_run"]), round(perf_counter() - start, 6)
-    document = asdict(found) | {"files": files, "dry_run": dry, "seconds": seconds}
+    dry = bool(how["dry_run"])
+    document = asdict(found) | {"files": files, "dry_run": dry}
+    document["seconds"] = round(perf_counter() - start, 6)
     what = f"{count(found.tensors, 'tensor')} of {', '.join(found.components)}"
     cast = f", {found.cast} in another dtype" if found.cast else ""
     back = f"{count(found.verified, 'tensor')} read back and compared"
@@ -175,6 +169,6 @@ def export_command(
         Line(f"{found.source}  {what}, {size(found.size_bytes)}{cast}"),
         *([table("", "file=name, size>=size_bytes", files)] if files else []),
         *(Line(f"left out: {text}", "yellow") for text in found.left),
-        NOTHING if dry else Line(f"{found.folder}  written, {back}", "green"),
+        DRY if dry else Line(f"{found.folder}  written, {back}", "green"),
     ]
-    return Report(document, blocks, complaint=warning_of(resolved, subject))
+    return Report(document, blocks)

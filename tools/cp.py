@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import warnings
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import click
 
-from ckptcore import (
-    CheckpointError,
-    CheckpointWarning,
-    StorageError,
-    copy_checkpoint,
-    join_url,
-    open_checkpoint,
-)
+from ckptcore import CheckpointError, CheckpointWarning, copy_checkpoint, join_url, open_checkpoint
 
 from . import facts
 from .cli import LOCATION, command, flag, storage_option
-from .failures import GOOD, STORAGE, Failure, not_found
-from .lookup import Found, normal, opened, passed_over, retried, split, warning_of
-from .output import progress_bar
-from .render import Block, Line, Report, size
+from .failures import GOOD, not_found, writing
+from .lookup import Found, normal, on_path, opened, passed_over, split, warning_of
+from .render import Block, Line, Progress, Report, size
 from .subject import Options, Subject
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
@@ -34,7 +26,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
     "ckpt cp runs/a s3://bucket/run-a",
     "ckpt cp runs/a/checkpoint-500 /mnt/b/checkpoint-500 --overwrite",
 )
-@click.argument("source", metavar="SRC", type=LOCATION)
+@partial(on_path, metavar="SRC")
 @click.argument("target", metavar="DST", type=LOCATION)
 @flag("--overwrite", "Replace another one, or a damaged copy, there.")
 @flag("--pins", "Pin the copy when SRC is pinned.")
@@ -44,9 +36,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
     help="How many read and write; by default one for each core.",
 )
 @storage_option("--target-option", "As --storage-option, for DST alone and instead of those.")
-def cp_command(
-    source: str, target: str, target_option: tuple[Any, ...], options: Options, **how: Any
-) -> Report:
+def cp_command(found: Found, target: str, target_option: tuple[Any, ...], **how: Any) -> Report:
     """Copy the checkpoint SRC to DST, verified on the way. When SRC is a root, the checkpoint that
     restore would take; when a newer one cannot be used, a line on standard error says so, and the
     exit code is 0.
@@ -58,33 +48,31 @@ def cp_command(
     SRC is refused. When DST is the same checkpoint already, nothing is done; with --overwrite every
     byte of it is checked.
     """
-    how["target_options"] = dict(target_option) or None
-    return retried(source, options, lambda found: copied(found, target, how))
-
-
-def copied(found: Found, target: str, how: dict[str, Any]) -> Report:
-    subject, newer, options = opened(found), passed_over(found), found.options
+    subject, options = opened(found), found.options
     subject.__exit__(None, None, None)
-    url = _target(target, subject)
+    url, targets = _target(target, subject), dict(target_option) or None
     counts = [0, 0]
-    before = _digest(url, options if how["target_options"] is None else how["target_options"])
+    before = _digest(url, targets or options)
     start = perf_counter()
-    with warnings.catch_warnings(record=True) as caught, progress_bar(subject.name) as advance:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        writing(),
+        Progress(subject.name) as progress,
+    ):
         warnings.simplefilter("always", CheckpointWarning)
 
-        def progress(copied: int, kept: int, total: int) -> None:
+        def advance(copied: int, kept: int, total: int) -> None:
             counts[:] = copied, kept
-            advance(copied + kept, total)
+            progress(copied + kept, total)
 
-        try:
-            info = copy_checkpoint(
-                subject.typed, url, storage_options=options, progress=progress, **how
-            )
-        except StorageError as error:
-            # The source was there: the target cannot be made.
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                raise Failure("storage", STORAGE, str(error), path=error.path) from None
-            raise
+        info = copy_checkpoint(
+            subject.typed,
+            url,
+            storage_options=options,
+            target_options=targets,
+            progress=advance,
+            **how,
+        )
     document = {
         "source": subject.url,
         "target": info.url,
@@ -93,7 +81,7 @@ def copied(found: Found, target: str, how: dict[str, Any]) -> Report:
         "copied_bytes": counts[0],
         "kept_bytes": counts[1],
         "warnings": [str(warning.message) for warning in caught],
-        "newer": [facts.entry(info) for info in newer],
+        "newer": [facts.entry(info) for info in passed_over(found)],
         "seconds": round(perf_counter() - start, 6),
     }
     return Report(document, describe(document), GOOD, warning_of(found, subject))
@@ -122,9 +110,8 @@ def _digest(url: str, options: Options) -> str | None:
 def describe(document: dict[str, Any]) -> list[Block]:
     name, target = document["checkpoint"]["name"], document["target"]
     copied, kept = size(document["copied_bytes"]), size(document["kept_bytes"])
+    rest = f", {kept} were there" if document["kept_bytes"] else ""
+    said = f"{name}  copied and verified, {copied}{rest}: {target}"
     if document["already"]:
-        blocks: list[Block] = [Line(f"{name}  is there already: {target}", "green")]
-    else:
-        rest = f", {kept} were there" if document["kept_bytes"] else ""
-        blocks = [Line(f"{name}  copied and verified, {copied}{rest}: {target}", "green")]
-    return blocks + [Line(text, "yellow") for text in document["warnings"]]
+        said = f"{name}  is there already: {target}"
+    return [Line(said, "green"), *(Line(text, "yellow") for text in document["warnings"])]

@@ -20,6 +20,7 @@ from .lookup import Root, opened, resolve
 from .render import Block, Cell, Facts, Line, Report, count, first_rows
 from .subject import Options, Subject
 
+Row = dict[str, Any]
 CHUNK, DIGEST = 4 << 20, 8  # bytes that one digest stands for, and its own
 
 
@@ -65,31 +66,45 @@ def compared(a: Subject, b: Subject, stats: bool) -> dict[str, Any]:
     tensors: list[dict[str, Any]] = []
     values: list[dict[str, Any]] = []
     for key in sorted({*left, *right}):
-        row = {"key": key, "changed": 0, "values": 0}
         if key not in left or key not in right:
-            row["change"] = "only_b" if key not in left else "only_a"
-            components.append(row | {"tensors": (left.get(key) or right[key]).tensors})
-            continue
-        total, others, mine = 0, len(tensors), len(values)
-        for of, sides in copies_of(*views, key):
-            common = {"component": key, "of": of}
-            names = sorted({name for side in sides for name in side.tensors})
-            rows = (changed_tensor(name, sides, stats) for name in names)
-            tensors += [common | row for row in rows if row is not None]
-            values += [common | row for row in changed_values(sides)]
-            total += len(names)
-        known = len(values) > mine or any(row["change"] != "layout" for row in tensors[others:])
-        row |= {"tensors": total, "changed": len(tensors) - others, "values": len(values) - mine}
-        unknown = "unknown" if row["changed"] else "same"
-        components.append(row | {"change": "changed" if known else unknown})
+            row: Row = {"key": key, "change": "only_b" if key not in left else "only_a"}
+            row |= {"tensors": (left.get(key) or right[key]).tensors, "changed": 0, "values": 0}
+        else:
+            row, changed_tensors, changed = component(key, views, stats)
+            tensors += changed_tensors
+            values += changed
+        components.append(row)
+    side = "name url step run_id"
     return {
-        "a": facts.fields(a.info, SIDE),
-        "b": facts.fields(b.info, SIDE),
-        "same": all(item["change"] == "same" for item in components),
+        "a": facts.fields(a.info, side),
+        "b": facts.fields(b.info, side),
+        "same": all(row["change"] == "same" for row in components),
         "components": components,
         "tensors": tensors,
         "values": values,
     }
+
+
+def component(
+    key: str, views: tuple[CheckpointView, CheckpointView], stats: bool
+) -> tuple[Row, list[Row], list[Row]]:
+    """What is said of a component that both have, and its tensors and values that are not the
+    same."""
+    tensors: list[Row] = []
+    values: list[Row] = []
+    total = 0
+    numbers = [{copy.name: copy.number for copy in stored_copies(v.manifest, key)} for v in views]
+    for of in sorted({*numbers[0], *numbers[1]}):
+        a, b = (side(view, key, n.get(of)) for view, n in zip(views, numbers, strict=True))
+        names = sorted({*a.tensors, *b.tensors})
+        rows = [changed_tensor(name, a, b, stats) for name in names]
+        tensors += [{"component": key, "of": of} | row for row in rows if row is not None]
+        values += [{"component": key, "of": of} | row for row in changed_values(a, b)]
+        total += len(names)
+    known = values or any(row["change"] != "layout" for row in tensors)
+    change = "changed" if known else "unknown" if tensors else "same"
+    row: Row = {"key": key, "change": change, "tensors": total}
+    return row | {"changed": len(tensors), "values": len(values)}, tensors, values
 
 
 class Side(NamedTuple):
@@ -101,35 +116,28 @@ class Side(NamedTuple):
     values: Mapping[str, Any]
 
 
-def copies_of(a: CheckpointView, b: CheckpointView, key: str) -> Iterator[tuple[str, list[Side]]]:
-    """(Whose, that of `a` and of `b`) of all copies of a component, by rank, group or node."""
-    known = [{copy.name: copy.number for copy in stored_copies(v.manifest, key)} for v in (a, b)]
-    for of in sorted({*known[0], *known[1]}):
-        sides = []
-        for view, numbers in zip((a, b), known, strict=True):
-            if of not in numbers:
-                sides.append(Side(view, {}, {}, {}))
-                continue
-            leaves = list(facts.leaves(view.values(key, numbers[of])))
-            held = (facts.tensor_in(leaf) for _, leaf in leaves)
-            tensors = {tensor.name: tensor for tensor in held if tensor is not None}
-            values = {path: leaf for path, leaf in leaves if not facts.is_tensor(leaf)}
-            sides.append(Side(view, tensors, view.boxes(key, numbers[of]), values))
-        yield of, sides
+def side(view: CheckpointView, key: str, copy: int | None) -> Side:
+    if copy is None:
+        return Side(view, {}, {}, {})
+    leaves = list(facts.leaves(view.values(key, copy)))
+    held = (facts.tensor_in(leaf) for _, leaf in leaves)
+    tensors = {tensor.name: tensor for tensor in held if tensor is not None}
+    values = {path: leaf for path, leaf in leaves if not facts.is_tensor(leaf)}
+    return Side(view, tensors, view.boxes(key, copy), values)
 
 
-def changed_tensor(name: str, sides: list[Side], stats: bool) -> dict[str, Any] | None:
+def changed_tensor(name: str, a: Side, b: Side, stats: bool) -> Row | None:
     """How a tensor changed; None when it is the same."""
-    one, other = (side.tensors.get(name) for side in sides)
+    one, other = a.tensors.get(name), b.tensors.get(name)
     there = one or other
     assert there is not None
-    row = {"name": name} | {k: v for k, v in facts.tensor(there).items() if k in SHOWN_OF_TENSORS}
-    row |= {"changed_bytes": there.nbytes}
+    row: Row = {"name": name, "dtype": there.dtype, "shape": list(there.shape)}
+    row |= {"size_bytes": there.nbytes, "changed_bytes": there.nbytes}
     if one is None or other is None:
         return row | {"change": "only_b" if one is None else "only_a"}
     if one.shape != other.shape:
         return row | {"change": "shape", "to": list(other.shape)}
-    left, right = ({(box.offset, box.shape): box for box in side.boxes[name]} for side in sides)
+    left, right = ({(box.offset, box.shape): box for box in s.boxes[name]} for s in (a, b))
     if one.dtype != other.dtype:
         row |= {"change": "dtype", "to": other.dtype}
     elif left.keys() != right.keys():
@@ -141,16 +149,11 @@ def changed_tensor(name: str, sides: list[Side], stats: bool) -> dict[str, Any] 
         row |= {"change": "changed", "changed_bytes": changed}
     if stats:
         # numpy takes longer to load than all else that is done here.
-        arrays = import_module(".arrays", __package__)
-        row |= arrays.difference(sides[0].view, sides[1].view, one, other)
+        row |= import_module(".arrays", __package__).difference(a.view, b.view, one, other)
         if row["change"] == "layout":  # now it is known
             row["change"] = "changed"
             return row if row["items_differ"] else None
     return row
-
-
-SIDE = "name url step run_id"
-SHOWN_OF_TENSORS = ("dtype", "shape", "size_bytes")
 
 
 def _bytes_that_differ(a: StoredBox, b: StoredBox) -> int:
@@ -162,22 +165,24 @@ def _bytes_that_differ(a: StoredBox, b: StoredBox) -> int:
     )
 
 
-def changed_values(sides: list[Side]) -> Iterator[dict[str, Any]]:
+def changed_values(a: Side, b: Side) -> Iterator[Row]:
     """Plain values of a component that are not the same in both."""
-    left, right = (side.values for side in sides)
-    for path in dict.fromkeys([*left, *right]):
-        change = "only_b" if path not in left else "only_a" if path not in right else "changed"
-        a, b = facts.value(left.get(path)), facts.value(right.get(path))
-        if change != "changed" or _text(a) != _text(b):
-            yield {"path": path, "change": change, "a": a, "b": b}
+    for path in dict.fromkeys([*a.values, *b.values]):
+        change = (
+            "only_b" if path not in a.values else "only_a" if path not in b.values else "changed"
+        )
+        one, other = facts.value(a.values.get(path)), facts.value(b.values.get(path))
+        if change != "changed" or _text(one) != _text(other):
+            yield {"path": path, "change": change, "a": one, "b": other}
 
 
 def _text(item: Any) -> str:
-    return str(dumps(render.strict(item), sort_keys=True, ensure_ascii=False))
+    return dumps(render.strict(item), sort_keys=True, ensure_ascii=False)
 
 
 # ---------------------------------------------------------------- for people
 
+ONLY = {"only_a": "only in the first", "only_b": "only in the second"}
 STYLES = {"same": "dim", "only_a": "red", "only_b": "green"}
 
 
@@ -191,51 +196,44 @@ def describe(document: dict[str, Any]) -> list[Block]:
         (item["key"], Cell(summary(item), STYLES.get(item["change"], "")))
         for item in document["components"]
     ]
-    columns = f"value=name, step {a['step']}=a, step {b['step']}=b"
+    tensors = "tensor=name, change, dtype, bytes>=shown"
+    if any("max_abs" in item for item in document["tensors"]):
+        tensors += ", differ>=items_differ, max>=max_abs, mean>=mean_abs, NaN>=nan"
+    values = f"value=name, step {a['step']}=a, step {b['step']}=b"
     return [
         *blocks,
         Facts(Cell("components", "bold"), components),
-        *tensor_table(document["tensors"]),
-        *first_rows("values", columns, [value_row(item) for item in document["values"]], "diff"),
+        *first_rows("tensors", tensors, [tensor_row(i) for i in document["tensors"]], "diff"),
+        *first_rows("values", values, [value_row(i) for i in document["values"]], "diff"),
     ]
 
 
-def summary(item: dict[str, Any]) -> str:
-    if item["change"] in ("only_a", "only_b"):
-        return "only in the first" if item["change"] == "only_a" else "only in the second"
-    if item["change"] == "same":
-        return "unchanged"
+def summary(item: Row) -> str:
+    if item["change"] in ONLY:
+        return ONLY[item["change"]]
     if item["change"] == "unknown":
         return f"cut over ranks in another way ({item['changed']} tensors): --stats reads them"
-    tensors = f"{item['changed']} of {count(item['tensors'], 'tensor')} changed"
-    values = f"{count(item['values'], 'value')} changed"
-    return ", ".join([tensors] * bool(item["tensors"]) + [values] * bool(item["values"]))
+    tensors = [f"{item['changed']} of {count(item['tensors'], 'tensor')} changed"]
+    values = [f"{count(item['values'], 'value')} changed"]
+    return ", ".join(tensors * bool(item["changed"]) + values * bool(item["values"])) or "unchanged"
 
 
-def tensor_table(tensors: list[dict[str, Any]]) -> list[Block]:
-    columns = "tensor=name, change, dtype, bytes>=shown"
-    if any("max_abs" in item for item in tensors):
-        columns += ", differ>=items_differ, max>=max_abs, mean>=mean_abs, NaN>=nan"
-    rows = []
-    for item in tensors:
-        to = f" -> {item['to']}" if "to" in item else ""
-        changed = item["changed_bytes"]
-        row = {
-            "name": full_name(item, item["name"]),
-            "change": item["change"].replace("_", " ") + to,
-        }
-        row["shown"] = "?" if changed is None else render.size(changed)
-        row["nan"] = f"{item['nan_a']}/{item['nan_b']}" if "nan_a" in item else "-"
-        rows.append(item | row)
-    return first_rows("tensors", columns, rows, "diff")
+def tensor_row(item: Row) -> Row:
+    changed = item["changed_bytes"]
+    return item | {
+        "name": full_name(item, item["name"]),
+        "change": item["change"].replace("_", " ") + (f" -> {item['to']}" if "to" in item else ""),
+        "shown": "?" if changed is None else render.size(changed),
+        "nan": f"{item['nan_a']}/{item['nan_b']}" if "nan_a" in item else "-",
+    }
 
 
-def value_row(item: dict[str, Any]) -> dict[str, Any]:
+def value_row(item: Row) -> Row:
     texts = {side: facts.shortened(_text(item[side]), 60) for side in "ab"}
     missing = {"only_a": "b", "only_b": "a"}.get(item["change"], "")
     return {"name": full_name(item, item["path"])} | texts | {missing: "-"}
 
 
-def full_name(item: dict[str, Any], path: str) -> str:
+def full_name(item: Row, path: str) -> str:
     of = "" if item["of"] == "all ranks" else f" ({item['of']})"
     return f"{item['component']}/{path}{of}"

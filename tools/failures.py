@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -36,6 +38,20 @@ def not_found(message: str, **facts: Any) -> Failure:
     return Failure("not_found", NOT_FOUND, message, **facts)
 
 
+@contextmanager
+def writing() -> Iterator[None]:
+    """The source was there: a folder that is missing is the target's, which cannot be made."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, engine.CheckpointNotFound) or error.errno not in NOWHERE:
+            raise
+        failure = failure_of(error)
+        raise Failure("storage", STORAGE, failure.message, **failure.facts) from None
+
+
+NOWHERE = (errno.ENOENT, errno.ENOTDIR)
+
 # What `failure_of` explains to a user; anything else is a bug.
 EXPECTED = (Failure, engine.CheckpointError, click.ClickException, OSError, ImportError)
 
@@ -58,7 +74,7 @@ def failure_of(error: Exception) -> Failure:
         return error
     if isinstance(error, click.ClickException):
         return Failure("usage", USAGE, error.format_message())
-    if isinstance(error, engine.StorageError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
+    if isinstance(error, engine.StorageError) and error.errno in NOWHERE:
         return not_found(str(error), path=error.path)
     facts: dict[str, Any] = {"type": type(error).__name__}
     if isinstance(error, engine.CheckpointError):

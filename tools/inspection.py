@@ -11,35 +11,15 @@ from typing import Any
 
 import click
 
-from ckptcore import (
-    CheckpointError,
-    CheckpointManifest,
-    CheckpointNotFound,
-    CheckpointView,
-    TensorInfo,
-)
+from ckptcore import CheckpointError, CheckpointManifest, CheckpointView, TensorInfo
 
 from . import facts, render
 from .cli import LOCATION, command, flag, number, repeated
 from .copies import StoredCopy, Which, check_fits, choose_copy, which_options
 from .failures import not_found
 from .lookup import Found, Root, chosen, fallback, normal, passed_over, retried, split
-from .output import for_programs
-from .render import (
-    Block,
-    Cell,
-    Column,
-    Facts,
-    Line,
-    Report,
-    Table,
-    count,
-    pairs_of,
-    size,
-    status_cell,
-    table,
-)
-from .subject import Options, Subject, problem_lines
+from .render import Block, Cell, Column, Facts, Line, Report, Table, count, pairs_of, size, table
+from .subject import Options, problem_lines
 
 # Indexes of at most so many bytes, in so many files, are read to say how large plain values are and
 # which dtypes there are.
@@ -90,9 +70,9 @@ def inspect_command(
         raise click.UsageError(
             "--rank, --group and --node choose among the values of a component: give --values too"
         )
-    subject, file = file_of(path, options)
-    if subject is not None:
-        return inspected(subject, file, which, asked)
+    folder, name = split(normal(path)) if path else (None, "")
+    if folder and name.endswith(".safetensors"):
+        return retried(folder, options, lambda found: inspected(found, name, which, asked))
     return retried(path, options, lambda found: inspected(found, None, which, asked))
 
 
@@ -105,28 +85,30 @@ def inspected(found: Found, file: str | None, which: Which, asked: dict[str, Any
         newer = []
     if subject.error is not None:
         raise subject.error
-    answers: dict[str, Any] = dict.fromkeys(("foreign_files", "tensors", "values"))
     overview = file is None and not any(asked[name] for name in QUESTIONS)
+    tensors = values = None
+    foreign: list[str] = []
     extent: dict[str, Any] = {}
     with subject:
         if asked["verify"]:
             subject.verify()
         if (view := subject.view) is not None:
+            foreign = sorted(view.foreign_files())
             # An index that cannot be read is one more problem of the checkpoint, not the end of the
             # command.
-            answers = read_answers(subject, view, file, which, asked)
-            extent = extents(view) if overview or for_programs() else {}
-    manifest, tensors, values = subject.info.manifest, answers["tensors"], answers["values"]
-    files = manifest is not None and (asked["files"] or for_programs())
+            if asked["tensors"] is not None or asked["depth"] or file is not None:
+                tensors = subject.attempt(lambda: matching(view, asked["tensors"] or "*", file))
+            if asked["values"]:
+                values = subject.attempt(lambda: values_of(view, asked["values"], which))
+            extent = extents(view) if overview or render.for_programs() else {}
+    manifest, grouped = subject.info.manifest, asked["depth"] and tensors is not None
     document = {
         "checkpoint": facts.checkpoint(subject.info),
         "components": facts.components(manifest, extent) if manifest else [],
-        "files": facts.files(manifest) if manifest and files else [],
-        "foreign_files": sorted(answers["foreign_files"] or []),
+        "files": facts.files(manifest) if manifest else [],
+        "foreign_files": foreign,
         "tensors": tensors,
-        "modules": by_module(tensors, asked["depth"])
-        if tensors is not None and asked["depth"]
-        else None,
+        "modules": by_module(tensors or (), asked["depth"]) if grouped else None,
         "ranks": written_by(manifest) if manifest and asked["ranks"] else None,
         "values": {k: facts.value(value) for k, (_, value) in values.items()} if values else None,
         "values_of": {k: copy.document() for k, (copy, _) in values.items()} if values else None,
@@ -135,44 +117,9 @@ def inspected(found: Found, file: str | None, which: Which, asked: dict[str, Any
         "fallback": None if subject.good else fallback(subject, asked["verify"]),
         "newer": [facts.entry(info) for info in newer],
     }
+    blocks = describe(document) if overview else answers(document, values or {}, asked)
     complaint = None if subject.good else f"{subject.name} is {subject.status}"
-    if overview:
-        blocks = describe(document)
-    else:
-        verified = ", every byte verified" * (document["verified"] and not subject.problems)
-        title = Cell(
-            f"{subject.name}  {subject.status}{verified}", status_cell(subject.status).style
-        )
-        blocks = [Facts(title, not_usable(document)), *problem_lines(document)]
-        blocks += answer_blocks(document, values or {}, asked)
     return Report(document, blocks, subject.exit_code, complaint)
-
-
-def file_of(url: str, options: Options) -> tuple[Subject, str] | tuple[None, None]:
-    """The checkpoint and the file's name where `url` is the path of one of its tensor files."""
-    folder, name = split(normal(url)) if url else (None, "")
-    if not folder or not name.endswith(".safetensors"):
-        return None, None
-    try:
-        subject = Subject.open(folder, split(folder)[1], options)
-    except CheckpointNotFound:
-        return None, None
-    if subject.view is None or name in subject.view.manifest.files:
-        return subject, name
-    subject.view.__exit__(None, None, None)
-    raise not_found(f"{name} is no file of the checkpoint {subject.url}", path=normal(url))
-
-
-def read_answers(
-    subject: Subject, view: CheckpointView, file: str | None, which: Which, asked: dict[str, Any]
-) -> dict[str, Any]:
-    """What the indexes say; None for what was not asked, or cannot be read."""
-    pattern, tensors, values = asked["tensors"], None, None
-    if pattern is not None or asked["depth"] or file is not None:
-        tensors = subject.attempt(lambda: matching(view, pattern or "*", file))
-    if asked["values"]:
-        values = subject.attempt(lambda: values_of(view, asked["values"], which))
-    return {"foreign_files": view.foreign_files(), "tensors": tensors, "values": values}
 
 
 def extents(view: CheckpointView) -> dict[str, Any]:
@@ -194,7 +141,7 @@ def extents(view: CheckpointView) -> dict[str, Any]:
     return found
 
 
-def by_module(tensors: Sequence[dict[str, Any]], depth: int) -> list[dict[str, Any]]:
+def by_module(tensors: Iterable[dict[str, Any]], depth: int) -> list[dict[str, Any]]:
     """Totals of the tensors of each component by the first `depth` parts of their names: of
     modules, and of nested dicts and lists."""
 
@@ -211,6 +158,10 @@ def by_module(tensors: Sequence[dict[str, Any]], depth: int) -> list[dict[str, A
     return rows
 
 
+def named_modules(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | {"module": f"{row['component']}/{row['module']}"} for row in rows]
+
+
 def stored_bytes(tensors: Iterable[dict[str, Any]]) -> int:
     """Of several names of one tensor, once."""
     return sum(item["size_bytes"] for item in tensors if item["alias_of"] is None)
@@ -220,19 +171,14 @@ def written_by(manifest: CheckpointManifest) -> list[dict[str, Any]]:
     """What each rank that wrote anything wrote: bytes by component, and of its index."""
     owner = {name: key for key, item in manifest.components.items() for name in item.files}
     node_of = {rank: number for number, ranks in enumerate(manifest.nodes) for rank in ranks}
-    rows: dict[int, dict[str, int]] = {}
+    found: dict[int, dict[str, int]] = {}
     for name, record in manifest.files.items():
-        row = rows.setdefault(record.writer, {})
+        row = found.setdefault(record.writer, {})
         key = owner.get(name, "index")
         row[key] = row.get(key, 0) + record.size
     return [
-        {
-            "rank": rank,
-            "node": node_of.get(rank),
-            "size_bytes": sum(row.values()),
-            "components": row,
-        }
-        for rank, row in sorted(rows.items())
+        {"rank": n, "node": node_of.get(n), "size_bytes": sum(row.values()), "components": row}
+        for n, row in sorted(found.items())
     ]
 
 
@@ -246,6 +192,8 @@ def matching(view: CheckpointView, pattern: str, file: str | None) -> list[dict[
     manifest = view.manifest
     keys = {key + copy.label: key for key in manifest.components for copy in manifest.copies(key)}
     everything = view.tensors()
+    if file is not None and file not in manifest.files:
+        raise not_found(f"{file} is no file of the checkpoint {view.url}", path=view.url)
     if file is not None:
         reads = view.reads_of(view.index(manifest.files[file].writer))
         inside = {(read.component, read.entry.name) for read in reads if read.entry.file == file}
@@ -263,13 +211,10 @@ def matching(view: CheckpointView, pattern: str, file: str | None) -> list[dict[
 
 
 def values_of(view: CheckpointView, components: tuple[str, ...], which: Which) -> Values:
-    """Python values by component, and whose they are. Raises Failure when there is no such
-    component, or copy."""
+    """Python values by component, and whose they are. Raises Failure when there is no such copy,
+    UnknownName when there is no such component."""
     for name in components:
-        if name not in view.manifest.components:
-            known = ", ".join(view.manifest.components) or "none"
-            what = f"no component {name!r} in {view.url}: it has {known}"
-            raise not_found(what, path=view.url, component=name)
+        view.check_copy(name, 0)
     check_fits(view, components, which)
     copies = {name: choose_copy(view, name, which) for name in components}
     return {name: (copy, view.values(name, copy.number)) for name, copy in copies.items()}
@@ -284,11 +229,11 @@ def describe(document: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = [header(document), *problem_lines(document)]
     if document["components"]:
         blocks.append(component_table(document["components"]))
-    if checkpoint.get("metrics"):
-        at = checkpoint["metrics_step"]
-        other = "" if at in (None, checkpoint["step"]) else f" (measured at step {at})"
-        rows = [{"metric": name, "value": value} for name, value in checkpoint["metrics"].items()]
-        blocks.append(table(f"metrics{other}", "metric, value>", rows))
+    at = checkpoint.get("metrics_step")
+    other = "" if at in (None, checkpoint["step"]) else f" (measured at step {at})"
+    found = checkpoint.get("metrics") or {}
+    rows = [{"metric": name, "value": value} for name, value in found.items()]
+    blocks += render.first_rows(f"metrics{other}", "metric, value>", rows, "inspect")
     if document["foreign_files"]:
         title = "foreign files: not part of this checkpoint, ignored when it is loaded"
         blocks.append(Facts(Cell(title, "yellow"), []))
@@ -296,36 +241,30 @@ def describe(document: dict[str, Any]) -> list[Block]:
     return blocks
 
 
-def answer_blocks(document: dict[str, Any], values: Values, asked: dict[str, Any]) -> list[Block]:
+def answers(document: dict[str, Any], values: Values, asked: dict[str, Any]) -> list[Block]:
     """What was asked beside the overview."""
-    blocks: list[Block] = []
-    tensors = document["tensors"]
-    if asked["metadata"] and "format_version" in document["checkpoint"]:
-        blocks.append(metadata(document["checkpoint"]))
+    checkpoint, tensors = document["checkpoint"], document["tensors"]
+    status = render.status_cell(checkpoint["status"])
+    verified = ", every byte verified" * (document["verified"] and not document["problems"])
+    title = f"{checkpoint['name']}  {status.text}{verified}"
+    blocks: list[Block] = [Facts(Cell(title, status.style), not_usable(document))]
+    blocks += problem_lines(document)
+    if asked["metadata"] and "format_version" in checkpoint:
+        blocks.append(metadata(checkpoint))
     if document["ranks"] is not None:
-        keys = [*(item["key"] for item in document["components"]), "index"]
-        columns = [Column("rank"), *(Column(key, right=True) for key in (*keys, "total"))]
-        rows = [
-            [ranks, *(size(parts.get(key)) for key in keys), size(total)]
-            for ranks, parts, total in like_ranks(document["ranks"])
-        ]
-        blocks.append(Table("who wrote what", columns, rows))
+        blocks.append(rank_table(document["components"], document["ranks"]))
     if asked["files"] and document["files"]:
-        columns_of_files = "file=name, size>=size_bytes, writer>, digest"
-        blocks.append(table("files", columns_of_files, document["files"]))
+        names = "file=name, size>=size_bytes, writer>, digest"
+        blocks.append(table("files", names, document["files"]))
     if document["modules"] is not None:
-        modules = [
-            row | {"module": f"{row['component']}/{row['module']}"} for row in document["modules"]
-        ]
-        columns_of_modules = "module, tensors>, dtype=dtypes, size>=size_bytes"
-        blocks.append(table("modules", columns_of_modules, modules))
+        rows = named_modules(document["modules"])
+        blocks.append(table("modules", "module, tensors>, dtype=dtypes, size>=size_bytes", rows))
     elif tensors is not None:
-        columns_of_tensors = "tensor=full_name, dtype, shape, size>=size_bytes, file"
-        blocks.append(table("tensors", columns_of_tensors, map(_with_file, tensors)))
+        names = "tensor=full_name, dtype, shape, size>=size_bytes, file"
+        blocks.append(table("tensors", names, map(_with_file, tensors)))
     if tensors is not None:
-        blocks.append(
-            Line(f"  total: {count(len(tensors), 'tensor')}, {size(stored_bytes(tensors))}")
-        )
+        total = f"{count(len(tensors), 'tensor')}, {size(stored_bytes(tensors))}"
+        blocks.append(Line(f"  total: {total}"))
     for component, (copy, value) in values.items():
         pairs = [(path or ".", facts.text(leaf)) for path, leaf in facts.leaves(value)]
         blocks.append(Facts(Cell(f"values of {component}{copy.title()}", "bold"), pairs))
@@ -354,6 +293,16 @@ def component_table(components: Sequence[dict[str, Any]]) -> Table:
     return table("components", f"{columns}, written by ranks=writers", rows)
 
 
+def rank_table(components: Iterable[dict[str, Any]], ranks: Iterable[dict[str, Any]]) -> Table:
+    keys = [*(item["key"] for item in components), "index"]
+    columns = [Column("rank"), *(Column(key, right=True) for key in (*keys, "total"))]
+    rows = [
+        [members, *(size(parts.get(key)) for key in keys), size(total)]
+        for members, parts, total in like_ranks(ranks)
+    ]
+    return Table("who wrote what", columns, rows)
+
+
 def like_ranks(ranks: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, int], int]]:
     """(Ranks, bytes of each of them by component, bytes of them all): ranks that follow one another
     and wrote the same, to the digits that are shown, are one."""
@@ -377,17 +326,14 @@ def not_usable(document: dict[str, Any]) -> list[tuple[str, Cell | str]]:
 def header(document: dict[str, Any]) -> Facts:
     checkpoint = document["checkpoint"]
     note = ", every byte verified" * (document["verified"] and not document["problems"])
-    pairs = [("status", status_cell(checkpoint["status"], note)), *not_usable(document)]
+    pairs = [("status", render.status_cell(checkpoint["status"], note)), *not_usable(document)]
     kept = "yes: retention and delete leave it alone" if checkpoint["pinned"] else None
     pairs += pairs_of(checkpoint | {"pinned": kept}, "path=url, pinned, step, run=run_id")
     title = Cell(checkpoint["name"], "bold")
     if "format_version" not in checkpoint:
         return Facts(title, pairs)
-    nodes, node, created = (
-        checkpoint["nodes"],
-        checkpoint["node"],
-        render.moment(checkpoint["created"]),
-    )
+    nodes, node = checkpoint["nodes"], checkpoint["node"]
+    created = render.moment(checkpoint["created"])
     age = f"{created.text} ({created.terminal})" if created.terminal else ""
     known: dict[str, Any] = {
         "created": created._replace(terminal=age),
@@ -414,10 +360,8 @@ def metadata(checkpoint: dict[str, Any]) -> Facts:
     words["extra"] = ", ".join(checkpoint["extra"])
     names = "sequence, checkpoint id, attempt id, format version, digest, versions, environment, "
     names += "training args=training_args_hash, timings, other fields=extra"
-    return Facts(
-        Cell("metadata", "bold"),
-        [*pairs_of(checkpoint | words, names), *_json_leaves(checkpoint["metadata"], "metadata")],
-    )
+    leaves = _json_leaves(checkpoint["metadata"], "metadata")
+    return Facts(Cell("metadata", "bold"), [*pairs_of(checkpoint | words, names), *leaves])
 
 
 def _json_leaves(document: Any, path: str) -> Iterator[tuple[str, str]]:

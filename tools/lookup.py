@@ -4,7 +4,7 @@ root; and which one of a root is meant."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
@@ -107,16 +107,30 @@ def resolve(url: str, options: Options) -> Found:
     return subject
 
 
-def on_path(work: Callable[..., Report]) -> Callable[..., Report]:
+def on_path(work: Callable[..., Report], metavar: str = "PATH") -> Callable[..., Report]:
     """A command with the argument PATH: it gets what lies there.
 
     What was bad in a root that has changed since is read again: a job that saves and deletes there
     is no damage."""
 
-    @click.argument("path", type=LOCATION)
+    @click.argument("path", metavar=metavar, type=LOCATION)
     @wraps(work)
     def run(path: str, options: Options, **how: Any) -> Report:
         return retried(path, options, lambda found: work(found, **how))
+
+    return run
+
+
+def on_checkpoint(work: Callable[..., Report]) -> Callable[..., Report]:
+    """The same of one that can be read, and is open: of a root what restore would take, and a line
+    on standard error says what it would pass over."""
+
+    @on_path
+    @wraps(work)
+    def run(found: Found, **how: Any) -> Report:
+        with opened(found) as subject:
+            report = work(subject, **how)
+        return report._replace(complaint=report.complaint or warning_of(found, subject))
 
     return run
 
@@ -244,7 +258,7 @@ def one_checkpoint(url: str, options: Options) -> Subject:
 
 
 def fallback(
-    subject: Subject, verify: bool, known: dict[str, Subject] | None = None
+    subject: Subject, verify: bool, known: Mapping[str, tuple[Subject, float]] | None = None
 ) -> dict[str, Any] | None:
     """The nearest older usable checkpoint beside this one, of the same run where there is one.
 
@@ -258,7 +272,7 @@ def fallback(
     # A stable sort: oldest first within "other run" and within "same run".
     older.sort(key=lambda info: info.run_id == mine.run_id)
     for info in reversed(older):
-        candidate = (known or {}).get(info.name)
+        candidate, _ = (known or {}).get(info.name, (None, 0.0))
         if candidate is None:
             with (candidate := root.subject(info)):
                 if verify:

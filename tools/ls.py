@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
-
-import click
 
 from ckptcore import shared_files
 
 from . import facts
-from .cli import LOCATION, command, flag
+from .cli import command, flag
 from .failures import BAD, GOOD
-from .lookup import Root, resolve
+from .lookup import Found, Root, on_path
 from .render import Block, Cell, Line, Report, Table, status_cell, table
-from .subject import Options
 
 COLUMNS = "step>, name!, status!, size>!=size_bytes, {}created!, run=run_id, metrics"
 SHARED = "alone>!=unshared_bytes, shared with, "
 
 
 @command("ckpt ls runs/a", "ckpt ls s3://bucket/run --json | jq '.checkpoints[] | select(.latest)'")
-@click.argument("root", type=LOCATION)
+@partial(on_path, metavar="ROOT")
 @flag("--shared", "Show which checkpoints have files in common.")
-def ls_command(root: str, options: Options, shared: bool) -> Report:
+def ls_command(found: Found, shared: bool) -> Report:
     """List every checkpoint of ROOT, oldest first, with status and metrics, and why one is not
     usable. ROOT may be one checkpoint, which is then listed alone.
 
     Exits with 0 when at least one checkpoint is usable.
     """
-    found = resolve(root, options)
     if isinstance(found, Root):
         latest, infos = found.newest()[0], found.entries
-        sharing = shared_files(root, options) if shared else {}
+        sharing = shared_files(found.typed, found.options) if shared else {}
     else:
         if found.error is not None:
             raise found.error

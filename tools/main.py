@@ -1,10 +1,4 @@
-"""`ckpt`: looks at checkpoints, compares, copies, converts, mends and deletes them (docs/cli.md).
-
-Exit codes: 0 good; 1 bad (damaged, uncommitted, newer format, problems found); 2 usage; 3 not
-found; 4 storage error (permission, unreachable); 130 interrupted; 141 the reader of the output went
-away. Errors are one line on stderr, or with --json one object on stdout: {"error": {"kind",
-"message", "exit_code", ...}}.
-"""
+"""The process of `ckpt`: from words to an exit code (docs/cli.md lists both)."""
 
 from __future__ import annotations
 
@@ -18,6 +12,9 @@ USAGE, STORAGE, INTERRUPTED, BROKEN_PIPE = 2, 4, 130, 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. No traceback for anything that a user can
     cause."""
+    # Who has closed them wants to hear nothing.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         # Imported here, so that Ctrl-C is answered while that takes its time.
         from .cli import run
@@ -27,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("ckpt: interrupted\n")
         return INTERRUPTED
     except ModuleNotFoundError as error:
-        if error.name not in ("click", "rich"):
+        if error.name not in ("click", "jinja2"):
             raise
         sys.stderr.write(
             f"ckpt: the package {error.name} is missing: pip install 'ckptcore[cli]'\n"

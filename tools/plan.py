@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -13,27 +13,20 @@ from ckptcore import CheckpointView, StoredBox
 from .cli import command
 from .facts import head
 from .failures import BAD, GOOD
-from .lookup import Found, on_path, opened, warning_of
+from .lookup import on_checkpoint
 from .render import Block, Cell, Line, Report, count, size, table
+from .subject import Subject
 
 CHUNK = 4 << 20  # bytes that are verified, and so read, together
 WORK = 400_000  # tensors times ranks beyond which some ranks stand for all
 SAMPLES = 16
 ON_RESIZE = 'on_resize="keep", or a function from the new rank to an old one'
 
-
-class Load(NamedTuple):
-    """What one rank reads."""
-
-    nbytes: int = 0
-    reads: int = 0
-
-    def plus(self, nbytes: int, reads: int) -> Load:
-        return Load(self.nbytes + nbytes, self.reads + reads)
+Reads = list[int]  # bytes of each
 
 
 @command("ckpt plan runs/a --world-size 16", "ckpt plan runs/a --world-size 1 --layout whole")
-@on_path
+@on_checkpoint
 @click.option("--world-size", type=click.IntRange(1), required=True, help="Ranks to restore on.")
 @click.option(
     "--layout",
@@ -41,47 +34,36 @@ class Load(NamedTuple):
     default="same",
     help="Sharded tensors are cut as they are in the checkpoint (default), or wanted whole.",
 )
-def plan_command(found: Found, world_size: int, layout: str) -> Report:
+def plan_command(subject: Subject, world_size: int, layout: str) -> Report:
     """What a restore of PATH on another number of ranks would read, at most, and which components
     it would refuse."""
-    subject = opened(found)
-    with subject.readable() as view:
-        manifest = view.manifest
-        ranks = chosen_ranks(world_size, sum(c.tensors for c in manifest.components.values()))
-        loads = dict.fromkeys(ranks, Load())
-        rows: list[dict[str, Any]] = []
-        for key, component in manifest.components.items():
-            verdict, why = verdict_on(view, key, world_size)
-            mine = component_loads(view, key, ranks, world_size, layout, verdict)
-            for rank, load in mine.items():
-                loads[rank] = loads[rank].plus(*load)
-            rows.append(
-                {
-                    "key": key,
-                    "pattern": str(component.pattern),
-                    "restores": verdict,
-                    "why": why,
-                    "stored_bytes": component.size_bytes,
-                    "most_bytes": max(load.nbytes for load in mine.values()),
-                    "most_reads": max(load.reads for load in mine.values()),
-                }
-            )
-        document = {
-            "checkpoint": head(subject.info),
-            "saved_world_size": manifest.world_size,
-            "world_size": world_size,
-            "layout": layout,
-            "sampled": len(ranks) < world_size,
-            "components": rows,
-            "ranks": [
-                {"rank": rank, "size_bytes": load.nbytes, "reads": load.reads}
-                for rank, load in loads.items()
-            ],
-        }
-    refused = [row["key"] for row in rows if row["restores"] == "no"]
-    complaint = warning_of(found, subject)
-    if refused:
-        complaint = f"{', '.join(refused)} would not restore"
+    view = subject.readable()
+    manifest = view.manifest
+    ranks = chosen_ranks(world_size, sum(c.tensors for c in manifest.components.values()))
+    loads = [{"rank": rank, "size_bytes": 0, "reads": 0} for rank in ranks]
+    rows: list[dict[str, Any]] = []
+    for key, component in manifest.components.items():
+        verdict, why = verdict_on(view, key, world_size)
+        mine = [[]] if verdict == "no" else reads_of(view, key, ranks, world_size, layout)
+        for at, load in enumerate(loads):
+            reads = mine[at % len(mine)]
+            load["size_bytes"] += sum(reads)
+            load["reads"] += len(reads)
+        row: dict[str, Any] = {"key": key}
+        row |= {"pattern": str(component.pattern), "restores": verdict, "why": why}
+        row |= {"stored_bytes": component.size_bytes, "most_bytes": max(map(sum, mine))}
+        rows.append(row | {"most_reads": max(map(len, mine))})
+    document = {
+        "checkpoint": head(subject.info),
+        "saved_world_size": manifest.world_size,
+        "world_size": world_size,
+        "layout": layout,
+        "sampled": len(ranks) < world_size,
+        "components": rows,
+        "ranks": loads,
+    }
+    refused = ", ".join(row["key"] for row in rows if row["restores"] == "no")
+    complaint = f"{refused} would not restore" if refused else None
     return Report(document, describe(document), BAD if refused else GOOD, complaint)
 
 
@@ -111,44 +93,45 @@ def verdict_on(view: CheckpointView, key: str, world_size: int) -> tuple[str, st
     return "depends", f"restores on {count(len(manifest.nodes), 'node')}, else it needs {ON_RESIZE}"
 
 
-def component_loads(
-    view: CheckpointView, key: str, ranks: Sequence[int], world_size: int, layout: str, verdict: str
-) -> dict[int, Load]:
-    """By rank. Where a rank's own copy is not known, the largest stands for it."""
-    if verdict == "no":
-        return dict.fromkeys(ranks, Load())
+def reads_of(
+    view: CheckpointView, key: str, ranks: Sequence[int], world_size: int, layout: str
+) -> list[Reads]:
+    """Of each rank, or of all of them: where a rank's own copy is not known, the largest."""
     manifest = view.manifest
     if str(manifest.components[key].pattern) == "SHARDED":
         boxes = [held for held in view.boxes(key).values() if held]
-        return {rank: _sharded(boxes, rank, world_size, layout) for rank in ranks}
-    loads = []
-    copies = manifest.copies(key)
-    for number in range(len(copies)):
+        if layout == "whole":
+            return [[box.nbytes for held in boxes for box in held]]
+        return [
+            [nbytes for held in boxes for nbytes in _of_rank(held, rank, world_size)]
+            for rank in ranks
+        ]
+    copies = []
+    for number in range(len(manifest.copies(key))):
         distinct = {(b.file, b.start): b for held in view.boxes(key, number).values() for b in held}
-        loads.append(Load(sum(box.nbytes for box in distinct.values()), len(distinct)))
+        copies.append([box.nbytes for box in distinct.values()])
     if world_size != manifest.world_size:
-        return dict.fromkeys(ranks, max(loads))
-    owner = {rank: number for number, copy in enumerate(copies) for rank in copy.members}
-    return {rank: loads[owner.get(rank, 0)] for rank in ranks}
+        return [max(copies, key=sum)]
+    of = {rank: n for n, copy in enumerate(manifest.copies(key)) for rank in copy.members}
+    return [copies[of.get(rank, 0)] for rank in ranks]
 
 
-def _sharded(boxes: list[list[StoredBox]], rank: int, world_size: int, layout: str) -> Load:
-    load = Load()
-    for held in boxes:
-        dims = range(len(held[0].shape))
-        along = next((d for d in dims if len({box.offset[d] for box in held}) > 1), None)
-        for box in held:
-            if along is None or layout == "whole":
-                load = load.plus(box.nbytes, 1)
-                continue
-            length = max(each.offset[along] + each.shape[along] for each in held)
-            step = -(-length // world_size)
-            low, high = min(rank * step, length), min((rank + 1) * step, length)
-            first = max(low - box.offset[along], 0)
-            last = min(high - box.offset[along], box.shape[along])
-            if last > first and box.nbytes:
-                load = load.plus(_span(box, along, first, last), 1)
-    return load
+def _of_rank(boxes: Sequence[StoredBox], rank: int, world_size: int) -> Iterable[int]:
+    """Bytes that a rank reads of each box of a tensor that is cut evenly along the dimension that
+    it was cut along."""
+    dims = range(len(boxes[0].shape))
+    along = next((d for d in dims if len({box.offset[d] for box in boxes}) > 1), None)
+    if along is None:
+        yield from (box.nbytes for box in boxes)
+        return
+    length = max(box.offset[along] + box.shape[along] for box in boxes)
+    step = -(-length // world_size)
+    low, high = min(rank * step, length), min((rank + 1) * step, length)
+    for box in boxes:
+        first = max(low - box.offset[along], 0)
+        last = min(high - box.offset[along], box.shape[along])
+        if last > first and box.nbytes:
+            yield _span(box, along, first, last)
 
 
 def _span(box: StoredBox, along: int, first: int, last: int) -> int:
@@ -167,11 +150,15 @@ def describe(document: dict[str, Any]) -> list[Block]:
         row | {"restores": Cell(row["restores"], styles[row["restores"]])}
         for row in document["components"]
     ]
-    saved, wanted = document["saved_world_size"], document["world_size"]
-    head = f"{document['checkpoint']['name']}, saved on {count(saved, 'rank')}, on {wanted}"
+    saved, wanted = (count(document[k], "rank") for k in ("saved_world_size", "world_size"))
     loads = [row["size_bytes"] for row in document["ranks"]]
-    of = f"{len(loads)} of {wanted} ranks" if document["sampled"] else count(wanted, "rank")
-    total = f"{of}: {size(min(loads))} to {size(max(loads))} each, {size(sum(loads))} together"
+    least, most = size(min(loads)), size(max(loads))
+    each = most if least == most else f"{least} to {most}"
+    of = f"{len(loads)} of {wanted}" if document["sampled"] else wanted
     columns = "component!=key, pattern, restores, stored>=stored_bytes, a rank reads>=most_bytes, "
     columns += "in reads>=most_reads, why"
-    return [Line(head), table("", columns, rows), Line(total)]
+    return [
+        Line(f"{document['checkpoint']['name']}: saved by {saved}, restored on {wanted}"),
+        table("", columns, rows),
+        Line(f"{of}: {each} each, {size(sum(loads))} together"),
+    ]

@@ -1,5 +1,4 @@
-"""How facts reach the reader: rich tables on a terminal, plain aligned text in a pipe, a page of
-HTML, JSON for programs.
+"""How facts reach the reader: drawn on a terminal, plain aligned text in a pipe, JSON for programs.
 
 A command makes one document; its tables name keys of that, and how a value is written follows from
 its key. JSON is strict: NaN and the infinities are strings, and it is pure ASCII whatever the
@@ -10,14 +9,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from textwrap import wrap
+from time import monotonic
+from typing import Any, NamedTuple, TextIO
 from unicodedata import combining, east_asian_width
 
+import click
+
 NAME_WIDTH = 48  # names longer than this do not push the facts of all others to the right
+NARROW = 8  # a column is folded to no less than this
 SHOWN = 20  # rows of a long table that people get
+METRICS = 5  # of one checkpoint that fit on a line
 
 
 class Cell(NamedTuple):
@@ -32,16 +40,13 @@ class Cell(NamedTuple):
 class Column(NamedTuple):
     name: str
     right: bool = False  # numbers are aligned on their last digit
-    whole: bool = False  # a terminal too narrow for all columns folds others first
-
-
-Row = Sequence[Cell | str]
+    whole: bool = False  # a terminal too narrow for all columns folds others
 
 
 class Table(NamedTuple):
     title: str
     columns: list[Column]
-    rows: Sequence[Row]
+    rows: Sequence[Sequence[Cell | str]]
 
 
 class Facts(NamedTuple):
@@ -106,7 +111,7 @@ def status_cell(status: str, note: str = "") -> Cell:
     return Cell(f"{status}{note}", STATUS_STYLES.get(status, ""))
 
 
-def named(names: str) -> Iterable[tuple[str, str]]:
+def named(names: str) -> Iterator[tuple[str, str]]:
     """(Name, key) of "name, name=key, ...". The key is the name where none is given."""
     for part in names.split(","):
         name, _, key = part.strip().partition("=")
@@ -130,21 +135,20 @@ def pairs_of(document: Mapping[str, Any], names: str) -> list[tuple[str, Cell | 
 def first_rows(
     title: str, columns: str, rows: Sequence[Mapping[str, Any]], command: str
 ) -> list[Block]:
-    """The first rows of a table, and which command has how many more; nothing where there is
-    none."""
+    """The first rows of a table, and which command has all of them; nothing where there is none."""
     more = f"  ... and {len(rows) - SHOWN} more: ckpt {command} --json has all"
     rest: list[Block] = [Line(more)] if len(rows) > SHOWN else []
     return [table(title, columns, rows[:SHOWN]), *rest] if rows else []
 
 
-def size(nbytes: int | None) -> str:
+def size(nbytes: float | None) -> str:
     """Bytes in the unit that a person would choose."""
     if nbytes is None:
         return "-"
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
 
@@ -169,7 +173,8 @@ def number(value: Any) -> str:
 
 
 def metrics(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={number(value)}" for name, value in values.items())
+    shown = [f"{name}={number(value)}" for name, value in [*values.items()][:METRICS]]
+    return " ".join([*shown, f"... {len(values)} in all"] if len(values) > METRICS else shown)
 
 
 def seconds(timings: Mapping[str, float]) -> str:
@@ -232,38 +237,92 @@ def show_json(document: dict[str, Any]) -> None:
     sys.stdout.write(text + "\n")
 
 
-# ---------------------------------------------------------------- plain text
+# ---------------------------------------------------------------- text
 
 
-def plain(blocks: Sequence[Block]) -> str:
-    """Text that stays the same for the same facts: no colour, no width of a window, no ages."""
+class Screen(NamedTuple):
+    """What text is drawn for. width: of a terminal, where columns are folded and times are ages;
+    None: a pipe, where text stays the same for the same facts."""
+
+    width: int | None = None
+    colour: bool = False
+
+    @classmethod
+    def of(cls, stream: TextIO) -> Screen:
+        forced = bool(os.environ.get("FORCE_COLOR"))
+        if not stream.isatty() and not forced:
+            return cls()
+        return cls(shutil.get_terminal_size().columns, not os.environ.get("NO_COLOR"))
+
+    def text(self, value: Cell | str) -> str:
+        found = value.terminal if self.width and isinstance(value, Cell) else ""
+        return printable(found) or text_of(value)
+
+    def styled(self, text: str, style: str) -> str:
+        if not self.colour or not style:
+            return text
+        words = style.split()
+        colour = next((word for word in words if word not in ("bold", "dim")), None)
+        return click.style(text, colour, bold="bold" in words or None, dim="dim" in words or None)
+
+
+def drawn(blocks: Sequence[Block], screen: Screen) -> str:
     out: list[str] = []
-    for number, block in enumerate(blocks):
+    for at, block in enumerate(blocks):
         if isinstance(block, Line):
-            out.append(printable(block.text))
+            out.append(screen.styled(printable(block.text), block.style))
             continue
-        out += [""] * bool(number)
-        if isinstance(block, Facts):
-            out.append(text_of(block.title))
-            pairs = [(printable(name), value) for name, value in block.pairs]
-            width = max((len(name) for name, _ in pairs if len(name) <= NAME_WIDTH), default=0)
-            out += [f"  {name:{width}}  {text_of(value)}".rstrip() for name, value in pairs]
-        else:
-            out += plain_table(block)
+        out += [""] * bool(at)
+        out += _facts(block, screen) if isinstance(block, Facts) else _table(block, screen)
     return "".join(f"{line}\n" for line in out)
 
 
-def plain_table(block: Table) -> list[str]:
-    lines = [[column.name for column in block.columns]]
-    lines += [[text_of(value) for value in row] for row in block.rows]
-    widths = [max(map(_width, cells)) for cells in zip(*lines, strict=True)]
-    shape = list(zip(widths, (column.right for column in block.columns), strict=True))
+def _facts(block: Facts, screen: Screen) -> Iterator[str]:
+    if block.title.text:
+        yield screen.styled(printable(block.title.text), block.title.style)
+    pairs = [(printable(name), value) for name, value in block.pairs]
+    width = max((len(name) for name, _ in pairs if len(name) <= NAME_WIDTH), default=0)
+    for name, value in pairs:
+        style = value.style if isinstance(value, Cell) else ""
+        label = screen.styled(f"  {name:{width}}", "dim")
+        yield f"{label}  {screen.styled(screen.text(value), style)}".rstrip()
+
+
+def _table(block: Table, screen: Screen) -> Iterator[str]:
+    """Columns; folded where the terminal is narrower, and one below the other where it is too
+    narrow for that."""
+    heads = [column.name for column in block.columns]
+    rows = [heads, *([screen.text(value) for value in row] for row in block.rows)]
+    widths = [max(map(_width, texts)) for texts in zip(*rows, strict=True)]
     indent = "  " if block.title else ""
-    out = [printable(block.title)] if block.title else []
-    for cells in lines:
-        padded = (_pad(text, *each) for text, each in zip(cells, shape, strict=True))
-        out.append((indent + "  ".join(padded)).rstrip())
-    return out
+    if block.title:
+        yield screen.styled(printable(block.title), "bold")
+    room = screen.width and screen.width - len(indent) - 2 * (len(heads) - 1)
+    folded = room is not None and sum(widths) > room
+    if folded and not _fit(widths, block.columns, room or 0):
+        for row in block.rows:
+            yield from _facts(Facts(Cell(""), list(zip(heads, row, strict=True))), screen)
+        return
+    styles = [["bold"] * len(heads)]
+    styles += [[v.style if isinstance(v, Cell) else "" for v in row] for row in block.rows]
+    for at, (texts, looks) in enumerate(zip(rows, styles, strict=True)):
+        lines = zip_longest(*map(wrap, texts, widths), fillvalue="") if folded else [texts]
+        for line in lines:
+            padded = map(_padded, line, widths, block.columns)
+            parts = map(screen.styled, padded, looks)
+            yield (indent + "  ".join(parts)).rstrip()
+        if at == 0 and screen.width:
+            yield indent + screen.styled("─" * (sum(widths) + 2 * (len(heads) - 1)), "dim")
+
+
+def _fit(widths: list[int], columns: list[Column], room: int) -> bool:
+    """Narrow the widest of the columns that may be folded until all fit; whether they do."""
+    while sum(widths) > room:
+        widest = max(range(len(widths)), key=lambda n: 0 if columns[n].whole else widths[n])
+        if columns[widest].whole or widths[widest] <= max(NARROW, len(columns[widest].name)):
+            return False
+        widths[widest] -= 1
+    return True
 
 
 def _width(text: str) -> int:
@@ -272,6 +331,38 @@ def _width(text: str) -> int:
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def _pad(text: str, width: int, right: bool) -> str:
+def _padded(text: str, width: int, column: Column) -> str:
     space = " " * (width - _width(text))
-    return space + text if right else text + space
+    return space + text if column.right else text + space
+
+
+def for_programs() -> bool:
+    """Whether the running command is to print JSON."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.find_root().obj)
+
+
+class Progress:
+    """A line on standard error that says how far it is, where that is a terminal and no JSON is
+    asked for."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.start, self.last = printable(name), monotonic(), 0.0
+        self.shown = sys.stderr.isatty() and not for_programs()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        now = monotonic()
+        if not self.shown or (now - self.last < 0.1 and done < total):
+            return
+        self.last = now
+        part, rate = f"{done / (total or 1):.0%}", size(done / max(now - self.start, 0.001))
+        sys.stderr.write(f"\r\x1b[K{self.name}  {part} of {size(total)}, {rate}/s")
+        sys.stderr.flush()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

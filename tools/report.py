@@ -14,29 +14,21 @@ from markupsafe import Markup
 
 from ckptcore import CheckpointInfo, KeepBest, kept_by, restore_candidates
 
-from . import facts, render
-from .cli import LOCATION, command
+from . import facts, inspection, render
+from .cli import command
 from .diff import compared
 from .diff import describe as describe_changes
 from .failures import STORAGE, Failure, not_found
-from .inspection import (
-    by_module,
-    component_table,
-    extents,
-    header,
-    like_ranks,
-    metadata,
-    written_by,
-)
-from .lookup import around, opened, resolve, warning_of
+from .lookup import around, on_checkpoint, opened
 from .ls import COLUMNS, run_table
 from .render import SHOWN, Line, Report, size, table
-from .subject import Options, Subject
+from .subject import Subject
 
 WIDTH, HEIGHT = 960, 360  # of the treemap and, but for their height, of charts
 TILES = 60  # of a component: the smallest modules are drawn together
 # Dark enough for white letters on them (WCAG AA), and of much the same lightness.
 COLOURS = ("#3b6ea5", "#b3541e", "#3f7d3a", "#8a4f8f", "#b23a48", "#2a7f7f", "#7a5c3e", "#666a70")
+MODULES = "module, size>=size_bytes"
 SECTIONS = {
     "components": "Components",
     "bytes": "Bytes by component and module",
@@ -50,26 +42,25 @@ Box = tuple[float, float, float, float]  # left, top, width, height
 
 
 @command("ckpt report runs/a -o report.html", "ckpt report runs/a/checkpoint-5 -o a.html")
-@click.argument("path", type=LOCATION)
+@on_checkpoint
 @click.option(
     "-o", "--output", "target", required=True, metavar="FILE", help="The page that is written."
 )
-def report_command(path: str, target: str, options: Options) -> Report:
+def report_command(subject: Subject, target: str) -> Report:
     """Write the checkpoint PATH and its run as one self-contained HTML page: bytes by module, who
     wrote what, phases of the save, metrics over the run, what changed since the one before."""
     file = Path(target)
     if file.is_dir() or not file.parent.is_dir():
         raise not_found(f"{file} cannot be written: it is a folder, or in none", path=target)
-    found = resolve(path, options)
-    subject = opened(found)
     root = around(subject)
-    before = _previous(subject, root.entries)
-    with subject:
-        document = gathered(subject, root.entries)
-        document |= {"before": before, "changes": []}
-        if before is not None:
-            with opened(root.subject(before)) as older:
-                document["changes"] = describe_changes(compared(older, subject, stats=False))[1:]
+    document = gathered(subject, root.entries)
+    document |= {"before": None, "changes": []}
+    for info in restore_candidates(root.entries):
+        if info.status == "committed" and info.order < subject.info.order:
+            with opened(root.subject(info)) as older:
+                changes = describe_changes(compared(older, subject, stats=False))
+            document |= {"before": info, "changes": changes[1:]}
+            break
     page = html(document)
     building = file.with_name(f"{file.name}.partial-{os.getpid()}")
     try:
@@ -85,15 +76,9 @@ def report_command(path: str, target: str, options: Options) -> Report:
         "checkpoint": facts.head(subject.info),
         "report": str(file.absolute()),
         "size_bytes": nbytes,
-        "compared_with": before.name if before else None,
+        "compared_with": document["before"].name if document["before"] else None,
     }
-    line = Line(f"{file}  written, {size(nbytes)}", "green")
-    return Report(result, [line], complaint=warning_of(found, subject))
-
-
-def _previous(subject: Subject, entries: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    usable = (info for info in restore_candidates(entries) if info.status == "committed")
-    return next((info for info in usable if info.order < subject.info.order), None)
+    return Report(result, [Line(f"{file}  written, {size(nbytes)}", "green")])
 
 
 def gathered(subject: Subject, entries: Sequence[CheckpointInfo]) -> dict[str, Any]:
@@ -102,36 +87,31 @@ def gathered(subject: Subject, entries: Sequence[CheckpointInfo]) -> dict[str, A
     manifest, checkpoint = view.manifest, facts.checkpoint(subject.info)
     keys = {k + copy.label: k for k in manifest.components for copy in manifest.copies(k)}
     tensors = [facts.tensor(info) | {"component": keys[info.component]} for info in view.tensors()]
-    components, ranks = facts.components(manifest, extents(view)), written_by(manifest)
-    modules = modules_of(tensors, components)
+    components = facts.components(manifest, inspection.extents(view))
+    ranks = inspection.written_by(manifest)
     metrics = sorted({name for info in entries for name in info.metrics})
-    kept = kept_by(entries, dict(_best_of(metrics)), manifest.run_id) if entries else {}
+    rules = {f"lowest {name}": KeepBest(name, "min") for name in metrics}
+    rules |= {f"highest {name}": KeepBest(name, "max") for name in metrics}
+    kept = kept_by(entries, rules, manifest.run_id) if entries else {}
     rows = [facts.entry(info) | {"kept": kept.get(info.name, [])} for info in entries]
     run = [row for row in rows if (row["run_id"], row["status"]) == (manifest.run_id, "committed")]
+    largest = sorted(modules_of(tensors, components), key=lambda row: -row["size_bytes"])
     names = {"verified": False, "problems": [], "newer": []}
-    largest = sorted(modules, key=lambda row: -row["size_bytes"])
-    named = [row | {"module": f"{row['component']}/{row['module']}"} for row in largest]
     return {
         "checkpoint": checkpoint,
-        "head": [header(names | {"checkpoint": checkpoint})],
-        "metadata": [metadata(checkpoint)],
-        "components": component_table(components),
+        "head": [inspection.header(names | {"checkpoint": checkpoint})],
+        "metadata": [inspection.metadata(checkpoint)],
+        "components": inspection.component_table(components),
         "tiles": tiles_of(largest),
-        "modules": table("", "module, size>=size_bytes", named[:SHOWN]),
+        "modules": table("", MODULES, inspection.named_modules(largest[:SHOWN])),
         "keys": [*(item["key"] for item in components), "index"],
-        "written": list(like_ranks(ranks)),
+        "written": list(inspection.like_ranks(ranks)),
         "slowest": facts.slowest(manifest),
         "stored_ranks": manifest.stored_ranks,
         "most": max((n for row in ranks for n in row["components"].values()), default=0) or 1,
         "curves": [curve for name in metrics if (curve := curve_of(name, run))],
         "entries": run_table(rows, f"{COLUMNS.format('')}, stands out as=kept"),
     }
-
-
-def _best_of(metrics: Sequence[str]) -> Iterator[tuple[str, KeepBest]]:
-    for name in metrics:
-        yield f"lowest {name}", KeepBest(name, "min")
-        yield f"highest {name}", KeepBest(name, "max")
 
 
 def modules_of(
@@ -142,8 +122,8 @@ def modules_of(
     found: list[dict[str, Any]] = []
     for item in components:
         mine = [tensor for tensor in tensors if tensor["component"] == item["key"]]
-        deeper = (by_module(mine, depth) for depth in (4, 3, 2))
-        rows = next((rows for rows in deeper if len(rows) <= TILES), by_module(mine, 1))
+        deeper = (inspection.by_module(mine, depth) for depth in (4, 3, 2))
+        rows = next((rows for rows in deeper if len(rows) <= TILES), inspection.by_module(mine, 1))
         rows = [row for row in rows if row["size_bytes"]]
         if not rows and item["values_bytes"]:
             rows = [{"module": "plain values", "size_bytes": item["values_bytes"]}]

@@ -4,38 +4,20 @@ them."""
 from __future__ import annotations
 
 import shlex
-from typing import Any
 
 from ckptcore import CheckpointError, join_url, open_checkpoint, open_storage, shared_files
 
 from .lookup import Root, around
-from .render import Block, Line
 from .subject import Subject
-
-
-def shared_damage(subject: Subject) -> dict[str, Any]:
-    """docs/cli.md: what "verified" has of it."""
-    same = same_files(subject)
-    return {"same_files": same, "mend": mends(subject, same)}
-
-
-def shared_lines(document: dict[str, Any]) -> list[Block]:
-    """Lines for what `shared_damage` has found."""
-    lines: list[Block] = [
-        Line(f"  {file} is one file with {', '.join(others)}: damaged there, too", "red")
-        for file, others in document["same_files"].items()
-    ]
-    return [*lines, *(Line(f"  mend: {mend}", "green") for mend in document["mend"])]
 
 
 def same_files(subject: Subject) -> dict[str, list[str]]:
     """By damaged file of a checkpoint, the paths in its root that are the same file."""
     damaged = {p["file"] for p in subject.problems if p["kind"] in ("size", "digest", "header")}
-    root = around(subject) if damaged else None
-    if root is None:
+    if not damaged:
         return {}
     try:
-        found = shared_files(root.typed, subject.options).get(subject.name)
+        found = shared_files(around(subject).typed, subject.options).get(subject.name)
     except CheckpointError:  # nobody can say
         return {}
     files = {} if found is None else found.same_files
@@ -45,17 +27,17 @@ def same_files(subject: Subject) -> dict[str, list[str]]:
 def mends(subject: Subject, same: dict[str, list[str]]) -> list[str]:
     """A command that puts the bytes back in all checkpoints that share them, where the root has
     them a second time: written anew, with the same digest, and verified."""
-    manifest, root = subject.info.manifest, around(subject) if same else None
-    if root is None or manifest is None:
+    manifest = subject.info.manifest
+    if manifest is None or not same:
         return []
-    copies, storage = [], open_storage(root.typed, root.options)
+    copies, root = [], around(subject)
+    storage = open_storage(root.typed, root.options)
     for file, others in same.items():
-        record = manifest.files[file]
-        source = _verified(root, (record.size, record.digest), {f"{subject.name}/{file}", *others})
+        record, mine = manifest.files[file], f"{subject.name}/{file}"
+        source = _verified(root, (record.size, record.digest), {mine, *others})
         if source is None:
             return []
-        paths = (source, f"{subject.name}/{file}")
-        copies.append(f"cp {' '.join(shlex.quote(storage.at(path)) for path in paths)}")
+        copies.append(f"cp {shlex.quote(storage.at(source))} {shlex.quote(storage.at(mine))}")
     return [" && ".join(copies)]
 
 

@@ -16,14 +16,16 @@ from .arrays import first, statistics
 from .cli import command, flag
 from .copies import StoredCopy, Which, choose_copy, stored_copies, which_options
 from .failures import not_found
-from .lookup import Found, on_path, opened, warning_of
+from .lookup import on_checkpoint
 from .render import Block, Cell, Facts, Line, Report, first_rows, pairs_of
+from .subject import Subject
 
 WIDTH = 40  # of a bar of the histogram
+LETTERS = 2000  # of one value that people get
 
 
 @command("ckpt show runs/a model/layers.0.weight --stats", "ckpt show runs/a rng/torch --rank 3")
-@on_path
+@on_checkpoint
 @click.argument("name")
 @which_options
 @flag("--stats", "Read all of it: range, mean, NaN, a histogram.")
@@ -35,7 +37,7 @@ WIDTH = 40  # of a bar of the histogram
     help="How many of its numbers are shown (default 8).",
 )
 def show_command(
-    found: Found,
+    subject: Subject,
     name: str,
     rank: int | None,
     group: str | None,
@@ -50,33 +52,32 @@ def show_command(
     Of a tensor: dtype, shape, how it is cut over ranks, who wrote which part, and its first
     numbers. Memory is bounded, whatever its size.
     """
-    subject = opened(found)
-    with subject.readable() as view:
-        key, copy, path = coordinates(view, name, Which(rank, group, node))
-        item = find(view.values(key, copy.number), path)
-        if item is MISSING:
-            raise _unknown(view, key, copy, name)
-        tensor = facts.tensor_in(item)
-        document: dict[str, Any] = {
-            "checkpoint": facts.head(subject.info),
-            "name": name,
-            "component": key,
-            "of": copy.document(),
-            "tensor": described(view, key, copy, tensor, stats, count) if tensor else None,
-            "value": None if tensor else facts.value(item),
-        }
+    view = subject.readable()
+    key, copy, path = coordinates(view, name, Which(rank, group, node))
+    item = find(view.values(key, copy.number), path)
+    if item is MISSING:
+        raise _unknown(view, key, copy, name)
+    tensor = facts.tensor_in(item)
+    document: dict[str, Any] = {
+        "checkpoint": facts.head(subject.info),
+        "name": name,
+        "component": key,
+        "of": copy.document(),
+        "tensor": described(view, key, copy, tensor, stats, count) if tensor else None,
+        "value": None if tensor else facts.value(item),
+    }
     title = f"{name}  of {subject.name}"
     title += f",{copy.title()}" if copy.total > 1 else ""
-    blocks: list[Block] = []
     if tensor:
-        blocks = tensor_blocks(title, document["tensor"])
-    elif isinstance(item, (dict, list, tuple)) and item:
-        pairs = [(path, facts.text(leaf)) for path, leaf in facts.leaves(item)]
-        blocks.append(Facts(Cell(title, "bold"), pairs))
-    else:
-        lines = dumps(render.strict(document["value"]), ensure_ascii=False, indent=2).splitlines()
-        blocks += [Facts(Cell(title, "bold"), []), *(Line(f"  {line}") for line in lines)]
-    return Report(document, blocks, complaint=warning_of(found, subject))
+        return Report(document, tensor_blocks(title, document["tensor"]))
+    leaves = list(facts.leaves(item))
+    if len(leaves) > 1 or leaves[0][0]:
+        pairs = [(path, facts.text(leaf)) for path, leaf in leaves]
+        return Report(document, [Facts(Cell(title, "bold"), pairs)])
+    text = dumps(render.strict(document["value"]), ensure_ascii=False)
+    rest = f" ({len(text)} letters: --json has all)" if len(text) > LETTERS else ""
+    line = Line(f"  {facts.shortened(text, LETTERS)}{rest}")
+    return Report(document, [Facts(Cell(title, "bold"), []), line])
 
 
 MISSING = object()

@@ -168,31 +168,11 @@ def problem_lines(document: dict[str, Any]) -> list[Block]:
     checkpoint, problems, instead = (document[k] for k in ("checkpoint", "problems", "fallback"))
     if checkpoint["status"] == "committed" and not problems:
         return []
-    lines: list[Block] = [line for problem in problems for line in one_problem(problem)]
-    if not problems and checkpoint["reason"]:
-        lines.append(Line(f"  {checkpoint['reason']}", "red"))
+    texts = [f"{problem['kind']}: {problem['message']}" for problem in problems]
+    texts += [checkpoint["reason"]] if not problems and checkpoint["reason"] else []
+    lines: list[Block] = [Line(f"  {text}", "red") for text in texts]
     if instead is None:
         return [*lines, Line("  no older usable checkpoint beside it", "yellow")]
     how = "every byte verified" if instead["verified"] else "by its manifest"
     which = f"{instead['step']} of run {instead['run_id']} ({how})"
     return [*lines, Line(f"  nearest older usable step: {which}: {instead['url']}", "green")]
-
-
-def one_problem(problem: dict[str, Any]) -> list[Block]:
-    tensor = f", tensor {problem['tensor']}" if problem["tensor"] else ""
-    lines: list[Block] = [
-        Line(f"  {problem['kind']}: {problem['message']}", "red"),
-        Line(f"    file {problem['file']}{tensor}"),
-    ]
-    shown = set()
-    for what, unit in (("size", " bytes"), ("digest", "")):
-        expected, actual = problem[f"expected_{what}"], problem[f"actual_{what}"]
-        shown.add(actual)
-        if expected != actual:
-            but = "" if actual is None else f", actual {actual}{unit}"
-            lines.append(Line(f"    {what}: expected {expected}{unit}{but}"))
-    if problem["actual"] is not None and problem["actual"] not in shown:
-        parts = {"digest": "digest of the chunk: ", "header": "digest of the header: "}
-        part = parts.get(problem["kind"], "")
-        lines.append(Line(f"    {part}expected {problem['expected']}, actual {problem['actual']}"))
-    return lines

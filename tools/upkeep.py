@@ -3,7 +3,7 @@ without --yes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -29,36 +29,38 @@ from .cli import LOCATION, command, flag, repeated
 from .failures import BAD, GOOD, USAGE, Failure, bad, not_found
 from .lookup import Root, one_checkpoint, resolve
 from .render import Block, Cell, Line, Report, count, size, table
-from .subject import Options
+from .subject import Options, Subject
 
 UNITS = {"min": 60, "s": 1, "h": 3600, "d": 86400}
+RULES = "last=N, best=METRIC[:min|max][:N], every=STEPS, every=6h"
 PATHS = click.argument("paths", nargs=-1, required=True, type=LOCATION)
 YES = flag("--yes", "Do it; without, only say what would go.")
+DRY = Line("nothing was removed: --yes does it", "yellow")
 
 
 @command("ckpt pin runs/a/checkpoint-500", "ckpt pin s3://bucket/run/checkpoint-500")
 @PATHS
 def pin_command(paths: tuple[str, ...], options: Options) -> Report:
     """Keep the checkpoints PATHS, whatever retention says, until they are unpinned."""
-    return pinned(paths, options, pin_checkpoint, True)
+    subjects = [one_checkpoint(path, options) for path in paths]
+    for subject in subjects:
+        pin_checkpoint(subject.typed, options)
+    return now(subjects, True, "pinned: retention and delete leave it alone")
 
 
 @command("ckpt unpin runs/a/checkpoint-500", "ckpt unpin runs/a/checkpoint-{100,200}")
 @PATHS
 def unpin_command(paths: tuple[str, ...], options: Options) -> Report:
     """Let retention have the checkpoints PATHS again."""
-    return pinned(paths, options, unpin_checkpoint, False)
-
-
-def pinned(
-    paths: tuple[str, ...], options: Options, change: Callable[..., None], wanted: bool
-) -> Report:
     subjects = [one_checkpoint(path, options) for path in paths]
     for subject in subjects:
-        change(subject.typed, options)
-    rows = [facts.fields(each.info, "name url") | {"pinned": wanted} for each in subjects]
-    now = "pinned: retention and delete leave it alone" if wanted else "not pinned"
-    return Report({"checkpoints": rows}, [Line(f"{row['name']}  {now}") for row in rows])
+        unpin_checkpoint(subject.typed, options)
+    return now(subjects, False, "not pinned")
+
+
+def now(subjects: list[Subject], pinned: bool, text: str) -> Report:
+    rows = [facts.fields(subject.info, "name url") | {"pinned": pinned} for subject in subjects]
+    return Report({"checkpoints": rows}, [Line(f"{row['name']}  {text}") for row in rows])
 
 
 @command("ckpt rm runs/a/checkpoint-500", "ckpt rm runs/a/checkpoint-{100,200} --yes")
@@ -75,9 +77,8 @@ def rm_command(paths: tuple[str, ...], damaged: bool, yes: bool, options: Option
         if each.info.pinned:
             raise bad(f"{each.url} is pinned: ckpt unpin {each.url}")
         if not each.good and not damaged:
-            what = f"{each.url} is {each.status}: --damaged deletes it too, but for files whose "
-            what += "names are not ckptcore's"
-            raise bad(what, path=each.url)
+            what = f"{each.url} is {each.status}: --damaged deletes it too, but for files that "
+            raise bad(f"{what}ckptcore did not write", path=each.url)
     rows = [
         facts.fields(each.info, "name url step status size_bytes") | {"removed": yes}
         for each in subjects
@@ -88,7 +89,7 @@ def rm_command(paths: tuple[str, ...], damaged: bool, yes: bool, options: Option
     blocks: list[Block] = [Line(f"{r['name']}  {word}, {size(r['size_bytes'])}") for r in rows]
     freed = sum(row["size_bytes"] or 0 for row in rows)
     document = {"dry_run": not yes, "checkpoints": rows, "frees_bytes": freed}
-    return Report(document, [*blocks, *_dry(yes)])
+    return Report(document, blocks if yes else [*blocks, DRY])
 
 
 @command(
@@ -107,9 +108,10 @@ def prune_command(
 
     Partials go where nobody can be writing them any more; those of another machine stay.
     """
-    if not keep and not partials:
+    texts = [part.strip() for text in keep for part in text.split(",") if part.strip()]
+    if not texts and not partials:
         raise click.UsageError("say what stays (--keep last=3), or give --partials")
-    rules = {text: rule_of(text) for text in split_rules(keep)}
+    rules = {text: rule_of(text) for text in texts}
     found = resolve(root, options)
     if not isinstance(found, Root):
         if found.error is not None:
@@ -130,15 +132,16 @@ def prune_command(
         for left in (find_leftovers(found.typed, options) if partials else ())
     ]
     going = [row for row in rows if not row["keep"]]
-    frees = [*going, *(left for left in leftovers if left["abandoned"])]
-    removed, failed = _remove(found, going, partials, options) if yes else ([], [])
+    removed, failed = _remove(found, going, partials) if yes else ([], [])
+    going += [left for left in leftovers if left["abandoned"]]
+    freed = [each for each in going if each["name"] in removed] if yes else going
     document = {
         "root": found.url,
         "dry_run": not yes,
         "rules": list(rules),
         "checkpoints": rows,
         "leftovers": leftovers,
-        "frees_bytes": sum(each["size_bytes"] for each in frees),
+        "frees_bytes": sum(each["size_bytes"] for each in freed),
         "removed": removed,
         "failed": failed,
     }
@@ -151,40 +154,32 @@ def _check_metrics(root: Root, rules: Mapping[str, RetentionPolicy]) -> None:
     known = sorted({name for info in root.entries for name in info.metrics})
     for text, rule in rules.items():
         if isinstance(rule, KeepBest) and rule.metric not in known:
-            there = ", ".join(known) or "none"
-            what = f"no checkpoint of {root.url} has {rule.metric!r}; they have {there}"
-            what = f"--keep {text}: {what}"
-            raise not_found(what, path=root.url)
+            there = f"they have {', '.join(known) or 'none'}"
+            what = f"no checkpoint of {root.url} has {rule.metric!r}; {there}"
+            raise not_found(f"--keep {text}: {what}", path=root.url)
 
 
-def _remove(
-    root: Root, going: list[dict[str, Any]], partials: bool, options: Options
-) -> tuple[list[str], list[str]]:
+def _remove(root: Root, going: list[dict[str, Any]], partials: bool) -> tuple[list[str], list[str]]:
     """What was removed, and what could not be, in words."""
     removed: list[str] = []
     failed: list[str] = []
     for row in going:
         try:
-            delete_checkpoint(join_url(root.typed, row["name"]), options)
+            delete_checkpoint(join_url(root.typed, row["name"]), root.options)
             removed.append(row["name"])
         except CheckpointError as error:
             failed.append(f"{row['name']}: {error}")
     if partials:
-        before = {info.name for info in scan_root(root.typed, options)}
-        _, warned = sweep_root(root.typed, options)
+        before = {info.name for info in scan_root(root.typed, root.options)}
+        _, warned = sweep_root(root.typed, root.options)
         # Some entries are only mended: one that was put aside by an overwrite takes its place.
-        removed += sorted(before - {info.name for info in scan_root(root.typed, options)})
+        removed += sorted(before - {info.name for info in scan_root(root.typed, root.options)})
         failed += warned
     return removed, failed
 
 
-def split_rules(texts: Iterable[str]) -> list[str]:
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
-
-
 def rule_of(text: str) -> RetentionPolicy:
-    """last=N, best=METRIC[:min|max][:N], every=STEPS or every=6h (s, min, h, d). Raises
-    click.UsageError."""
+    """One of RULES. Raises click.UsageError."""
     kind, _, rest = text.partition("=")
     try:
         if kind == "last":
@@ -204,31 +199,27 @@ def rule_of(text: str) -> RetentionPolicy:
         raise click.UsageError(f"--keep {text}: {error}") from None
     except ValueError:
         pass  # what should be a number is none
-    raise click.UsageError(
-        f"--keep {text}: rules are last=N, best=METRIC[:min|max][:N], every=STEPS, every=6h"
-    )
-
-
-def _dry(yes: bool, going: int = 1) -> list[Block]:
-    if not going:
-        return [Line("there is nothing to remove", "green")]
-    return [] if yes else [Line("nothing was removed: --yes does it", "yellow")]
+    raise click.UsageError(f"--keep {text}: rules are {RULES}")
 
 
 def describe(document: dict[str, Any]) -> list[Block]:
+    dry, removed = document["dry_run"], document["removed"]
     blocks: list[Block] = []
-    gone, frees = ("would go", "would be freed") if document["dry_run"] else ("removed", "freed")
+    fates = {}
+    for each in [*document["checkpoints"], *document["leftovers"]]:
+        stays = each["keep"] if "keep" in each else not each["abandoned"]
+        gone = "would go" if dry else "removed" if each["name"] in removed else "still there"
+        fates[each["name"]] = Cell("stays", "green") if stays else Cell(gone, "red")
     if document["checkpoints"]:
-        fates = {True: Cell("stays", "green"), False: Cell(gone, "red")}
-        rows = [row | {"fate": fates[row["keep"]]} for row in document["checkpoints"]]
+        rows = [row | {"fate": fates[row["name"]]} for row in document["checkpoints"]]
         columns = "step>, name!, size>=size_bytes, fate!, kept by=reasons"
         blocks.append(table("", columns, rows))
     for left in document["leftovers"]:
-        fate = gone if left["abandoned"] else "stays"
         what = f"{size(left['size_bytes'])}: {left['reason']}; {left['writer']}"
-        blocks.append(Line(f"{left['name']}  {fate}, {what}"))
-    blocks.append(Line(f"{size(document['frees_bytes'])} {frees}"))
+        blocks.append(Line(f"{left['name']}  {fates[left['name']].text}, {what}"))
+    if all(fate.text == "stays" for fate in fates.values()):
+        return [*blocks, Line("there is nothing to remove", "green")]
+    freed = "would be freed" if dry else "freed"
+    blocks.append(Line(f"{size(document['frees_bytes'])} {freed}"))
     blocks += [Line(text, "red") for text in document["failed"]]
-    going = [row for row in document["checkpoints"] if not row["keep"]]
-    going += [left for left in document["leftovers"] if left["abandoned"]]
-    return blocks + _dry(not document["dry_run"], len(going))
+    return [*blocks, DRY] if dry else blocks

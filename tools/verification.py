@@ -5,28 +5,22 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-import click
-
 from ckptcore import restore_candidates
 
 from . import facts
-from .cli import command
+from .cli import command, flag
 from .failures import BAD, GOOD
 from .lookup import PUBLISHED, Found, Root, fallback, on_path
-from .output import progress_bar
-from .render import Block, Line, Report, count, size
-from .sharing import shared_damage, shared_lines
+from .render import Block, Line, Progress, Report, count, size
+from .sharing import mends, same_files
 from .subject import Subject, problem_lines
+
+Checked = dict[str, tuple[Subject, float]]  # by name; seconds that it took
 
 
 @command("ckpt verify runs/a", "ckpt verify runs/a --all --json")
 @on_path
-@click.option(
-    "--all",
-    "everything",
-    is_flag=True,
-    help="Every checkpoint of a root, not only what restore would look at.",
-)
+@flag("--all", "Every checkpoint of a root, not only what restore would look at.", "everything")
 def verify_command(found: Found, everything: bool) -> Report:
     """Read and check every byte of the checkpoint PATH. When PATH is a root, of the checkpoint that
     restore would take.
@@ -34,44 +28,33 @@ def verify_command(found: Found, everything: bool) -> Report:
     What restore would pass over for it, because it is damaged or was never committed, is named, and
     the exit code is 1.
     """
-    seconds: dict[str, float] = {}
+    checked: Checked = {}
     skipped = []
-    taken: Subject | None = None
+    taken = None
     if isinstance(found, Root):
-        subjects = tried(found, seconds)
-        taken = subjects[-1] if subjects and subjects[-1].good else None
-        if everything:
-            known = {subject.name: subject for subject in subjects}
-            subjects = [
-                known.get(info.name) or checked(found.subject(info), seconds)
-                for info in found.entries
-                if info.status in PUBLISHED or info.name in known
-            ]
+        for info in restore_candidates(found.entries):
+            if check(found.subject(info), checked).good:
+                taken = info.name
+                break
+        for info in found.entries if everything else ():
+            if info.status in PUBLISHED and info.name not in checked:
+                check(found.subject(info), checked)
         # What was committed and is damaged now is a finding; what was never committed is a
         # leftover, unless it is what `restore` would look at first.
-        names = {subject.name for subject in subjects}
-        skipped = [i for i in found.entries if i.status not in PUBLISHED and i.name not in names]
+        skipped = [i for i in found.entries if i.status not in PUBLISHED and i.name not in checked]
+        if everything:
+            checked = {i.name: checked[i.name] for i in found.entries if i.name in checked}
     else:
-        subjects = [checked(found, seconds)]
+        check(found, checked)
+    subjects = [subject for subject, _ in checked.values()]
     if len(subjects) == 1 and subjects[0].error is not None:
         raise subjects[0].error
     wrong = [subject for subject in subjects if not subject.good]
-    by_name = {subject.name: subject for subject in subjects}
     document = {
         "path": found.url,
         "ok": bool(subjects) and not wrong,
-        "restores": taken.name if taken else None,
-        "checkpoints": [
-            {
-                "checkpoint": facts.checkpoint(subject.info),
-                "ok": subject.good,
-                "problems": subject.problems,
-                **shared_damage(subject),
-                "fallback": None if subject.good else fallback(subject, True, by_name),
-                "seconds": round(seconds[subject.name], 6),
-            }
-            for subject in subjects
-        ],
+        "restores": taken,
+        "checkpoints": [verified(subject, checked) for subject in subjects],
         "skipped": [facts.entry(info) for info in skipped],
     }
     blocks = describe(document)
@@ -84,36 +67,40 @@ def verify_command(found: Found, everything: bool) -> Report:
     return Report(document, blocks, code, complaint or None)
 
 
-def tried(root: Root, seconds: dict[str, float]) -> list[Subject]:
-    """What `restore` would read until it finds one whose bytes verify, that one last."""
-    subjects: list[Subject] = []
-    for info in restore_candidates(root.entries):
-        subjects.append(checked(root.subject(info), seconds))
-        if subjects[-1].good:
-            break
-    return subjects
-
-
-def checked(subject: Subject, seconds: dict[str, float]) -> Subject:
-    """The subject, after every byte of it was read. seconds: gets how long that took, by name."""
+def check(subject: Subject, checked: Checked) -> Subject:
     start = perf_counter()
-    with subject, progress_bar(subject.name) as advance:
-        subject.verify(advance)
-    seconds[subject.name] = perf_counter() - start
+    with subject, Progress(subject.name) as progress:
+        subject.verify(progress)
+    checked[subject.name] = subject, perf_counter() - start
     return subject
+
+
+def verified(subject: Subject, checked: Checked) -> dict[str, Any]:
+    same = same_files(subject)
+    return {
+        "checkpoint": facts.checkpoint(subject.info),
+        "ok": subject.good,
+        "problems": subject.problems,
+        "same_files": same,
+        "mend": mends(subject, same),
+        "fallback": None if subject.good else fallback(subject, True, checked),
+        "seconds": round(checked[subject.name][1], 6),
+    }
 
 
 def describe(document: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     for each in document["checkpoints"]:
-        checkpoint = each["checkpoint"]
+        checkpoint, name = each["checkpoint"], each["checkpoint"]["name"]
         if each["ok"]:
             what = f"{size(checkpoint['size_bytes'])} in {count(checkpoint['files'], 'file')}"
-            blocks.append(Line(f"{checkpoint['name']}  ok  {what}", "green"))
-        else:
-            blocks.append(Line(f"{checkpoint['name']}  {checkpoint['status']}", "bold red"))
-            blocks += problem_lines(each)
-            blocks += shared_lines(each)
+            blocks.append(Line(f"{name}  ok  {what}", "green"))
+            continue
+        blocks += [Line(f"{name}  {checkpoint['status']}", "bold red"), *problem_lines(each)]
+        for file, others in each["same_files"].items():
+            text = f"  {file} is one file with {', '.join(others)}: damaged there, too"
+            blocks.append(Line(text, "red"))
+        blocks += [Line(f"  mend: {mend}", "green") for mend in each["mend"]]
     if document["restores"] and any(not each["ok"] for each in document["checkpoints"]):
         blocks.append(Line(f"restore would take {document['restores']}"))
     for entry in document["skipped"]:

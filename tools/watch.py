@@ -17,11 +17,14 @@ from . import facts
 from .cli import LOCATION, SCHEMA, command
 from .failures import BAD, GOOD, not_found
 from .lookup import normal, scan
-from .output import coloured, for_programs
-from .render import Report, metrics, printable, seconds, size, strict
+from .render import Report, Screen, for_programs, metrics, printable, seconds, size, strict
 from .subject import Options
 
-Seen = dict[str, tuple[str, str]]
+Listing = dict[str, tuple[str, str]]  # status, and digest of the manifest, by name
+GONE = "what it was built in is gone, and no checkpoint of it is there: the save failed"
+NOTHING = "there is no checkpoint yet"
+COLOURS = {"committed": "green", "writing": "cyan", "deleted": "yellow", "waiting": "yellow"}
+FAILURES = ("damaged", "failed", "unreachable")
 
 
 @command("ckpt watch runs/a", "ckpt watch s3://bucket/run --interval 30 --json")
@@ -43,63 +46,69 @@ def watch_command(
     Exits with 1 where the last event was a failure."""
     if not root:
         raise not_found("the path is empty", path=root)
-    url, last = normal(root), ""
-    for number, event in enumerate(happenings(url, options, interval, timeout), 1):
+    url, last, screen = normal(root), "", Screen.of(sys.stdout)
+    for number, event in enumerate(events_of(url, options, interval, timeout), 1):
         if for_programs():
             line = dumps(strict({"schema": SCHEMA, **event}), allow_nan=False)
         else:
-            line = text_of(event)
-        click.echo(line, color=coloured(sys.stdout))
+            line = text_of(event, screen)
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
         last = event["event"]
         if events is not None and number >= events:
             break
-    return Report({}, [], BAD if last in ("damaged", "failed", "unreachable") else GOOD)
+    return Report({}, [], BAD if last in FAILURES else GOOD)
 
 
-def happenings(
+def events_of(
     url: str, options: Options, interval: float, timeout: float | None
 ) -> Iterator[dict[str, Any]]:
-    """Events as they are seen. The root may not be there yet."""
+    """As they are seen. The root may not be there yet."""
     end = None if timeout is None else time.monotonic() + timeout
     names: Any = None
-    before: Seen | None = None
+    before: Listing | None = None
     last: CheckpointInfo | None = None
     unreachable = ""
     while True:
+        infos = None
         try:
-            storage = open_storage(url, options)
-            listed = {
-                name: None if entries is None else [(e.name, e.size) for e in entries]
-                for name, entries in folders(storage).items()
-            }
+            listed = listing(url, options)
             # The manifests are read again only when something is new in the listing.
             infos = scan(url, options) if listed != names or None in listed.values() else None
             names, unreachable = listed, ""
         except StorageError as error:
-            infos = None
             if str(error) != unreachable:
                 unreachable = str(error)
-                yield _event("unreachable", None, None, unreachable, url)
+                yield _event(url, "unreachable", reason=unreachable)
         if infos is not None:
-            now = {info.name: (info.status, _digest(info)) for info in infos}
+            now = {i.name: (i.status, i.manifest.digest if i.manifest else "") for i in infos}
+            if before is None and not infos:
+                yield _event(url, "waiting", reason=NOTHING)
             for event, info in changes(before, now, infos):
-                yield _event(event, info, last, info.reason, url)
+                yield _event(url, event, info, last, info.reason)
                 last = info if event == "committed" else last
-            if before is not None:
-                for name in sorted(before.keys() - now.keys()):
-                    if became := gone(name, before[name][0], now):
-                        why = GONE if became == "failed" else None
-                        yield {**_event(became, None, None, why, url), "name": name}
+            for name in sorted((before or {}).keys() - now.keys()):
+                if became := gone(name, (before or {})[name][0], now):
+                    why = GONE if became == "failed" else None
+                    yield _event(url, became, reason=why) | {"name": name}
             before = now
         if end is not None and time.monotonic() + interval > end:
             return
         time.sleep(interval)
 
 
-GONE = "what it was built in is gone, and no checkpoint of it is there: the save failed"
+def listing(url: str, options: Options) -> dict[str, Any]:
+    """Names and sizes by folder; None where the storage cannot say them."""
+    try:
+        found = open_storage(url, options).list_folders("checkpoint-")
+    except StorageError as error:
+        if error.errno != 2:
+            raise
+        return {}
+    return {name: e and [(entry.name, entry.size) for entry in e] for name, e in found.items()}
 
 
-def gone(name: str, status: str, now: Seen) -> str | None:
+def gone(name: str, status: str, now: Listing) -> str | None:
     """What it means that `name` is there no more; None: it has become a checkpoint."""
     if status != "partial":
         return "deleted"
@@ -107,22 +116,8 @@ def gone(name: str, status: str, now: Seen) -> str | None:
     return None if became is not None and became[0] == "committed" else "failed"
 
 
-def folders(storage: Any) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = storage.list_folders("checkpoint-")
-    except StorageError as error:
-        if error.errno != 2:
-            raise
-        return {}
-    return found
-
-
-def _digest(info: CheckpointInfo) -> str:
-    return info.manifest.digest if info.manifest else ""
-
-
 def changes(
-    before: Seen | None, now: Seen, infos: list[CheckpointInfo]
+    before: Listing | None, now: Listing, infos: list[CheckpointInfo]
 ) -> Iterator[tuple[str, CheckpointInfo]]:
     """What is new. At first what `restore` would take, and what is not committed."""
     usable = (info for info in restore_candidates(infos) if info.status == "committed")
@@ -137,11 +132,11 @@ def changes(
 
 
 def _event(
-    event: str,
-    info: CheckpointInfo | None,
-    last: CheckpointInfo | None,
-    reason: str | None,
     url: str,
+    event: str,
+    info: CheckpointInfo | None = None,
+    last: CheckpointInfo | None = None,
+    reason: str | None = None,
 ) -> dict[str, Any]:
     manifest = info.manifest if info else None
     timings = dict(manifest.timings) if manifest else {}
@@ -164,34 +159,25 @@ def _event(
     }
 
 
-def _late(event: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Phases that took another rank than rank 0 a twentieth of the save longer."""
-    took, timings = event["seconds"], event["timings"]
-    return [
-        (phase, found)
-        for phase, found in event["slowest"].items()
-        if found["rank"] and found["seconds"] > timings.get(phase, 0.0) + took / 20
-    ]
-
-
-COLOURS = {"committed": "green", "writing": "cyan", "deleted": "yellow"}
-
-
-def text_of(event: dict[str, Any]) -> str:
-    """One line; of the phases of a save those that took a hundredth of it."""
-    kind, took = event["event"], event["seconds"]
-    name = printable((event["name"] or "").partition(".partial-")[0])
-    words = [event["time"][11:19], click.style(f"{kind:9}", COLOURS.get(kind, "red")), name]
+def text_of(event: dict[str, Any], screen: Screen) -> str:
+    """One line; of the phases of a save those that took a hundredth of it, and of the slowest ranks
+    those that were a twentieth of it later than rank 0."""
+    kind, took, phases = event["event"], event["seconds"], event["timings"]
+    words = [event["time"][11:19], screen.styled(f"{kind:9}", COLOURS.get(kind, "red"))]
+    words.append((event["name"] or "").partition(".partial-")[0])
     if kind == "committed":
         words.append(f"+{event['steps_since']} steps" if event["steps_since"] else "")
         words.append(size(event["size_bytes"]))
         if took:
-            phases = {n: value for n, value in event["timings"].items() if value >= took / 100}
             words[-1] += f" in {took:.3g} s, {size(event['bytes_per_second'])}/s"
-            words.append(printable(seconds(phases)))
-            late = [f"{n} {s['seconds']:.3g}s on rank {s['rank']}" for n, s in _late(event)]
-            words.append(printable(f"slowest: {', '.join(late)}" if late else ""))
-        words.append(printable(metrics(event["metrics"]) if event["metrics"] else ""))
+            words.append(seconds({n: value for n, value in phases.items() if value >= took / 100}))
+            late = [
+                f"{phase} {found['seconds']:.3g}s on rank {found['rank']}"
+                for phase, found in event["slowest"].items()
+                if found["rank"] and found["seconds"] > phases.get(phase, 0.0) + took / 20
+            ]
+            words.append(f"slowest: {', '.join(late)}" if late else "")
+        words.append(metrics(event["metrics"]))
     elif kind != "writing":
-        words.append(printable(event["reason"] or ""))
-    return "  ".join(filter(None, words))
+        words.append(event["reason"] or "")
+    return "  ".join([*words[:2], *map(printable, filter(None, words[2:]))])

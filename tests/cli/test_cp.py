@@ -8,13 +8,13 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 from ckpt_tools import cp
+from ckpt_tools.render import Progress
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptcore import CheckpointManager, open_checkpoint, scan_root
@@ -289,16 +289,13 @@ def test_a_bar_on_a_terminal_and_none_elsewhere(root: Path, tmp_path: Path) -> N
 def test_an_interrupt_leaves_what_the_next_one_takes_up(
     ckpt: Ckpt, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def impatient(name: str) -> Any:
-        def advance(done: int, total: int) -> None:
+    class Impatient(Progress):
+        def __call__(self, done: int, total: int) -> None:
             if done == total:
                 raise KeyboardInterrupt
 
-        yield advance
-
     with monkeypatch.context() as patch:
-        patch.setattr(cp, "progress_bar", impatient)
+        patch.setattr(cp, "Progress", Impatient)
         done = ckpt("cp", root, tmp_path / "r", "--threads", "1")
     assert (done.code, done.err.strip()) == (130, "ckpt: interrupted")
     assert [info.status for info in scan_root(tmp_path / "r")] == ["partial"]

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckpt_tools import upkeep
+
+from ckptcore import CheckpointManager, StorageError
 
 from .conftest import Ckpt, save_run
 
@@ -124,6 +127,8 @@ def test_targets_that_cannot_be_written(ckpt: Ckpt, root: Path, tmp_path: Path) 
     assert done.code == 3 and "it is a folder, or in none" in done.err
     done = ckpt("export", root, tmp_path / "file" / "model")
     assert done.code == 4 and "[Errno" not in done.err and str(tmp_path / "file") in done.err
+    done = ckpt("export", root, "/proc/none/model")
+    assert done.code == 4 and "No such file" in done.err
     done = ckpt("export", root, tmp_path / "out", "--component", "modle")
     assert done.code == 1 and "has no component 'modle'" in done.err
 
@@ -143,3 +148,54 @@ def test_ctrl_c_ends_watch(root: Path) -> None:
     assert process.stderr.read().strip() == b"ckpt: interrupted"
     process.stdout.close()
     process.stderr.close()
+
+
+def test_a_closed_output_is_no_crash(root: Path) -> None:
+    for closed in (">&-", "2>&-"):
+        line = f'"{sys.executable}" -m ckpt_tools ls "$0" {closed}'
+        done = subprocess.run(["sh", "-c", line, str(root)], capture_output=True, timeout=60)
+        assert done.returncode == 0 and done.stderr == b"", closed
+
+
+def test_what_could_not_be_removed_is_not_said_to_be(
+    ckpt: Ckpt, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = upkeep.delete_checkpoint
+
+    def refused(url: str, *how: object) -> None:
+        if url.endswith("checkpoint-10"):
+            raise StorageError("Permission denied")
+        delete(url, *how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(upkeep, "delete_checkpoint", refused)
+    dry = ckpt("prune", root, "--keep", "last=1", "--json").document
+    done = ckpt("prune", root, "--keep", "last=1", "--yes")
+    assert done.code == 1 and "1 deletion failed" in done.err
+    fates = {row[1]: row[4:6] for row in (line.split() for line in done.out.splitlines()[1:4])}
+    assert fates["checkpoint-10"] == ["still", "there"] and fates["checkpoint-20"][0] == "removed"
+    assert "checkpoint-10: Permission denied" in done.out
+    again = ckpt("prune", root, "--keep", "last=1", "--yes", "--json").document
+    assert (again["removed"], again["frees_bytes"]) == ([], 0) and dry["frees_bytes"] > 0
+
+
+def test_watch_says_that_it_waits(ckpt: Ckpt, tmp_path: Path) -> None:
+    done = ckpt("watch", tmp_path / "nowhere", "--timeout", "0")
+    assert done.code == 0 and done.out.split()[1:] == "waiting there is no checkpoint yet".split()
+
+
+def test_many_metrics_are_cut_to_one_screen(ckpt: Ckpt, tmp_path: Path) -> None:
+    metrics = {f"m{n:02d}": float(n) for n in range(60)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"train": {"step": 1}}, metrics=metrics)
+    shown = ckpt("inspect", tmp_path).out.splitlines()
+    assert len(shown) < 40 and shown[-1] == "  ... and 40 more: ckpt inspect --json has all"
+    assert ckpt("ls", tmp_path).out.rstrip().endswith("m04=4 ... 60 in all")
+    assert ckpt("inspect", tmp_path, "--json").document["checkpoint"]["metrics"] == metrics
+
+
+def test_a_long_value_is_cut_and_says_so(ckpt: Ckpt, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"m": {"replay": list(range(5000)), "short": "x"}})
+    said = ckpt("show", tmp_path, "m/replay").out
+    assert "[0, 1, 2," in said and "letters: --json has all)" in said and len(said) < 2200
+    assert ckpt("show", tmp_path, "m/short").out.splitlines()[1] == '  "x"'

@@ -1,8 +1,7 @@
-"""What a person at a terminal sees: rich tables, ages, colours, and none of them with NO_COLOR."""
+"""What a person at a terminal sees: tables that fit, ages, colours, and none with NO_COLOR."""
 
 from __future__ import annotations
 
-import io
 import os
 import pty
 import re
@@ -10,8 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckpt_tools import render, terminal
-from rich.console import Console
+from ckpt_tools import render
 
 from ckptcore import open_checkpoint
 
@@ -19,12 +17,7 @@ from .conftest import report_of
 
 
 def drawn(blocks: list[render.Block], width: int) -> list[str]:
-    stream = io.StringIO()
-    console = Console(
-        file=stream, width=width, force_terminal=True, color_system=None, highlight=False
-    )
-    terminal.draw(blocks, console)
-    return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
+    return render.drawn(blocks, render.Screen(width)).splitlines()
 
 
 def test_ls_on_a_wide_terminal(root: Path) -> None:
@@ -74,15 +67,35 @@ def test_each_question_has_one_answer(root: Path) -> None:
     assert {"model.safetensors", "index.rank00000.msgpack"} <= files
 
 
-def test_a_very_long_table_is_drawn_plainly(root: Path) -> None:
+def test_texts_are_no_markup(root: Path) -> None:
     rows: list[list[render.Cell | str]] = [
         [f"tensor-{n}", "[bold]no markup[/bold]"] for n in range(1000)
     ]
     table = render.Table("tensors", [render.Column("tensor"), render.Column("note")], rows)
     lines = drawn([table], 80)
-    assert len(lines) == 1002 and lines[-1] == "  tensor-999  [bold]no markup[/bold]"
-    lines = drawn([table._replace(rows=rows[:2])], 80)
-    assert lines[-1] == "tensor-1  [bold]no markup[/bold]"
+    assert len(lines) == 1003 and lines[-1] == "  tensor-999  [bold]no markup[/bold]"
+
+
+def test_columns_that_do_not_fit_are_folded_and_then_stand_below_each_other() -> None:
+    columns = "name!, why, size>=size_bytes"
+    rows = [{"name": "checkpoint-1", "why": "it was never committed", "size_bytes": 5}]
+    table = render.table("", columns, rows)
+    assert drawn([table], 60)[2:] == ["checkpoint-1  it was never committed   5 B"]
+    folded = drawn([table], 30)
+    assert [line.rstrip() for line in folded[2:]] == [
+        "checkpoint-1  it was       5 B",
+        "              never",
+        "              committed",
+    ]
+    assert all(len(line) <= 30 for line in folded)
+    assert drawn([table], 20) == [
+        "  name  checkpoint-1",
+        "  why   it was never committed",
+        "  size  5 B",
+    ]
+    assert render.drawn([table], render.Screen()).splitlines()[1:] == [
+        "checkpoint-1  it was never committed   5 B"
+    ]
 
 
 def test_damage_is_told_on_a_terminal(root: Path) -> None:
