@@ -180,7 +180,7 @@ def test_what_could_not_be_removed_is_not_said_to_be(
 
 def test_watch_says_that_it_waits(ckpt: Ckpt, tmp_path: Path) -> None:
     done = ckpt("watch", tmp_path / "nowhere", "--timeout", "0")
-    assert done.code == 0 and "waiting  there is no checkpoint yet" in done.out
+    assert done.code == 0 and "waiting    there is no checkpoint yet" in done.out
 
 
 def test_many_metrics_are_cut_to_one_screen(ckpt: Ckpt, tmp_path: Path) -> None:
