@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: env demo test test-installed stress bench docs lint clean
+.PHONY: env demo test test-installed stress bench gpu docs lint clean
 
 env: $(STAMP)
 
@@ -37,6 +37,10 @@ stress: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks all
+
+# Whatever needs an accelerator, on all cards that are here; says so where there is none.
+gpu: $(STAMP)
+	$(BIN)/python -m benchmarks gpu
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

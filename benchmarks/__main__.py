@@ -211,6 +211,7 @@ def run_load(folder: Path, given: dict[str, Any]) -> Report:
             size=size,
             rounds=given["rounds"] or 5,
             settle_seconds=settle_of(given, 0.0),
+            cold=given.get("cold", False),
             progress=progress,
         )
     return load.run(
@@ -323,6 +324,19 @@ def run_calls(folder: Path, given: dict[str, Any]) -> Report:
     return calls.run(folder, counts=counts, rounds=given["rounds"] or 5, progress=progress)
 
 
+def run_gpu_calls(folder: Path, given: dict[str, Any]) -> Report:
+    from . import gpu_calls
+
+    return gpu_calls.run(
+        folder,
+        size=size_of(given, cpu=MIB, gpu=GIB),
+        counts=given.get("counts") or gpu_calls.COUNTS,
+        rounds=given["rounds"] or 5,
+        device=device_of(given),
+        progress=progress,
+    )
+
+
 def run_plan(folder: Path, given: dict[str, Any]) -> Report:
     from . import plan
 
@@ -384,12 +398,16 @@ def on_gpu(measure: Measure) -> Measure:
 def carry_out(measures: list[Measure], given: dict[str, Any]) -> None:
     """Run, print and write; the exit code says nothing about targets, only whether it could be
     measured."""
+    from .training import folder_of_all, in_job, is_first_rank
+
     where = machine()
     reports: list[Report] = []
     try:
-        with work_folder(given["parent"]) as folder:
+        with in_job(device_of(given)), work_folder(given["parent"]) as folder:
             for measure in measures:
-                report = measure(folder, given)
+                report = measure(folder_of_all(folder), given)
+                if not is_first_rank():
+                    continue
                 progress("")
                 show(report)
                 reports.append(report)
@@ -398,9 +416,11 @@ def carry_out(measures: list[Measure], given: dict[str, Any]) -> None:
                     given["json_file"].write_text(as_json(reports, where))
                 if given["markdown_file"]:
                     given["markdown_file"].write_text(as_markdown(reports, where))
+            if is_first_rank():
+                before, after = where["load"][0], machine()["load"][0]
+                click.echo(f"load average at the start {before}, at the end {after}")
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    click.echo(f"load average at the start {where['load'][0]}, at the end {machine()['load'][0]}")
 
 
 @click.group(
@@ -427,6 +447,11 @@ def save_command(**given: Any) -> None:
 @device_option
 @size_option
 @settle_option
+@click.option(
+    "--cold",
+    is_flag=True,
+    help="On a GPU: from the disk too, with the page cache dropped before each load.",
+)
 def load_command(**given: Any) -> None:
     """Loads into live tensors, page cache warm."""
     carry_out([run_load], given)
@@ -511,6 +536,54 @@ def reshard_command(**given: Any) -> None:
 def calls_command(**given: Any) -> None:
     """Work per tensor: the call of an async save, and a load, over many small ones."""
     carry_out([run_calls], given)
+
+
+@main.command("gpu-calls")
+@common
+@device_option
+@size_option
+@counts_option
+def gpu_calls_command(**given: Any) -> None:
+    """The call of an async save on a GPU, by staging, and the first one with and without
+    prewarm."""
+    carry_out([run_gpu_calls], given)
+
+
+@main.command("gpu")
+@common
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
+@click.option(
+    "--limit-seconds",
+    type=click.FloatRange(1),
+    default=520.0,
+    show_default=True,
+    help="Parts that are left then are not begun.",
+)
+@click.option("--part", "parts", multiple=True, help="Parts whose name begins so [default: all].")
+@click.pass_context
+def gpu_command(context: click.Context, **given: Any) -> None:
+    """Everything that needs a GPU, on all cards: tests, costs, calls, loads; one table at the
+    end."""
+    from . import gpu
+    from .training import has_cuda
+
+    if given["device"] == "cuda" and not has_cuda():
+        click.echo("there is no GPU here: nothing was run; --device cpu shows the same in tiny")
+        return
+    small = given["device"] == "cpu" or context.default_map is not None
+    where = machine()
+    report = gpu.run(
+        device=given["device"],
+        limit_seconds=given["limit_seconds"],
+        quick=small,
+        only=given["parts"],
+        output=lambda text: click.echo(text),
+    )
+    show(report)
+    if given["json_file"]:
+        given["json_file"].write_text(as_json([report], where))
+    if given["markdown_file"]:
+        given["markdown_file"].write_text(as_markdown([report], where))
 
 
 @main.command("remote")

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from .frame import Kind
 from .ground import fsync_tree, size_text
 from .savers import cores, dcp_errors, missing_package
-from .training import Trainee
+from .training import Trainee, is_first_rank, ranks
 
 __all__ = [
     "AsyncSaver",
@@ -89,7 +90,7 @@ class AsyncSaver:
 
     def clear(self) -> None:
         """Remove what was saved."""
-        if self.place is not None:
+        if self.place is not None and is_first_rank():
             shutil.rmtree(self.place, ignore_errors=True)
 
     def stop(self) -> None:
@@ -120,6 +121,8 @@ class Ours(AsyncSaver):
     def same(self, name: str, tensor: torch.Tensor) -> bool:
         from ckptcore import open_checkpoint
 
+        if not is_first_rank():
+            return True  # the first one looks
         with open_checkpoint(str(self.place)) as view:
             return torch.equal(torch.from_numpy(view.read(name)), tensor)
 
@@ -227,7 +230,7 @@ class Dcp(AsyncSaver):
 
         self.place = self.folder / str(step)
         with dcp_errors():
-            dcp.save(self.trainee.plain(), checkpoint_id=self.place, no_dist=True)
+            dcp.save(self.trainee.plain(), checkpoint_id=self.place, no_dist=ranks() == 1)
 
 
 class DcpAsync(AsyncSaver):
@@ -247,6 +250,8 @@ class DcpAsync(AsyncSaver):
         super().start(trainee, folder)
         # Its threads warn after our call of it has ended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        # Its threads talk while training does, so that a group which is training's own deadlocks.
+        self.group = dist.new_group(backend="gloo") if ranks() > 1 else None
         if self.options is not None:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -265,7 +270,7 @@ class DcpAsync(AsyncSaver):
         else:
             how["checkpoint_id"] = self.place
         with dcp_errors():
-            answer = dcp.async_save(self.trainee.plain(), **how)
+            answer = dcp.async_save(self.trainee.plain(), process_group=self.group, **how)
         if isinstance(answer, Future):
             self.writing = answer
         else:
@@ -328,6 +333,7 @@ class TorchCheckpointing(AsyncSaver):
         config.storage_config = LocalFileSystemStorageConfig(
             use_direct_io=False
         )  # its default fails with EINVAL
+        config.save.process_config.subprocess_init_timeout_secs = int(DEADLINE)
         self.manager = config.build()
         process = getattr(self.manager._saver, "_checkpoint_process", None)
         if (

@@ -23,7 +23,16 @@ from .frame import (
     rows_of,
     times_faster,
 )
-from .ground import MIB, clean_folder, make_state, memory_of, read_tree, settle, size_text
+from .ground import (
+    MIB,
+    clean_folder,
+    drop_tree,
+    make_state,
+    memory_of,
+    read_tree,
+    settle,
+    size_text,
+)
 from .memory import peak_added
 from .savers import (
     SAVERS,
@@ -141,6 +150,7 @@ class _Loader:
     saved_by: str
     kind: Kind = "peer"
     needs: str | None = None
+    cold: bool = False  # its files are taken out of the page cache before each load
 
 
 def run_load(
@@ -150,9 +160,13 @@ def run_load(
     rounds: int = 5,
     settle_seconds: float = 0.0,
     device: str = "cuda",
+    cold: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Time loads onto the device, page cache warm; what was loaded is compared in every round."""
+    """Time loads onto the device, page cache warm; what was loaded is compared in every round.
+
+    cold: time ours, safetensors and dcp from the disk too.
+    """
     check_device(device)
     progress("making the state")
     host = make_state(size, TENSORS)
@@ -176,6 +190,13 @@ def run_load(
         _Loader("torch.load(mmap)", _torch_load(device), "torch.save + fsync"),
         _Loader("dcp.load", _filling(dcp_load), "dcp.save, default"),
     ]
+    if cold:
+        names = (OURS_LOAD, SAFETENSORS, "dcp.load")
+        loaders += [
+            replace(each, name=f"{each.name}, from the disk", cold=True)
+            for each in loaders
+            if each.name in names
+        ]
     places, problems = _write_all({loader.saved_by for loader in loaders}, host, folder, progress)
     contenders = [
         _load_contender(each, truth, live, places, problems, settle_seconds) for each in loaders
@@ -193,7 +214,8 @@ def run_load(
             row.checks.append(Check("safetensors load_file", 1.0, faster, unit="x"))
     return Report(
         "load-cuda",
-        f"Load of {size_text(size)} in {TENSORS} float32 tensors onto {device}, page cache warm",
+        f"Load of {size_text(size)} in {TENSORS} float32 tensors onto {device}, page cache warm"
+        + ", and from the disk" * cold,
         rows,
         {"size": size, "rounds": rounds, "device": device, "limit": limit},
         [
@@ -241,7 +263,7 @@ def _load_contender(
         for tensor in live.values():
             tensor.fill_(7)
         settle(rest)
-        read_tree(places[loader.saved_by])
+        (drop_tree if loader.cold else read_tree)(places[loader.saved_by])
         _wait(live)
 
     def load() -> None:

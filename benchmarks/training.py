@@ -8,17 +8,32 @@ Used by the benchmarks of saves that go on while training does: `stall`, `cost`,
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from .ground import make_state
 
-__all__ = ["Trainee", "check_device", "has_cuda", "wait_for"]
+__all__ = [
+    "Trainee",
+    "check_device",
+    "folder_of_all",
+    "has_cuda",
+    "in_job",
+    "is_first_rank",
+    "local_part",
+    "of_all_ranks",
+    "ranks",
+    "wait_for",
+]
 
 LAYERS = 64  # with two moments each: 192 tensors
 LEARNING_RATE = (
@@ -42,8 +57,56 @@ def wait_for(device: str) -> None:
         torch.cuda.synchronize()
 
 
+@contextmanager
+def in_job(device: str) -> Iterator[None]:
+    """Be one of the ranks that `torchrun` has started; alone without it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    if device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    yield  # after a failure torchrun ends the others
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def folder_of_all(folder: Path) -> Path:
+    """The first rank's folder, on every rank."""
+    named = [str(folder)]
+    if ranks() > 1:
+        dist.broadcast_object_list(named, src=0, device=torch.device("cpu"))
+    return Path(named[0])
+
+
+def of_all_ranks(seconds: float) -> float:
+    """The most that any rank gives. Every rank waits here for the others."""
+    if ranks() == 1:
+        return seconds
+    most = torch.tensor(seconds, dtype=torch.float64, device="cpu")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
 class Trainee:
     """fp32 weights and AdamW's moments of about `size` bytes together, half-way through a run.
+    On several ranks each layer is cut over all of them (FSDP2).
 
     ballast: bytes of further tensors that are saved with them and that no step touches.
     """
@@ -63,6 +126,10 @@ class Trainee:
         ):  # each layer keeps the size of its activations: no number vanishes or overflows
             for layer in self.model:
                 layer.weight.normal_(0, layer.in_features**-0.5)
+        if ranks() > 1:
+            mesh = dist.init_device_mesh(device, (ranks(),))
+            for layer in [*self.model, self.model]:
+                fully_shard(layer, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self.ballast = {
             n: t.to(device) for n, t in (make_state(ballast) if ballast else {}).items()
@@ -102,7 +169,7 @@ class Trainee:
 
     def _timed(self, rows: int) -> float:
         self.use_rows(rows)
-        return statistics.median(self.timed_steps(5, warm=2))
+        return of_all_ranks(statistics.median(self.timed_steps(5, warm=2)))
 
     def timed_steps(
         self, count: int, warm: int = 0, clock: Callable[[], float] = time.perf_counter
@@ -154,4 +221,8 @@ class Trainee:
             f"optimizer/state/{n}.weight/{key}" for n in layers for key in ("exp_avg", "exp_avg_sq")
         ]
         live = self.tensors()
-        return {name: live[name].to("cpu", copy=True) for name in names}
+        whole = {
+            name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            for name, tensor in ((name, live[name]) for name in names)
+        }
+        return {name: tensor.to("cpu", copy=True) for name, tensor in whole.items()}
