@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -201,13 +202,21 @@ def _is_bool(value: Any) -> bool:
     return str(getattr(value, "dtype", "")).endswith("bool")
 
 
+def is_plain_name(text: Any) -> bool:
+    """Whether a text may be the name of an entry of a root, and need not be a path."""
+    return isinstance(text, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.=+-]*", text) is not None
+
+
 def checked_which(step: Any, *, paths: bool = True) -> int | str:
-    """Which checkpoint is meant: a step as an int, "latest", "best", or (with `paths`) the text of
-    a path or URL."""
+    """Which checkpoint is meant: a step as an int, "latest", "best", a name, or (with `paths`) the
+    text of a path or URL."""
     if isinstance(step, str) and step in ("latest", "best"):
         return step
     if isinstance(step, str | os.PathLike):
-        if not paths:
-            raise InvalidState(f"a step is a whole number, 'latest' or 'best', not {shown(step)}")
+        if not paths and not (is_plain_name(step) and not str(step).isdecimal()):
+            raise InvalidState(
+                "a step is a whole number, 'latest', 'best' or the name that a save was given, not "
+                f"{shown(step)}"
+            )
         return check_path("step", step)
     return checked_step(step)

@@ -31,6 +31,7 @@ from .arguments import (
     checked_step,
     checked_timeout,
     checked_which,
+    is_plain_name,
     shown,
 )
 from .catalog.catalog import (
@@ -45,11 +46,19 @@ from .catalog.catalog import (
     committed,
     entry,
     find,
+    newest_run,
     with_commit,
     within,
 )
 from .catalog.domain import Entries, ScanRound, same_step
-from .catalog.folder import MOST_SCANS, NOT_OURS, CheckpointInfo, still_there
+from .catalog.folder import (
+    MOST_SCANS,
+    NOT_OURS,
+    CheckpointInfo,
+    checked_label,
+    folder_name,
+    still_there,
+)
 from .catalog.retention import RetentionPolicy, best_rule, check_policy, unknown_metric
 from .errors import (
     CheckpointCorrupt,
@@ -100,6 +109,8 @@ log = logging.getLogger("ckptcore")
 
 Checkpoints = list[CheckpointInfo]
 Files = Mapping[str, bytes | str | os.PathLike[str]]
+
+STEPS = "give a number, 'latest', 'best' or the name that a save was given"
 
 # What the storage says of bytes that are lost, and of a file that went, or became something else,
 # meanwhile: another checkpoint may still be whole. Anything else (no permission, no connection) is
@@ -315,6 +326,7 @@ class CheckpointManager:
         exists: Literal["error", "skip", "replace"] = "error",
         training_args_hash: str | None = None,
         files: Files | None = None,
+        name: str | None = None,
     ) -> CheckpointInfo:
         """Write the checkpoint of `step`; when this returns it is committed and survives a crash.
 
@@ -329,13 +341,16 @@ class CheckpointManager:
         files: dict of name -> bytes, or path of a local file, which is read now: files that belong
             to the checkpoint beside its tensors, such as config.json, each of at most 1 GiB. Those
             of rank 0 count (storage_mode="node": of the lowest rank of each node; default None).
+        name: text, up to 100 ASCII letters, digits and "-_.=+", that the folder's name ends with:
+            "checkpoint-500-after-warmup", which is another checkpoint than that of the step alone.
+            `load`, `pin` and others take it in the place of a step (default None).
 
         Raises CheckpointExists, UnsupportedValue, InvalidState and ReplicationMismatch before a
         byte is written; StorageError, NoSpace; AsyncSaveError of the save before. Earlier
         checkpoints are left as they are.
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
-        call = replace(call, exists=exists, files=files)
+        call = replace(call, exists=exists, files=files, name=name)
         if (
             isinstance(exists, str)
             and exists == "skip"
@@ -356,6 +371,7 @@ class CheckpointManager:
         exists: Literal["error", "skip", "replace"] = "error",
         training_args_hash: str | None = None,
         files: Files | None = None,
+        name: str | None = None,
     ) -> SaveHandle:
         """Copy the state, and write the checkpoint of `step` in the background.
 
@@ -373,12 +389,15 @@ class CheckpointManager:
         files: dict of name -> bytes, or path of a local file, which is read now: files that belong
             to the checkpoint beside its tensors, such as config.json, each of at most 1 GiB. Those
             of rank 0 count (storage_mode="node": of the lowest rank of each node; default None).
+        name: text, up to 100 ASCII letters, digits and "-_.=+", that the folder's name ends with:
+            "checkpoint-500-after-warmup", which is another checkpoint than that of the step alone.
+            `load`, `pin` and others take it in the place of a step (default None).
 
         Raises CheckpointExists, UnsupportedValue and InvalidState, and AsyncSaveError of the save
         before. What fails later is raised by the SaveHandle, and by the next call.
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
-        call = replace(call, exists=exists, files=files)
+        call = replace(call, exists=exists, files=files, name=name)
         if (
             isinstance(exists, str)
             and exists == "skip"
@@ -392,19 +411,22 @@ class CheckpointManager:
         self._saves.wait_for_step(call.step)
         with self._domains.scan("step", joining=True, recall=True) as r:
             overwrites(call)
-            steps = r.gather(checked_step(call.step))
+            step, label = checked_step(call.step), checked_label(call.name)
+            calls = r.gather(f"{step} as {label!r}" if label else f"{step}")
             if r.leads:
-                r.verdict = self._in_the_way(r.infos, same_step("save", steps))
+                same_step("save", calls)
+                folder = folder_name(step, label)
+                r.verdict = folder if self._in_the_way(r.infos, folder) else None
         return None if r.verdict is None else self._info(r, r.verdict)
 
-    def _in_the_way(self, infos: Checkpoints, step: int) -> str | None:
-        """The name of what is committed as `step`, and does not give way."""
-        for info in infos:
-            gives_way = info.name in self._known_damaged or self._left_behind(info)
-            here = info.status == "committed" and info.name == f"checkpoint-{step}"
-            if here and not gives_way:
-                return info.name
-        return None
+    def _in_the_way(self, infos: Checkpoints, folder: str) -> bool:
+        """Whether a checkpoint is committed in `folder`, and does not give way."""
+        return any(
+            info.status == "committed"
+            and info.name == folder
+            and not (folder in self._known_damaged or self._left_behind(info))
+            for info in infos
+        )
 
     def _left_behind(self, info: CheckpointInfo) -> bool:
         """Whether this run has gone back behind a checkpoint of it."""
@@ -457,8 +479,9 @@ class CheckpointManager:
         """Load the components in `state` from one checkpoint. Others that it has are left alone.
 
         state: as for `save`; modules, optimizers and tensors are filled in place.
-        step: "latest" (default), "best", a step, the name of an entry of this root, or a path or
-            URL of a checkpoint, or its CheckpointInfo.
+        step: "latest" (default), "best", a step (of several checkpoints of it the last), the name
+            of an entry of this root, or the `name` that the save was given, or a path or URL of a
+            checkpoint, or its CheckpointInfo.
         strict: bool, names that only one of both sides has are an error (default True), else they
             are in the report.
         cast: bool, convert dtypes that differ (default False: an error).
@@ -508,12 +531,7 @@ class CheckpointManager:
         loads = partial(load, job, partitions, request=request)
         goes_on = request.keys is None
         if location is not None:
-            try:
-                report = loads(location)
-            except CheckpointNotFound as error:
-                if isinstance(step, str) and "/" not in step:
-                    error.message += f", and {step!r} is no step: a number, 'latest' or 'best'"
-                raise
+            report = loads(location)
             if self._catalog.has(location.storage):
                 # The load is done; where this fails nothing is known to be left behind.
                 with suppress(StorageError):
@@ -524,7 +542,7 @@ class CheckpointManager:
             try:
                 return loads(Location(open_storage(step, self.storage_options), ""))  # type: ignore[arg-type]
             except CheckpointNotFound as error:
-                error.message += f", and {self.root} has no entry {step!r}"
+                error.message += f", and {self.root} has no entry {step!r}: {STEPS}"
                 raise
         report = self._load_chosen(r, choose, loads, request)
         latest = isinstance(step, str) and step == "latest"
@@ -547,8 +565,11 @@ class CheckpointManager:
         """On rank 0: the choice among what lies in the root."""
         self._scanned = infos
         which = checked_which(step)
-        named = isinstance(step, str) and step.startswith("checkpoint-")
-        return commit_to_load(infos, entry(infos, step) if named else self._chosen(infos, which))
+        named = isinstance(step, str) and step not in ("latest", "best")
+        run = self._run_id or newest_run(infos)
+        return commit_to_load(
+            infos, entry(infos, run, step) if named else self._chosen(infos, which)
+        )
 
     def _to_restore(self, infos: Checkpoints) -> Any:
         self._scanned = infos
@@ -739,8 +760,8 @@ class CheckpointManager:
         where it would start fresh. Give the result to `restore`, `load`, `load_state` or
         `open_checkpoint`. On every rank.
 
-        which: "auto" (default): the newest that verifies; or a step, "latest" or "best": that one,
-            None where there is none.
+        which: "auto" (default): the newest that verifies; or a step, "latest", "best" or a name:
+            that one, None where there is none.
         verify: "bytes" (default): all that it has is read and checked; "sizes": the manifest, and
             that its files are there.
 
@@ -813,9 +834,9 @@ class CheckpointManager:
             steps = r.gather(checked_step(after))
             if r.leads:
                 later = same_step("conflicts", steps)
-                infos = [i for i in r.infos if i.status == "committed" and (i.step or 0) > later]
-                names = [self._in_the_way(infos, i.step or 0) for i in infos]
-                r.verdict = [name for name in dict.fromkeys(names) if name is not None]
+                steps = [i.step or 0 for i in r.infos if (i.step or 0) > later]
+                folders = [folder_name(step, "") for step in dict.fromkeys(steps)]
+                r.verdict = [name for name in folders if self._in_the_way(r.infos, name)]
         return [self._info(r, name) for name in r.verdict]
 
     def list(self) -> Checkpoints:
@@ -856,22 +877,22 @@ class CheckpointManager:
         return self._domains.entries()
 
     @one_call("pin of step ", 0)
-    def pin(self, step: int) -> None:
+    def pin(self, step: int | str) -> None:
         """Keep a checkpoint, whatever the policy says, until `unpin`. On every rank.
 
-        step: int, of a committed checkpoint.
+        step: int, of a committed checkpoint; or its name, as for `load`.
 
-        Raises CheckpointNotFound, StorageError.
+        Raises CheckpointNotFound, InvalidState for a step that has several, StorageError.
         """
         self._act("pin", step, self._catalog.pin)
 
     @one_call("unpin of step ", 0)
-    def unpin(self, step: int) -> None:
+    def unpin(self, step: int | str) -> None:
         """Let retention have a checkpoint again. On every rank.
 
-        step: int, of a committed checkpoint.
+        step: int, of a committed checkpoint; or its name, as for `load`.
 
-        Raises CheckpointNotFound, StorageError.
+        Raises CheckpointNotFound, InvalidState for a step that has several, StorageError.
         """
         self._act("unpin", step, self._catalog.unpin)
 
@@ -879,9 +900,9 @@ class CheckpointManager:
     def verify(self, step: int | str = "latest") -> Sequence[Problem]:
         """Read and check every byte of a checkpoint; an empty list when all is well. On every rank.
 
-        step: int, "latest" (default) or "best".
+        step: int, "latest" (default), "best" or a name, as for `load`.
 
-        Raises CheckpointNotFound.
+        Raises CheckpointNotFound, InvalidState for a step that has several.
         """
         found = self._act("verification", step, self._verify)
         return [Problem(*row) for rows in found for row in rows]
@@ -898,18 +919,30 @@ class CheckpointManager:
         return [[*astuple(problem)] for problem in described]
 
     @one_call("deletion of step ", 0)
-    def delete(self, step: int) -> None:
+    def delete(self, step: int | str) -> None:
         """Remove a checkpoint. On every rank.
 
-        step: int, of a committed checkpoint.
+        step: int, of a committed checkpoint; or its name, as for `load`.
 
-        Raises CheckpointNotFound, InvalidState for a pinned one, StorageError.
+        Raises CheckpointNotFound, InvalidState for a pinned one and for a step that has several,
+        StorageError.
         """
         self._act("deletion", step, self._catalog.delete)
 
     def _act(self, topic: str, step: Any, work: Callable[[CheckpointInfo], Any]) -> Sequence[Any]:
         wanted = partial(checked_which, step, paths=False)
-        return self._domains.act(topic, wanted, self._chosen, work)
+        return self._domains.act(topic, wanted, self._the_one, work)
+
+    def _the_one(self, infos: Checkpoints, step: int | str) -> CheckpointInfo:
+        """What is to be acted on, which a step that has several does not say."""
+        found = self._chosen(infos, step)
+        of_run = [i for i in infos if i.status == "committed" and i.run_id == found.run_id]
+        same = [i.name for i in of_run if i.step == step]
+        if len(same) > 1:
+            raise InvalidState(
+                f"{self.root}: step {step} has {' and '.join(same)}: say which one by its name"
+            )
+        return found
 
     def _run_facts(self, when_busy: Literal["wait", "skip", "raise"] = "wait") -> RunFacts:
         # Sequences of what was deleted since are not used again: they may be among the abandoned.
@@ -930,7 +963,8 @@ class CheckpointManager:
         self._known_damaged.discard(info.name)
         self._run_id = info.run_id
         # What has just been replaced is not left anywhere.
-        self._left = [left for left in self._left if left.step != info.step]
+        now = (info.step, info.label)
+        self._left = [left for left in self._left if (left.step, left.label) != now]
         if self._left:
             steps = ", ".join(map(str, sorted({left.step or 0 for left in self._left})))
             saved.warnings.append(
@@ -1020,7 +1054,7 @@ def _is_path(step: Any) -> bool:
     """Whether what is to be loaded is given by its path or URL, and not as an entry of the root."""
     if not isinstance(step, str):
         return isinstance(step, os.PathLike)
-    return step not in ("latest", "best") and (not step.startswith("checkpoint-") or "/" in step)
+    return step not in ("latest", "best") and not is_plain_name(step)
 
 
 def _first_whole(

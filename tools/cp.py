@@ -91,12 +91,14 @@ def _target(url: str, subject: Subject) -> str:
     if not url:
         raise not_found("the path to copy to is empty", path=url)
     url = normal(url)
-    if CHECKPOINT_NAME.fullmatch(split(url)[1]):
+    last = split(url)[1]
+    if CHECKPOINT_NAME.fullmatch(last) or (subject.info.label and last == subject.name):
         return url
-    # One that has a name of its own, or was put aside by an overwrite, is found in a root by this
-    # one only.
-    named = CHECKPOINT_NAME.fullmatch(subject.name)
-    return join_url(url, subject.name if named else f"checkpoint-{subject.info.step}")
+    # One that was renamed, or put aside by an overwrite, is found in a root by this name only.
+    name = f"checkpoint-{subject.info.step}"
+    if label := subject.info.label:
+        name += f"-{label}"
+    return join_url(url, subject.name if CHECKPOINT_NAME.fullmatch(subject.name) else name)
 
 
 def _digest(url: str, options: Options) -> str | None:

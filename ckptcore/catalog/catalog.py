@@ -21,10 +21,12 @@ from ..storage.urls import join_url, split_url
 from .folder import (
     DELETING,
     FOLDER,
+    FOREIGN,
     LEFTOVER_OF_OTHERS,
     MOST_SCANS,
     Attempt,
     CheckpointInfo,
+    FolderName,
     Memory,
     attempts_among,
     delete_checkpoint,
@@ -312,6 +314,8 @@ def _in_order(found: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
     whole = {name for name, info in found.items() if info.status == "committed"}
     result = []
     for info in found.values():
+        if info.status == FOREIGN:
+            continue
         base = info.name.partition(".replaced-")[0]
         if base != info.name and base in whole:
             info = CheckpointInfo(
@@ -370,11 +374,11 @@ def sweep(storage: Storage, infos: Iterable[CheckpointInfo], run_id: str, warn: 
 
 def _swept(storage: Storage, info: CheckpointInfo, run_id: str) -> bool:
     """Whether an entry was a leftover, and is removed now."""
-    match = FOLDER.fullmatch(info.name)
-    if match is None or (info.reason or "").startswith(LEFTOVER_OF_OTHERS):
+    parsed = FolderName.parse(info.name)
+    if parsed is None or (info.reason or "").startswith(LEFTOVER_OF_OTHERS):
         return False
-    kind, attempt = match.group(2), match.group(3)
-    if info.marked and kind is None:
+    kind, attempt = parsed.kind, parsed.attempt
+    if info.marked and not kind:
         unmark_attempts(storage, info.name)
         return False
     if info.status == "committed":
@@ -447,7 +451,8 @@ def best_of(
 def find(
     url: str, infos: Sequence[CheckpointInfo], run_id: str | None, step: int | str
 ) -> CheckpointInfo:
-    """The checkpoint of `step`, or the newest for "latest". Raises CheckpointNotFound.
+    """The checkpoint of `step`, or of that name, or the newest for "latest"; of several the last.
+    Raises CheckpointNotFound.
 
     What is there and damaged, or cannot be read, is not passed over: opening it says what is wrong.
     A step that only another run of this root has is good enough when it is asked for.
@@ -462,11 +467,14 @@ def find(
     if step == "latest":
         matching = [i for i in infos if not i.abandoned][-1:]
     else:
-        matching = [i for i in infos if i.step == step] or [i for i in found if i.step == step]
+        matching = [i for i in infos if is_meant(i, step)]
+        matching = matching or [i for i in found if is_meant(i, step)]
         matching = [i for i in matching if not i.abandoned] or matching
     if not matching:
         steps = [i.step for i in infos if i.step is not None]
-        what = "no checkpoint yet" if step == "latest" else f"no checkpoint of step {step}"
+        what = f"no checkpoint of step {step}"
+        if isinstance(step, str):
+            what = "no checkpoint yet" if step == "latest" else f"no checkpoint {step!r}"
         lacking = "".join(f"; {i.name}: {i.reason}" for i in stray)
         raise CheckpointNotFound(
             f"{url} has {what}; steps there: {', '.join(map(str, steps)) or 'none'}{lacking}",
@@ -477,14 +485,23 @@ def find(
     return matching[-1]
 
 
-def entry(infos: Sequence[CheckpointInfo], name: str) -> CheckpointInfo | None:
-    """The entry of that name, of the first root that has one."""
-    found = [
-        i
-        for i in infos
-        if split_url(i.url)[1] == name and i.status not in ("partial", "incomplete")
-    ]
-    return found[-1] if found else None
+def is_meant(info: CheckpointInfo, step: int | str) -> bool:
+    """Whether a checkpoint is of a step, or has that name, as a folder or from its save."""
+    return info.step == step if isinstance(step, int) else step in (entry_name(info), info.label)
+
+
+def entry_name(info: CheckpointInfo) -> str:
+    """The name of its folder, in whichever root it is."""
+    return split_url(info.url)[1]
+
+
+def entry(infos: Sequence[CheckpointInfo], run_id: str | None, name: str) -> CheckpointInfo | None:
+    """The entry of that name, of the first root that has one; or the last one of the run whose save
+    was given that name."""
+    found = [i for i in infos if is_meant(i, name) and i.status not in ("partial", "incomplete")]
+    of_run = [i for i in found if i.run_id == run_id and not i.abandoned]
+    folders = [i for i in found if entry_name(i) == name]
+    return next(reversed(folders or of_run or found), None)
 
 
 def copies(infos: Sequence[CheckpointInfo], info: CheckpointInfo) -> list[str]:

@@ -5,6 +5,7 @@ A checkpoint exists if and only if its manifest is there and verifies; names, ti
 order decide nothing. Folder names only say where to look:
 
 checkpoint-500                      a checkpoint (or, without a manifest, what became of one)
+checkpoint-500-after-warmup         another one, which its manifest calls "after-warmup"
 checkpoint-500.partial-<attempt>    an attempt that was not published
 checkpoint-500.replaced-<attempt>   the one that an overwrite put aside; it counts while
 checkpoint-500 does not
@@ -22,7 +23,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
+from ..arguments import shown
 from ..errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -49,7 +52,14 @@ LEFTOVER_OF_OTHERS = (
 # Where folders cannot be renamed, an attempt is built in its final place; this object says whose it
 # is until it is one.
 _MARKER = re.compile(r"attempt\.([A-Za-z0-9_.-]+)\.partial")
-FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?")
+FOLDER = re.compile(
+    r"checkpoint-(0|[1-9][0-9]*)(?:-([A-Za-z0-9_.=+-]+?))?(?:\.(partial|replaced)-([A-Za-z0-9_.-]+))?"
+)
+_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.=+-]{0,98}[A-Za-z0-9])?")
+_TAKEN = re.compile(r"latest|best|auto|[0-9]+|checkpoint-.*|.*\.(partial|replaced)-.*")
+# A folder with the name of a checkpoint, whose manifest calls it otherwise: a copy that somebody
+# has put beside it, or nothing of ours.
+FOREIGN = "foreign"
 _OURS = re.compile(
     r".*\.safetensors|.*\.safetensors\.index\.json|index\.rank\d{5,}\.msgpack|upload\.[0-9a-f]+\.partial|"
     rf"{re.escape(MANIFEST_NAME)}|{re.escape(WITHDRAWN_NAME)}|{re.escape(PIN_NAME)}|{_MARKER.pattern}"
@@ -67,6 +77,47 @@ _FOREIGN = tuple(
         ("a folder of torch.save", r".*\.(pt|pth|bin|ckpt)"),
     )
 )
+
+
+@dataclass(frozen=True, slots=True)
+class FolderName:
+    """What the name of a folder says. label: the name that a save was given, "" for none; kind:
+    "partial", "replaced", or "" for the checkpoint itself; attempt: whose that is."""
+
+    step: int
+    label: str
+    kind: str
+    attempt: str
+
+    @classmethod
+    def parse(cls, name: str) -> FolderName | None:
+        """None for what is no name of ours."""
+        match = FOLDER.fullmatch(name)
+        if match is None:
+            return None
+        return cls(int(match[1]), match[2] or "", match[3] or "", match[4] or "")
+
+
+def folder_name(step: int, label: str) -> str:
+    return f"checkpoint-{step}-{label}" if label else f"checkpoint-{step}"
+
+
+def checked_label(name: Any) -> str:
+    """The name that a save is given; "" for None. Raises InvalidState."""
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not _LABEL.fullmatch(name):
+        raise InvalidState(
+            "name must be 1 to 100 ASCII letters, digits, '-', '_', '.', '=' or '+', and begin and "
+            f"end with a letter or digit, not {shown(name)}: the folder is called "
+            "checkpoint-<step>-<name>"
+        )
+    if _TAKEN.fullmatch(name):
+        raise InvalidState(
+            f"name cannot be {name!r}, which means something else already; the folder is called "
+            "checkpoint-<step>-<name>"
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -127,6 +178,11 @@ class CheckpointInfo:
     @property
     def size_bytes(self) -> int | None:
         return self.manifest.size_bytes if self.manifest else None
+
+    @property
+    def label(self) -> str:
+        """The `name` that was given to the save; "" for none."""
+        return self.manifest.label if self.manifest else ""
 
     @property
     def files(self) -> list[str]:
@@ -192,13 +248,13 @@ def checkpoints_in(storage: Storage, folder: str, most: int = 5) -> list[str]:
     message."""
     try:
         found = [
-            match
+            (parsed.step, e.name)
             for e in (storage.entries(folder) or ())
-            if e.is_folder and (match := FOLDER.fullmatch(e.name))
+            if e.is_folder and (parsed := FolderName.parse(e.name)) and not parsed.kind
         ]
     except StorageError:
         return []
-    whole = sorted((int(match[1]), match[0]) for match in found if match[2] is None)
+    whole = sorted(found)
     return [*(["..."] if len(whole) > most else []), *(name for _, name in whole[-most:])]
 
 
@@ -240,8 +296,8 @@ def check_files(
 
 
 def step_of(name: str) -> int:
-    match = FOLDER.fullmatch(name)
-    return -1 if match is None else int(match.group(1))
+    parsed = FolderName.parse(name)
+    return -1 if parsed is None else parsed.step
 
 
 def still_there(storage: Storage, folder: str, manifest: CheckpointManifest | None) -> bool:
@@ -277,10 +333,10 @@ def inspect_folder(
     storage: Storage, name: str, listed: Sequence[Entry] | None = None, memory: Memory | None = None
 ) -> CheckpointInfo | None:
     """What an entry of a root is; None when it is gone, or another one by now."""
-    match = FOLDER.fullmatch(name)
-    assert match is not None
-    step, kind, url = int(match.group(1)), match.group(2), storage.at(name)
-    if kind == "partial":
+    parsed = FolderName.parse(name)
+    assert parsed is not None
+    step, url = parsed.step, storage.at(name)
+    if parsed.kind == "partial":
         return CheckpointInfo(name, url, "partial", step, "an attempt that was not published")
     manifest = None
     try:
@@ -293,14 +349,15 @@ def inspect_folder(
             manifest = memory.read(storage, name, listed)
         names = check_files(storage, name, manifest, listed)
     except CheckpointNotFound:
-        return _without_manifest(storage, name, step)
+        return _without_manifest(storage, name, parsed)
     except (CheckpointCorrupt, UnsupportedVersion, StorageError) as error:
         if manifest is not None and not still_there(storage, name, manifest):
             return None  # its files went after its manifest: a deletion, no damage
         return _unusable(storage, name, manifest, step, error)
     marked = any(_MARKER.fullmatch(found) for found in names)
+    status = FOREIGN if parsed.label not in ("", manifest.label) else "committed"
     return CheckpointInfo(
-        name, url, "committed", manifest.step, None, manifest, marked, PIN_NAME in names
+        name, url, status, manifest.step, None, manifest, marked, PIN_NAME in names
     )
 
 
@@ -312,8 +369,8 @@ def _is_readable(storage: Storage, path: str) -> bool:
     return True
 
 
-def _without_manifest(storage: Storage, name: str, step: int) -> CheckpointInfo | None:
-    url = storage.at(name)
+def _without_manifest(storage: Storage, name: str, parsed: FolderName) -> CheckpointInfo | None:
+    url, step = storage.at(name), parsed.step
     try:
         entries = storage.list(name)
     except StorageError as error:
@@ -325,6 +382,8 @@ def _without_manifest(storage: Storage, name: str, step: int) -> CheckpointInfo 
         return None  # it was put there between the two looks
     if attempts_among(entries):
         return CheckpointInfo(name, url, "partial", step, "an attempt that was not finished")
+    if parsed.label and not any(map(is_ours, names)):
+        return CheckpointInfo(name, url, FOREIGN, step)
     if WITHDRAWN_NAME in names or names <= {PIN_NAME}:
         return CheckpointInfo(name, url, "partial", step, DELETING)
     status, reason = _status_by_names(names)

@@ -399,6 +399,7 @@ class CheckpointManifest:
     abandoned: list of [first, last] commit sequences of the run that it had gone back behind by
         then.
     user_files: list of the names of files that the user gave to the save; they are among `files`.
+    label: text, the `name` that the save was given, which its folder's name ends with; "" for none.
     extra: dict of fields that this version does not know.
     digest: text, that of the encoded manifest; "" before it is encoded.
     """
@@ -426,6 +427,7 @@ class CheckpointManifest:
     abandoned: Annotated[Partition, _ranges] = field(default_factory=list, metadata=OPTIONAL)
     user_files: list[FileName] = field(default_factory=list, metadata=OPTIONAL)
     timings_by_rank: dict[str, list[float | None]] = field(default_factory=dict, metadata=OPTIONAL)
+    label: str = field(default="", metadata=OPTIONAL)
     extra: dict[str, Any] = field(default_factory=dict)
     digest: str = field(default="", metadata=NOT_STORED)
 

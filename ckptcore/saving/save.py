@@ -28,7 +28,14 @@ import torch
 from ..arguments import check_flag, check_hash, check_mapping, check_one_of, checked_step, shown
 from ..catalog.catalog import Destination, Ranges, Target
 from ..catalog.domain import StorageDomains
-from ..catalog.folder import CheckpointInfo, in_flight, is_ours, new_attempt
+from ..catalog.folder import (
+    CheckpointInfo,
+    checked_label,
+    folder_name,
+    in_flight,
+    is_ours,
+    new_attempt,
+)
 from ..catalog.transaction import Transaction, open_transaction
 from ..errors import (
     AsyncSaveError,
@@ -110,7 +117,7 @@ class SaveJob:
 @dataclass(frozen=True, slots=True)
 class SaveCall:
     """The arguments of a call, as the caller gave them: they are checked in the join, where what is
-    wrong on one rank is an error on all. name: the folder, by default that of the step."""
+    wrong on one rank is an error on all. folder: its name, by default that of step and `name`."""
 
     state: Any
     step: Any
@@ -119,9 +126,10 @@ class SaveCall:
     overwrite: Any = False
     training_args_hash: Any = None
     checkpoint_id: Any = None
-    name: str | None = None
+    folder: str | None = None
     exists: Any = "error"
     files: Any = None
+    name: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +159,7 @@ class SaveRequest:
     made. Raises InvalidState for what the manifest cannot hold."""
 
     name: str
+    label: str
     step: int
     run_id: str
     metrics: dict[str, float]
@@ -163,6 +172,10 @@ class SaveRequest:
     @classmethod
     def of(cls, call: SaveCall, run: RunFacts) -> SaveRequest:
         step = checked_step(call.step)
+        name, label = f"checkpoint-{step}", ""
+        if call.name is not None:
+            label = checked_label(call.name)
+            name = folder_name(step, label)
         if call.training_args_hash is not None:
             check_hash(call.training_args_hash)
         given = call.checkpoint_id
@@ -170,7 +183,8 @@ class SaveRequest:
             what = "checkpoint_id must be 1 to 64 letters, digits, '_', '-' or '.'"
             raise InvalidState(f"{what}, not {shown(given)}")
         return cls(
-            call.name or f"checkpoint-{step}",
+            call.folder or name,
+            label,
             step,
             run.run_id,
             _numbers(call.metrics),
@@ -759,6 +773,7 @@ class PreparedSave:
             node=node,
             abandoned=[[*ends] for ends in destination.target.abandoned or ()],
             user_files=sorted(name for name in account.files if not is_ours(name)),
+            label=request.label,
         )
 
 

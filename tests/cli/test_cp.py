@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from ckpt_tools import cp
 from ckpt_tools.render import Progress
 from fsspec.implementations.memory import MemoryFileSystem
@@ -54,6 +55,18 @@ def test_a_name_that_no_root_finds_is_not_kept(ckpt: Ckpt, root: Path, tmp_path:
     (root / "checkpoint-30").rename(root / "best")
     assert ckpt("cp", root / "best", tmp_path / "r").code == 0
     assert [info.name for info in scan_root(tmp_path / "r")] == ["checkpoint-30"]
+
+
+def test_one_with_a_name_of_its_own_keeps_it(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
+    with CheckpointManager(root) as manager:
+        info = manager.save(30, {"model": {"w": torch.ones(2)}}, name="tuned")
+    name = "checkpoint-30-tuned"
+    assert name in ckpt("ls", root).out
+    for source, target in ((info.url, "r"), (info.url, f"s/{name}"), (tmp_path / "r" / name, "t")):
+        assert ckpt("cp", source, tmp_path / target).code == 0
+    Path(info).rename(tmp_path / "elsewhere")
+    assert ckpt("cp", tmp_path / "elsewhere", tmp_path / "u").code == 0
+    assert [[i.name for i in scan_root(tmp_path / folder)] for folder in "rstu"] == [[name]] * 4
 
 
 def test_relative_paths_and_the_working_folder(

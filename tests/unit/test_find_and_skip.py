@@ -75,7 +75,7 @@ def test_a_damaged_newest_is_passed_over_only_where_its_bytes_are_read(tmp_path:
 
 def test_wrong_arguments_of_find(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ckpt:
-        for bad in (None, -1, 1.5, "checkpoint-1", "", tmp_path):
+        for bad in (None, -1, 1.5, "1", "./a", "", tmp_path):
             with pytest.raises(InvalidState, match="step"):
                 ckpt.find(bad)  # type: ignore[arg-type]
         for bad in (None, "all", True):
