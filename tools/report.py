@@ -110,7 +110,7 @@ def gathered(subject: Subject, entries: Sequence[CheckpointInfo]) -> dict[str, A
         "stored_ranks": manifest.stored_ranks,
         "most": max((n for row in ranks for n in row["components"].values()), default=0) or 1,
         "curves": [curve for name in metrics if (curve := curve_of(name, run))],
-        "entries": run_table(rows, f"{COLUMNS.format('')}, stands out as=kept"),
+        "entries": run_table(rows, f"{COLUMNS.format('')}, remarks=kept"),
     }
 
 
@@ -171,6 +171,13 @@ def cut(items: Sequence[tuple[Any, float]], box: Box) -> Iterator[tuple[Any, Box
     yield from cut(items[at:], other)
 
 
+def fitting(name: str, letters: int) -> str:
+    """As many of the last parts of a name as fit into so many letters; nothing where none does."""
+    parts = name.split(".")
+    shorter = [name, *("…" + ".".join(parts[n:]) for n in range(1, len(parts)))]
+    return next((text for text in shorter if len(text) <= letters), "")
+
+
 def curve_of(metric: str, entries: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """A metric over the checkpoints of a run; the best are marked."""
     measured = ((entry, entry["metrics"].get(metric)) for entry in entries)
@@ -200,5 +207,6 @@ def html(document: dict[str, Any]) -> str:
         autoescape=True, trim_blocks=True, loader=loader, undefined=StrictUndefined, finalize=shown
     )
     engine.filters |= {"size": size, "number": render.number, "text": render.text_of}
+    engine.filters["fitting"] = fitting
     page = engine.get_template("report.html")
     return page.render(document, width=WIDTH, height=HEIGHT, sections=SECTIONS)

@@ -160,11 +160,11 @@ def _event(
 
 
 def text_of(event: dict[str, Any], screen: Screen) -> str:
-    """One line; of the phases of a save those that took a hundredth of it, and of the slowest ranks
-    those that were a twentieth of it later than rank 0."""
+    """One line, which goes on below where the terminal ends. Of the phases of a save those that
+    took a hundredth of it, and of the slowest ranks those that were a twentieth of it later than
+    rank 0."""
     kind, took, phases = event["event"], event["seconds"], event["timings"]
-    words = [event["time"][11:19], screen.styled(f"{kind:9}", COLOURS.get(kind, "red"))]
-    words.append((event["name"] or "").partition(".partial-")[0])
+    words = [(event["name"] or "").partition(".partial-")[0]]
     if kind == "committed":
         words.append(f"+{event['steps_since']} steps" if event["steps_since"] else "")
         words.append(size(event["size_bytes"]))
@@ -180,4 +180,11 @@ def text_of(event: dict[str, Any], screen: Screen) -> str:
         words.append(metrics(event["metrics"]))
     elif kind != "writing":
         words.append(event["reason"] or "")
-    return "  ".join([*words[:2], *map(printable, filter(None, words[2:]))])
+    text = f"{event['time'][11:19]}  {screen.styled(f'{kind:9}', COLOURS.get(kind, 'red'))}"
+    indent = column = len("00:00:00  committed")
+    for word in map(printable, filter(None, words)):
+        column += 2 + len(word)
+        if screen.width and column > screen.width:
+            text, column = f"{text}\n{' ' * indent}", indent + 2 + len(word)
+        text += f"  {word}"
+    return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -10,10 +11,12 @@ import sys
 from pathlib import Path
 
 from ckpt_tools import render
+from ckpt_tools.report import fitting
+from ckpt_tools.watch import text_of
 
 from ckptcore import open_checkpoint
 
-from .conftest import report_of
+from .conftest import Ckpt, report_of
 
 
 def drawn(blocks: list[render.Block], width: int) -> list[str]:
@@ -147,3 +150,19 @@ def test_units() -> None:
     assert render.size(None) == "-"
     assert render.ranks([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and render.ranks([]) == "-"
     assert [render.age(s) for s in (3, 90, 7200, 200000)] == ["3 s", "1 min", "2 h", "2 d"]
+
+
+def test_an_event_of_watch_goes_on_below_where_the_terminal_ends(ckpt: Ckpt, root: Path) -> None:
+    said = ckpt("watch", root, "--timeout", "0", "--json")
+    event = json.loads(said.out)
+    whole = text_of(event, render.Screen())
+    lines = text_of(event, render.Screen(60)).splitlines()
+    assert "\n" not in whole and len(lines) > 1 and all(len(line) <= 60 for line in lines)
+    assert all(line.startswith(" " * 21) for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == " ".join(whole.split())
+
+
+def test_names_of_tiles_are_cut_at_their_parts() -> None:
+    assert fitting("layers.0.mlp.up", 15) == "layers.0.mlp.up"
+    assert fitting("layers.0.mlp.up", 14) == "…0.mlp.up"
+    assert fitting("layers.0.mlp.up", 6) == "…up" and fitting("embedding", 5) == ""
