@@ -11,8 +11,10 @@ import statistics
 import time
 from collections.abc import Callable
 
+import torch
+
 from ckptcore.format.digest import content_digest
-from ckptcore.format.layout import decode_layouts, encode_layouts
+from ckptcore.format.layout import Mesh, MeshLayout, decode_layouts, encode_layouts
 from ckptcore.format.manifest import (
     CheckpointManifest,
     ComponentIndex,
@@ -25,9 +27,11 @@ from ckptcore.format.manifest import (
     index_file_name,
 )
 from ckptcore.format.values import TensorRef, encode
-from ckptcore.replicas.shard_table import PlainValues, ShardTable, table_of
+from ckptcore.replicas.shard_table import PlainValues, ShardTable, describe, table_of
 from ckptcore.saving.plan import TensorSpec, plan_component
 from ckptcore.saving.writer import FilePlan
+from ckptcore.state.layout import LocalShard
+from ckptcore.state.tree import LeafSpec, StateSnapshot, TensorLeaf
 
 from .frame import Check, Report, Row
 
@@ -119,9 +123,11 @@ def _description(ranks: int) -> tuple[bytes, PlainValues]:
         {name: object() for name in names},
         lambda path, _: TensorRef(names.index(path[0])) if path else None,
     )
-    rows = [[name, "BF16", [4096, 1024], None, [0, ["S0"]]] for name in names]
-    table = encode({"tensors": rows, "meshes": [[[ranks], list(range(ranks))]]})
-    return table, PlainValues(tree)
+    layout = MeshLayout(Mesh((ranks,), tuple(range(ranks))), ("S0",))
+    empty = torch.empty(0)
+    part = LocalShard(empty, (4096, 1024), ((0, 0), (0, 1024)), layout)
+    leaves = [TensorLeaf(LeafSpec.of(name, part)._replace(dtype="BF16"), empty) for name in names]
+    return describe(StateSnapshot("model", tree, leaves)).structure, PlainValues(tree)
 
 
 def _plan(structure: bytes, ranks: int, rank: int) -> tuple[ShardTable, list[FilePlan]]:

@@ -61,6 +61,9 @@ class Mesh:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
+    def __hash__(self) -> int:  # thousands of ranks are not gone through for each tensor
+        return hash((self.shape, self.ranks[:1], self.ranks[-1:]))
+
     def rank_at(self, coordinates: Sequence[int]) -> int:
         index = 0
         for size, at in zip(self.shape, coordinates, strict=True):
@@ -262,15 +265,17 @@ def encode_layouts(tensors: Sequence[LogicalTensor]) -> dict[str, Any]:
     alias, layout]]} with layout a writer's rank, [mesh number, placements, replica], or {"boxes":
     [[writer, offset, shape]]}."""
     meshes: dict[Mesh, int] = {}
+    known: dict[int, Any] = {id(None): None}  # many tensors share a layout
     rows = []
     for t in tensors:
-        layout: Any = None
-        if isinstance(t.layout, MeshLayout):
-            number = meshes.setdefault(t.layout.mesh, len(meshes))
-            layout = [number, " ".join(t.layout.placements), t.layout.replica]
-        elif t.layout is not None:
-            layout = t.layout.plain()
-        rows.append([t.name, t.dtype, t.shape, t.alias_of, layout])
+        if id(t.layout) not in known:
+            layout: Any = t.layout
+            if isinstance(layout, MeshLayout):
+                number = meshes.setdefault(layout.mesh, len(meshes))
+                known[id(layout)] = [number, " ".join(layout.placements), layout.replica]
+            else:
+                known[id(layout)] = layout.plain()
+        rows.append([t.name, t.dtype, t.shape, t.alias_of, known[id(t.layout)]])
     return {"meshes": [[m.shape, m.ranks] for m in meshes], "tensors": rows}
 
 

@@ -334,13 +334,20 @@ def _shared(
         if known is not None and known[0] is table:
             return known[1]
     numbers = {t.name: number for number, t in enumerate(table.tensors)}
+    # Tensors that are held alike share their layouts.
+    tagged: dict[Any, tuple[tuple[int, ...], str]] = {}
     found = []
     for at, leaf in enumerate(snapshot.tensors):
         spec, number = leaf.spec, numbers[leaf.spec.name]
         if table.tensors[number].alias_of is None and spec.box is not None and volume(spec.box[1]):
-            holders = holders_of(table.layouts[number], spec.global_shape, spec.box, replicas.rank)
-            if len(holders) > 1:
+            layouts = table.layouts[number]
+            like = id(layouts), spec.global_shape, spec.box
+            if like not in tagged:
+                holders = holders_of(layouts, spec.global_shape, spec.box, replicas.rank)
                 tag = f"{content_digest(repr(holders).encode())} {component.key}"
+                tagged[like] = holders, tag
+            holders, tag = tagged[like]
+            if len(holders) > 1:
                 found.append((at, number, holders, tag))
     if snapshot.structure is not None:
         _known_shared[snapshot.structure] = table, found

@@ -13,12 +13,15 @@ rank 0.
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import Repr
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import msgpack
 
 from ..errors import InvalidState, ReplicationMismatch
 from ..format.digest import content_hash
@@ -33,7 +36,7 @@ from ..format.layout import (
     overlapping,
     volume,
 )
-from ..format.tensorfile import tensor_nbytes
+from ..format.tensorfile import DTYPES, tensor_nbytes
 from ..format.values import Opaque, TensorRef, decode, encode, join_path, keyed
 from ..ranks.messages import message
 from ..state.tree import StateSnapshot, Structure
@@ -52,7 +55,8 @@ class PlainValues:
 @dataclass(frozen=True, slots=True)
 class Description:
     """What a rank says of a sharded component, without anything that differs between ranks of one
-    layout. structure: names, dtypes, shapes, layouts and aliases, encoded."""
+    layout. structure: names, dtypes, shapes, layouts and aliases, encoded. values_hash: of values
+    and of the names that they refer to by number."""
 
     structure: bytes
     values: PlainValues
@@ -64,7 +68,8 @@ class Description:
 class ShardTable:
     """The tensors of a sharded component as all ranks know them, numbered by their position.
 
-    layouts: of each tensor, how the ranks of each description hold it. names: the tensors of each
+    layouts: of each tensor but aliases, how the ranks of each description hold it: of tensors that
+    are held alike the same object. names: the tensors of each
     description, by its own numbers. groups: the ranks of each description. signature: of all that
     the table was computed from.
     """
@@ -111,33 +116,40 @@ def describe(snapshot: StateSnapshot) -> Description:
     """What this rank says of a sharded component."""
     known = None if snapshot.structure is None else _described.get(snapshot.structure)
     if known is None:
-        text = _described_structure(snapshot)
-        known = text, content_hash(text)
+        rows, boxes = _described_structure(snapshot)
+        structure = bytes(msgpack.packb([rows, boxes]))
+        known = structure, content_hash(structure), content_hash(rows)
         if snapshot.structure is not None:
             _described[snapshot.structure] = known
+    structure, structure_hash, rows_hash = known
     values = PlainValues(snapshot.tree, snapshot.versions)
-    return Description(
-        known[0], values, known[1], content_hash(encode([values.tree, values.versions]))
-    )
+    values_hash = content_hash(encode([values.tree, values.versions, rows_hash]))
+    return Description(structure, values, structure_hash, values_hash)
 
 
-# What the same structure is described by at every save, and the hash of that.
-_described: WeakKeyDictionary[Structure, tuple[bytes, bytes]] = WeakKeyDictionary()
+# What the same structure is described by at every save, the hash of that, and that of its rows.
+_described: WeakKeyDictionary[Structure, tuple[bytes, bytes, bytes]] = WeakKeyDictionary()
 
 
-def _described_structure(snapshot: StateSnapshot) -> bytes:
+def _described_structure(snapshot: StateSnapshot) -> tuple[bytes, bytes]:
+    """Rows of tensors, the same on ranks whose slices alone differ, so that they are read once; and
+    offset and shape of each slice, in order of the rows."""
     meshes: dict[Mesh, int] = {}
-    rows = []
-    for leaf in snapshot.tensors:
-        spec = leaf.spec
-        layout: Any = None
-        if isinstance(spec.layout, MeshLayout):
-            mesh = meshes.setdefault(spec.layout.mesh, len(meshes))
-            layout = [mesh, list(spec.layout.placements)]
-        elif spec.layout == "box":
-            layout = {"box": spec.box}
-        rows.append([spec.name, spec.dtype, list(spec.global_shape), spec.alias_of, layout])
-    return encode({"tensors": rows, "meshes": [[list(m.shape), list(m.ranks)] for m in meshes]})
+    known: dict[int, Any] = {}  # what stands for a layout, by its id
+    rows, boxes = [], []
+    for spec in (leaf.spec for leaf in snapshot.tensors):
+        layout: Any = spec.layout
+        if isinstance(layout, MeshLayout):
+            if id(layout) not in known:
+                number = meshes.setdefault(layout.mesh, len(meshes))
+                known[id(layout)] = [number, layout.placements]
+            layout = known[id(layout)]
+        elif layout == "box" and spec.box is not None:
+            boxes += [*spec.box[0], *spec.box[1]]
+        rows.append([spec.name, spec.dtype, spec.global_shape, spec.alias_of, layout])
+    described = {"tensors": rows, "meshes": [[m.shape, m.ranks] for m in meshes]}
+    text = msgpack.packb(described, unicode_errors="surrogatepass")
+    return bytes(text), struct.pack(f"<{len(boxes)}q", *boxes)
 
 
 def decide(reports: Sequence[StructureReport], *, spread: bool) -> StructureVerdict:
@@ -146,11 +158,10 @@ def decide(reports: Sequence[StructureReport], *, spread: bool) -> StructureVerd
     signatures, groups, senders = {}, {}, {}
     for key in reports[0].structures:
         by_structure: dict[bytes, list[int]] = {}
-        by_values: dict[tuple[bytes, bytes], list[int]] = {}
+        by_values: dict[bytes, list[int]] = {}
         for rank, report in enumerate(reports):
-            structure = report.structures[key]
-            by_structure.setdefault(structure, []).append(rank)
-            by_values.setdefault((structure, report.values[key]), []).append(rank)
+            by_structure.setdefault(report.structures[key], []).append(rank)
+            by_values.setdefault(report.values[key], []).append(rank)
         of_table = [spread, [[each, ranks] for each, ranks in by_structure.items()]]
         signatures[key] = content_hash(encode(of_table))
         if any(report.kept.get(key) != signatures[key] for report in reports):
@@ -264,92 +275,6 @@ def _merged_values(
     return PlainValues(encoded, _merged_versions([each.versions for each in values]))
 
 
-@dataclass(slots=True)
-class _Claim:
-    """What one description says about one tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    tied: list[str]
-    layout: Any
-    ranks: list[int] = field(default_factory=list)
-
-
-def _merged_versions(found: Sequence[bytes | None]) -> bytes | None:
-    """What the ranks say of the modules that each has."""
-    tables: dict[str, dict[str, Any]] = {}
-    for encoded in found:
-        for path, modules in (decode(encoded) if encoded is not None else {}).items():
-            tables.setdefault(path, {}).update(modules)
-    return encode(tables) if tables else None
-
-
-def table_of(
-    key: str,
-    structures: Sequence[bytes],
-    groups: Sequence[list[int]],
-    *,
-    spread: bool = True,
-    signature: bytes = b"",
-) -> ShardTable:
-    """The table of all tensors of a component with their writers; groups[i] are the ranks of
-    structures[i]. Pure. Raises InvalidState, as `ShardTables.update` says."""
-    names, claims = _claims(structures, groups)
-    numbers = {name: number for number, name in enumerate(claims)}
-    loads: dict[Mesh | None, defaultdict[int, int]] = {}
-    tensors: dict[int, LogicalTensor] = {}
-    for name, found in sorted(
-        claims.items(), key=lambda c: (-tensor_nbytes(c[1][0].dtype, c[1][0].shape), c[0])
-    ):
-        first = found[0]
-        if any((c.dtype, c.shape) != (first.dtype, first.shape) for c in found):
-            forms = "; ".join(f"{c.dtype} {list(c.shape)} on ranks {c.ranks[:8]}" for c in found)
-            raise InvalidState(
-                f"component {key!r}, key {name!r} is not one tensor: {forms}",
-                component=key,
-                key=name,
-                ranks=sorted(rank for c in found for rank in c.ranks),
-            )
-        # Which of the tied names comes first may differ between ranks.
-        targets = {min(c.tied, key=numbers.__getitem__) for c in found}
-        alias = targets.pop() if len(targets) == 1 and name not in targets else None
-        layout = None if alias is not None else _layout(key, name, found, loads, spread)
-        target = None if alias is None else numbers[alias]
-        tensors[numbers[name]] = LogicalTensor(name, first.dtype, first.shape, layout, target)
-    return ShardTable(
-        [tensors[n] for n in range(len(tensors))],
-        [[(c.ranks, c.layout) for c in claims[name]] for name in numbers],
-        names,
-        [list(ranks) for ranks in groups],
-        signature,
-    )
-
-
-def _claims(
-    structures: Sequence[bytes], groups: Sequence[list[int]]
-) -> tuple[list[list[str]], dict[str, list[_Claim]]]:
-    """Names of the tensors of each structure, by its own numbers; and what is said of each name."""
-    claims: dict[str, list[_Claim]] = {}
-    names: list[list[str]] = []
-    for text, ranks in zip(structures, groups, strict=True):
-        raw = decode(text)
-        meshes = [Mesh(tuple(shape), tuple(members)) for shape, members in raw["meshes"]]
-        names.append([row[0] for row in raw["tensors"]])
-        tied: dict[int, list[str]] = {}
-        for number, row in enumerate(raw["tensors"]):
-            tied.setdefault(number if row[3] is None else row[3], []).append(row[0])
-        for number, (name, dtype, shape, alias, layout) in enumerate(raw["tensors"]):
-            if isinstance(layout, list):
-                layout = MeshLayout(meshes[layout[0]], tuple(layout[1]))
-            elif layout is not None:
-                layout = (tuple(layout["box"][0]), tuple(layout["box"][1]))
-            claim = _Claim(
-                dtype, tuple(shape), tied[number if alias is None else alias], layout, ranks
-            )
-            claims.setdefault(name, []).append(claim)
-    return names, claims
-
-
 @dataclass(frozen=True, slots=True)
 class _Named:
     name: str
@@ -374,6 +299,8 @@ def _merged(key: str, a: Any, b: Any, ranks: list[int], path: tuple[Any, ...]) -
         and keyed(b) is not None
     ):
         return Opaque(a.codec, _merged(key, a.payload, b.payload, ranks, path))
+    if type(a) is type(b) is _Named:
+        return a
     as_names = lambda _, x: TensorRef(0) if isinstance(x, _Named) else None  # noqa: E731
     if a is not b and encode(a, as_names) != encode(b, as_names):
         name = join_path(path) or "value"
@@ -390,20 +317,216 @@ def _merged(key: str, a: Any, b: Any, ranks: list[int], path: tuple[Any, ...]) -
     return a
 
 
-def _layout(
+def _merged_versions(found: Sequence[bytes | None]) -> bytes | None:
+    """What the ranks say of the modules that each has."""
+    tables: dict[str, dict[str, Any]] = {}
+    for encoded in found:
+        for path, modules in (decode(encoded) if encoded is not None else {}).items():
+            tables.setdefault(path, {}).update(modules)
+    return encode(tables) if tables else None
+
+
+def table_of(
+    key: str,
+    structures: Sequence[bytes],
+    groups: Sequence[list[int]],
+    *,
+    spread: bool = True,
+    signature: bytes = b"",
+) -> ShardTable:
+    """The table of all tensors of a component with their writers; groups[i] are the ranks of
+    structures[i]. Pure. Raises InvalidState, as `ShardTables.update` says."""
+    names, claims = _claims(structures, groups)
+    numbers = {name: number for number, name in enumerate(claims)}
+    loads: dict[Mesh | None, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
+    # Large states have few forms: of one form all is alike but for who has the least to write.
+    forms: dict[Any, _Form] = {}
+    tensors: dict[int, LogicalTensor] = {}
+    layouts: dict[int, list[tuple[list[int], Any]]] = {}
+    sizes = {name: tensor_nbytes(found[0].dtype, found[0].shape) for name, found in claims.items()}
+    for name in sorted(claims, key=lambda name: (-sizes[name], name)):
+        found, number = claims[name], numbers[name]
+        dtype, shape = found[0].dtype, found[0].shape
+        if len(found) > 1:
+            _check_one_tensor(key, name, found)
+        # Which of the tied names comes first may differ between ranks.
+        targets = {c.tied[0] if len(c.tied) == 1 else _first(c.tied, numbers) for c in found}
+        if len(targets) == 1 and name not in targets:
+            tensors[number] = LogicalTensor(name, dtype, shape, None, numbers[targets.pop()])
+            layouts[number] = []
+            continue
+        like = shape, *((c.by, c.layout) for c in found)
+        if like not in forms:
+            forms[like] = _form(key, name, found, loads)
+        form = forms[like]
+        layout = form.layout(DTYPES[dtype].itemsize, spread)
+        tensors[number] = LogicalTensor(name, dtype, shape, layout)
+        layouts[number] = form.layouts
+    return ShardTable(
+        [tensors[n] for n in range(len(tensors))],
+        [layouts[n] for n in range(len(tensors))],
+        names,
+        [list(ranks) for ranks in groups],
+        signature,
+    )
+
+
+def _first(tied: Sequence[str], numbers: Mapping[str, int]) -> str:
+    return min(tied, key=numbers.__getitem__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Holders:
+    """The ranks of descriptions with the same rows: of each one, and of all."""
+
+    members: list[list[int]]
+    ranks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What descriptions with the same rows say about one tensor. by: the ranks that have
+    them. layout: None for all of it; of slices the boxes of all descriptions, one
+    after the other, as they were sent."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    tied: list[str]
+    by: _Holders
+    layout: MeshLayout | bytes | None
+
+    @property
+    def ranks(self) -> list[int]:
+        return self.by.ranks
+
+
+def _claims(
+    structures: Sequence[bytes], groups: Sequence[list[int]]
+) -> tuple[list[list[str]], dict[str, list[_Claim]]]:
+    """Names of the tensors of each structure, by its own numbers; and what is said of each name."""
+    alike: dict[bytes, list[int]] = {}  # the structures with the same rows
+    boxes: list[bytes] = []
+    for number, structure in enumerate(structures):
+        text, slices = msgpack.unpackb(structure)
+        alike.setdefault(text, []).append(number)
+        boxes.append(slices)
+    claims: dict[str, list[_Claim]] = {}
+    names: list[list[str]] = [[] for _ in structures]
+    for text, numbers in alike.items():
+        raw = msgpack.unpackb(text, unicode_errors="surrogatepass")
+        rows = raw["tensors"]
+        meshes = [Mesh(tuple(shape), tuple(members)) for shape, members in raw["meshes"]]
+        layouts: dict[tuple[Any, ...], MeshLayout] = {}
+        for number in numbers:
+            names[number] = [row[0] for row in rows]
+        tied: dict[int, list[str]] = {}
+        for number, row in enumerate(rows):
+            tied.setdefault(number if row[3] is None else row[3], []).append(row[0])
+        members, at = [list(groups[n]) for n in numbers], 0
+        by = _Holders(members, [rank for ranks in members for rank in ranks])
+        for number, (name, dtype, shape, alias, held) in enumerate(rows):
+            layout: Any = None
+            if held == "box":
+                start, at = at, at + 16 * len(shape)
+                layout = b"".join([boxes[n][start:at] for n in numbers])
+            elif held is not None:
+                like = held[0], *held[1]
+                if like not in layouts:
+                    layouts[like] = MeshLayout(meshes[held[0]], tuple(held[1]))
+                layout = layouts[like]
+            names_tied = tied[number if alias is None else alias]
+            claim = _Claim(dtype, tuple(shape), names_tied, by, layout)
+            claims.setdefault(name, []).append(claim)
+    return names, claims
+
+
+def _check_one_tensor(key: str, name: str, claims: Sequence[_Claim]) -> None:
+    first = claims[0]
+    if any((c.dtype, c.shape) != (first.dtype, first.shape) for c in claims):
+        forms = "; ".join(f"{c.dtype} {list(c.shape)} on ranks {c.ranks[:8]}" for c in claims)
+        raise InvalidState(
+            f"component {key!r}, key {name!r} is not one tensor: {forms}",
+            component=key,
+            key=name,
+            ranks=sorted(rank for c in claims for rank in c.ranks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Writers:
+    """Those that hold a part alike, each of which could write it: ranks, or replicas of a mesh
+    layout. load: items that each of them has to write so far, in bytes. made: layouts, by
+    writer."""
+
+    of: Sequence[int]
+    load: defaultdict[int, int]
+    layout: MeshLayout | None = None
+    made: dict[int, Layout] = field(default_factory=dict)
+
+    def least(self, spread: bool) -> int:
+        return min(self.of, key=self.load.__getitem__) if spread else self.of[0]
+
+    def layout_of(self, writer: int) -> Layout:
+        if writer not in self.made:
+            of = self.layout
+            self.made[writer] = (
+                WholeLayout(writer) if of is None else MeshLayout(of.mesh, of.placements, writer)
+            )
+        return self.made[writer]
+
+
+@dataclass(slots=True)
+class _Form:
+    """How the ranks hold all tensors of one shape about which descriptions say the same.
+
+    layouts: as in ShardTable. choices: who may write all of it; boxes: where it is cut without a
+    rule, each box, its items, and those that may write it. last: the layout that the boxes had
+    before.
+    """
+
+    shape: tuple[int, ...]
+    layouts: list[tuple[list[int], Any]]
+    choices: Sequence[_Writers] = ()
+    boxes: Sequence[tuple[Box, int, _Writers]] = ()
+    last: BoxLayout | None = None
+
+    def layout(self, itemsize: int, spread: bool) -> Layout:
+        """That of one more tensor, with the writer, or of each box the writer, that has the least
+        to write so far. spread: see ShardTables."""
+        if not self.choices:
+            return self._box_layout(itemsize, spread)
+        best: tuple[int, int, _Writers] | None = None
+        for writers in self.choices:
+            writer = writers.least(spread)
+            if best is None or (spread and writers.load[writer] < best[0]):
+                best = writers.load[writer], writer, writers
+        assert best is not None
+        _, writer, writers = best
+        writers.load[writer] += itemsize * volume(self.shape)
+        return writers.layout_of(writer)
+
+    def _box_layout(self, itemsize: int, spread: bool) -> BoxLayout:
+        written = []
+        for box, items, writers in self.boxes:
+            writer = writers.of[0] if len(writers.of) == 1 else writers.least(spread)
+            writers.load[writer] += itemsize * items
+            written.append((writer, box))
+        if self.last is None or [*self.last.boxes] != written:
+            self.last = BoxLayout(tuple(written))
+        return self.last
+
+
+def _form(
     key: str,
     name: str,
-    claims: list[_Claim],
-    loads: dict[Mesh | None, defaultdict[int, int]],
-    spread: bool,
-) -> Layout:
-    """The layout of a tensor with its writers: the replica with the least to write so far."""
-    shape, dtype = claims[0].shape, claims[0].dtype
-    nbytes = tensor_nbytes(dtype, shape)
-    if any(isinstance(c.layout, tuple) for c in claims):
-        return _boxes(key, name, claims, loads if spread else None)
-    grids = {_grid(c.layout) for c in claims}
-    if len(grids) > 1:
+    claims: Sequence[_Claim],
+    loads: Mapping[Mesh | None, defaultdict[int, int]],
+) -> _Form:
+    """Raises InvalidState for what is not one whole tensor."""
+    if any(isinstance(c.layout, bytes) for c in claims):
+        return _boxes(key, name, claims, loads[None])
+    shape = claims[0].shape
+    if len({_grid(c.layout) for c in claims}) > 1:
         raise InvalidState(
             f"component {key!r}, key {name!r} is cut one way on ranks {claims[0].ranks[:8]} and "
             "another way on other ranks; "
@@ -412,30 +535,27 @@ def _layout(
             key=name,
             ranks=claims[-1].ranks,
         )
-    best: tuple[int, defaultdict[int, int], int, _Claim] | None = None
+    choices = []
     absent: set[int] = set()
     for claim in claims:
+        layout, mesh = None, None
         writers: Sequence[int] = claim.ranks
-        if claim.layout is not None:
-            writers = range(claim.layout.replicas)
-            if lacking := _lacking(claim.layout, claims):
+        if isinstance(claim.layout, MeshLayout):
+            layout, mesh = claim.layout, claim.layout.mesh
+            writers = range(layout.replicas)
+            if lacking := _lacking(layout, claims):
                 absent |= lacking
                 lost = {
-                    claim.layout.replica_at(at)
+                    layout.replica_at(at)
                     for rank in lacking
-                    if (at := claim.layout.mesh.coordinates(rank)) is not None
-                    and volume(claim.layout.box_at(shape, at)[1])
+                    if (at := mesh.coordinates(rank)) is not None
+                    and volume(layout.box_at(shape, at)[1])
                 }
                 writers = [r for r in writers if r not in lost]
         if writers:
             # Bytes by rank, or by replica of one mesh: what each has to write so far.
-            load = loads.setdefault(
-                None if claim.layout is None else claim.layout.mesh, defaultdict(int)
-            )
-            writer = min(writers, key=load.__getitem__) if spread else writers[0]
-            if best is None or (spread and load[writer] < best[0]):
-                best = load[writer], load, writer, claim
-    if best is None:
+            choices.append(_Writers(writers, loads[mesh], layout))
+    if not choices:
         raise InvalidState(
             f"component {key!r}, key {name!r}: ranks {sorted(absent)[:8]} should hold a part of "
             "it, and do not have the key",
@@ -443,13 +563,7 @@ def _layout(
             key=name,
             ranks=sorted(absent),
         )
-    _, load, writer, claim = best
-    load[writer] += nbytes
-    return (
-        WholeLayout(writer)
-        if claim.layout is None
-        else MeshLayout(claim.layout.mesh, claim.layout.placements, writer)
-    )
+    return _Form(shape, [(c.ranks, c.layout) for c in claims], choices)
 
 
 def _lacking(layout: MeshLayout, claims: Sequence[_Claim]) -> set[int]:
@@ -458,7 +572,7 @@ def _lacking(layout: MeshLayout, claims: Sequence[_Claim]) -> set[int]:
     return set(layout.mesh.ranks).difference(*(c.ranks for c in claims if c.layout == layout))
 
 
-def _grid(layout: MeshLayout | None) -> tuple[tuple[int, ...], ...]:
+def _grid(layout: Any) -> tuple[tuple[int, ...], ...]:
     """How a layout cuts each tensor dimension: equal grids have equal boxes."""
     if layout is None:
         return ()
@@ -470,17 +584,12 @@ def _grid(layout: MeshLayout | None) -> tuple[tuple[int, ...], ...]:
     return tuple(cut for cut in cuts if len(cut) > 1)
 
 
-def _boxes(
-    key: str,
-    name: str,
-    claims: list[_Claim],
-    loads: dict[Mesh | None, defaultdict[int, int]] | None,
-) -> BoxLayout:
+def _boxes(key: str, name: str, claims: Sequence[_Claim], load: defaultdict[int, int]) -> _Form:
     """Boxes that ranks named themselves: each distinct one once, together exactly the tensor."""
     shape = claims[0].shape
     holders: dict[Box, list[int]] = {}
     for claim in claims:
-        if not isinstance(claim.layout, tuple):
+        if not isinstance(claim.layout, bytes):
             raise InvalidState(
                 f"component {key!r}, key {name!r} is a Shard on some ranks and not on ranks "
                 f"{claim.ranks[:8]}",
@@ -488,23 +597,22 @@ def _boxes(
                 key=name,
                 ranks=claim.ranks,
             )
-        if volume(claim.layout[1]):
-            holders.setdefault(claim.layout, []).extend(claim.ranks)
-    boxes = sorted(holders)
-    load = defaultdict(int) if loads is None else loads.setdefault(None, defaultdict(int))
-    held: dict[Box, int] = {}
-    for box in boxes:  # the holder with the least to write so far
-        held[box] = rank = min(holders[box], key=lambda r: (load[r] if loads is not None else 0, r))
-        load[rank] += tensor_nbytes(claims[0].dtype, box[1])
+        width = 2 * len(shape)
+        found = struct.unpack(f"<{len(claim.layout) // 8}q", claim.layout)
+        for number, ranks in enumerate(claim.by.members):
+            row = found[number * width : (number + 1) * width]
+            holders.setdefault((row[: len(shape)], row[len(shape) :]), []).extend(ranks)
+    boxes = sorted(box for box in holders if volume(box[1]))
     if pair := overlapping(boxes):
         box, other = sorted(pair)
+        ranks = [min(holders[box]), min(holders[other])]
         raise InvalidState(
             f"component {key!r}, key {name!r}: the box at {box[0]} of {box[1]} on rank "
-            f"{held[box]} and the one at "
-            f"{other[0]} of {other[1]} on rank {held[other]} overlap",
+            f"{ranks[0]} and the one at "
+            f"{other[0]} of {other[1]} on rank {ranks[1]} overlap",
             component=key,
             key=name,
-            ranks=[held[box], held[other]],
+            ranks=ranks,
         )
     missing = volume(shape) - sum(volume(box[1]) for box in boxes)
     if missing:
@@ -514,9 +622,10 @@ def _boxes(
             f"shape {shape}; {missing} items are on no rank",
             component=key,
             key=name,
-            ranks=sorted(held.values()),
+            ranks=sorted({min(holders[box]) for box in boxes}),
         )
-    return BoxLayout(tuple((held[box], box) for box in boxes))
+    writers = [(box, volume(box[1]), _Writers(sorted(holders[box]), load)) for box in boxes]
+    return _Form(shape, [(ranks, box) for box, ranks in holders.items()], boxes=writers)
 
 
 def holders_of(

@@ -356,13 +356,17 @@ class _Wanted:
             numbers = [(n, n) for n, t in enumerate(tensors) if t.alias_of is None]
         else:
             numbered = {t.name: n for n, t in enumerate(tensors)}
-            numbers = [
-                (number, numbered[t.name])
-                for number, t in enumerate(self.table.tensors)
-                if t.name in numbered
-                and t.layout is not None
-                and t.layout.box_of(t.shape, self.writers[0]) is not None
-            ]
+            written: dict[Any, bool] = {}  # many tensors share a layout
+            numbers = []
+            for number, logical in enumerate(self.table.tensors):
+                if logical.layout is None or logical.name not in numbered:
+                    continue
+                like = id(logical.layout), logical.shape
+                if like not in written:
+                    box = logical.layout.box_of(logical.shape, self.writers[0])
+                    written[like] = box is not None
+                if written[like]:
+                    numbers.append((number, numbered[logical.name]))
         specs = [
             TensorSpec(number, t.stored_name, t.dtype, t.shape, t.nbytes)
             for number, t in ((number, tensors[at]) for number, at in numbers)

@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from ckptcore import Shard
 from ckptcore.errors import ReplicationMismatch
-from ckptcore.format.layout import Mesh, MeshLayout
+from ckptcore.format.layout import BoxLayout, Mesh, MeshLayout
 from ckptcore.format.values import decode
 from ckptcore.replicas import shard_table
 from ckptcore.replicas.shard_table import (
@@ -18,11 +20,13 @@ from ckptcore.replicas.shard_table import (
     ShardTable,
     ShardTables,
     decide,
+    describe,
     descriptions,
     merged_values,
     structures_of,
     values_of,
 )
+from ckptcore.state.tree import capture
 
 from .test_planning import described, matrices
 
@@ -92,21 +96,23 @@ travelled: list[int] = []
 def test_values_that_change_leave_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = MeshLayout(Mesh((2, 4), tuple(range(8))), ("R", "S0"))
     calls = []
-    planned = shard_table._layout
+    planned = shard_table.table_of
     monkeypatch.setattr(
-        shard_table, "_layout", lambda *given: calls.append(given[1]) or planned(*given)
+        shard_table,
+        "table_of",
+        lambda *given, **how: calls.append(given[0]) or planned(*given, **how),
     )
     tables = [ShardTables() for _ in range(8)]
     first = saves(tables, [described(matrices(5, layout), 1)] * 8)
-    assert len(calls) == 5 * 8  # once for each tensor, at the first save, on each rank
+    assert len(calls) == 8  # at the first save, on each rank
     for step in (2, 3):
         state = described(matrices(5, layout), step)
         assert state.values != described(matrices(5, layout), 1).values
         again = saves(tables, [state] * 8)
         assert all(now["m"] is then["m"] for now, then in zip(again, first, strict=True))
-    assert len(calls) == 5 * 8
+    assert len(calls) == 8
     other = saves(tables, [described(matrices(6, layout), 1)] * 8)
-    assert len(calls) == 5 * 8 + 6 * 8
+    assert len(calls) == 8 + 8
     assert [t.name for t in other[0]["m"].tensors][:5] == [t.name for t in first[0]["m"].tensors]
 
 
@@ -158,3 +164,28 @@ def test_values_that_differ_for_one_key_are_refused() -> None:
     with pytest.raises(ReplicationMismatch, match=r"plain value 'step' is 2 .* on rank 1") as found:
         merged_values(made[0], verdict, sent)
     assert found.value.ranks == [1] and found.value.keys == ["step"]
+
+
+def test_ranks_whose_slices_alone_differ_send_no_values_and_share_layouts() -> None:
+    """So work and messages grow as ranks + tensors, however many slices there are."""
+    world, count = 16, 50
+    states = []
+    for rank in range(world):
+        slices = {f"t{n:02d}": Shard(torch.ones(1, 4), (world, 4), (rank, 0)) for n in range(count)}
+        states.append(describe(capture("m", {**slices, "step": 1}, sharded=True)))
+    tables = [ShardTables() for _ in range(world)]
+    made = saves(tables, states)
+    reports = [t.report({"m": s}) for t, s in zip(tables, states, strict=True)]
+    verdict = decide(reports, spread=True)
+    assert verdict.groups == {} and verdict.senders == {}
+    table = made[0]["m"]
+    assert [t.name for t in table.tensors] == [f"t{n:02d}" for n in range(count)]
+    boxes = tuple((rank, ((rank, 0), (1, 4))) for rank in range(world))
+    assert table.tensors[0].layout == BoxLayout(boxes)
+    assert {id(t.layout) for t in table.tensors} == {id(table.tensors[0].layout)}
+    assert {id(layouts) for layouts in table.layouts} == {id(table.layouts[0])}
+    assert all(each["m"].tensors == table.tensors for each in made)
+    changed = describe(
+        capture("m", {"t00": Shard(torch.ones(1, 4), (world, 4), (0, 0)), "step": 2}, sharded=True)
+    )
+    assert changed.values_hash != states[0].values_hash
