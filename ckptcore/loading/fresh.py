@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -13,12 +13,12 @@ import torch
 
 from ..arguments import check_threads, checked_options, shown
 from ..errors import InvalidState, UnknownName
-from ..format.layout import Box, LogicalTensor, volume
+from ..format.layout import Box, LogicalTensor, MeshLayout, volume
 from ..format.manifest import MALFORMED, malformed
 from ..format.tensorfile import tensor_nbytes
 from ..format.values import Opaque, TensorRef, decode, key_leaves, revived
 from ..state.containers import check_parts
-from ..state.layout import synchronize
+from ..state.layout import box_on, codes_of, placements_of, synchronize
 from ..state.modules import checked_device, checked_dtype
 from ..state.tree import with_versions
 from ..storage.chunks import default_threads
@@ -29,6 +29,7 @@ from .reader import TensorRead
 from .view import CheckpointView, StoredComponent, open_checkpoint, portions_of
 
 Names = str | Collection[str] | Callable[[str], bool]
+Placements = Sequence[Any] | Callable[[str, torch.Size], Sequence[Any] | None]
 
 # Read at a time in the saved dtype, where another one is wanted.
 CONVERTED_BYTES = 64 << 20
@@ -39,14 +40,17 @@ def load_state(
     component: str = "model",
     *,
     keys: Names | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     copy: int = 0,
+    mesh: Any = None,
+    placements: Placements | None = None,
     io_threads: int | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Any:
     """The state of one component as it was saved, with whole torch tensors, however it was sharded.
-    Nothing live is needed, and no process group: one process calls it.
+    Nothing live is needed, and no process group: one process calls it. With `mesh` each rank of it
+    does, reads its own part, and waits for no other.
 
     Only what is asked for is read, and all that is read is verified. Tied tensors are one tensor
     again. Memory beyond the result: about 64 MiB, and 8 MiB a thread.
@@ -55,10 +59,16 @@ def load_state(
     component: text, its key (default "model").
     keys: names to load (default None: all): a name or pattern ("layers.0.*"), a list of them, or a
         function of each name that returns True or False. A name asks for all that lies below it.
-    device: of the tensors (default "cpu"); on "meta" no tensor is read.
+    device: of the tensors (default "cpu", or that of `mesh`); on "meta" no tensor is read.
     dtype: torch.dtype or its name, that floating-point tensors are converted to; those of 8 bits
         stay as they are (default None: as they were saved).
     copy: int, which stored copy of PER_RANK, PER_GROUP or PER_NODE state (default 0).
+    mesh: DeviceMesh, on which tensors that were saved as DTensors become DTensors again (default
+        None: whole tensors). Others are whole on each rank.
+    placements: of them on `mesh`: a list of torch's placements, or a function of each name, within
+        the component, and shape, of sharded tensors or not, that returns such a list, or None for a
+        whole tensor. By default as saved; on a mesh of more dimensions replicated along the first
+        ones, and on one of one dimension cut along the first dimension that was cut.
     io_threads: int, threads that read (default None: one a core, at most 8).
     storage_options: dict for the filesystem of `url` (default None).
 
@@ -66,7 +76,11 @@ def load_state(
     copy or key that is not there, CheckpointCorrupt, UnsupportedVersion, StorageError.
     """
     wanted = None if keys is None else _Names(keys)
-    target = checked_device("device", device)
+    layout = _layout(mesh, placements)
+    if layout is None:
+        target = checked_device("device", "cpu" if device is None else device)
+    else:
+        target = layout.checked_device(device)
     kind = None if dtype is None else checked_dtype("dtype", dtype)
     threads = check_threads("io_threads", io_threads) or default_threads()
     checked_options("storage_options", storage_options)
@@ -77,7 +91,7 @@ def load_state(
         tree = decode(stored.tree, opaque=True, file=file)
         if wanted is not None:
             tree = wanted.chosen(tree, component, view.url)
-        fresh = _Fresh(view, component, stored, target, kind)
+        fresh = _Fresh(view, component, stored, target, kind, layout)
         try:
             state = substituted(tree, fresh.leaf, fresh.container)
         except MALFORMED as error:
@@ -161,17 +175,112 @@ def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
     tree[path[-1]] = value
 
 
+def _layout(mesh: Any, placements: Any) -> _Layout | None:
+    if mesh is None:
+        if placements is not None:
+            raise InvalidState("placements are those on a mesh: give mesh=, too")
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidState(f"mesh must be a DeviceMesh, not {shown(mesh)}")
+    return _Layout(mesh, placements)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How tensors become DTensors on a mesh. placements: as they were given."""
+
+    mesh: Any
+    placements: Any
+
+    def checked_device(self, device: Any) -> torch.device:
+        kind = self.mesh.device_type
+        target = checked_device("device", kind if device is None else device)
+        if target.type not in (kind, "meta"):
+            raise InvalidState(
+                f"device is {shown(device)}, and the mesh is one of {kind}: leave device out"
+            )
+        return target
+
+    def codes(self, tensor: LogicalTensor) -> tuple[str, ...] | None:
+        """The placements of a tensor, as the format has them; None for one that stays whole.
+        Raises InvalidState."""
+        sharded, given = isinstance(tensor.layout, MeshLayout), self.placements
+        if callable(given):
+            try:
+                given = given(tensor.name, torch.Size(tensor.shape))
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise InvalidState(
+                    f"the function given as placements fails for {tensor.name!r} ({what})"
+                ) from error
+            if given is None:
+                return None
+        elif not sharded:
+            return None
+        if given is None:
+            return self._as_saved(tensor)
+        return self._checked(tensor, given)
+
+    def _as_saved(self, tensor: LogicalTensor) -> tuple[str, ...]:
+        assert isinstance(tensor.layout, MeshLayout)
+        saved: tuple[str, ...] = tensor.layout.placements
+        more: int = self.mesh.ndim - len(saved)
+        if more >= 0:
+            return ("R",) * more + saved
+        if self.mesh.ndim == 1:
+            cut = [code for code in saved if code != "R"]
+            return (f"S{cut[0][1:]}" if cut else "R",)
+        raise InvalidState(
+            f"{tensor.name!r} was saved with {len(saved)} placements, and the mesh has "
+            f"{self.mesh.ndim} dimensions: give placements="
+        )
+
+    def _checked(self, tensor: LogicalTensor, given: Any) -> tuple[str, ...]:
+        from torch.distributed.tensor import Placement
+
+        fits = isinstance(given, list | tuple) and len(given) == self.mesh.ndim
+        if not fits or not all(isinstance(placement, Placement) for placement in given):
+            raise InvalidState(
+                f"placements of {tensor.name!r} must be a list of {self.mesh.ndim} of torch's "
+                f"placements, one for each dimension of the mesh, not {shown(given)}"
+            )
+        codes = codes_of(self.mesh, given)
+        if any(code != "R" and not 0 <= int(code[1:]) < len(tensor.shape) for code in codes):
+            raise InvalidState(
+                f"placements {given} cut a dimension that {tensor.name!r} of shape "
+                f"{list(tensor.shape)} has not"
+            )
+        return codes
+
+    def dtensor(self, local: torch.Tensor, codes: tuple[str, ...], shape: tuple[int, ...]) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            placements_of(self.mesh, codes),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+
 @dataclass(slots=True)
 class _Fresh:
-    """New tensors for stored ones, and what is to be read into them. converted: the numbers of
-    tensors that are read in their own dtype first."""
+    """New tensors for stored ones, and what is to be read into them. made: by number; memory: what
+    of them this rank holds, and the box that it is; converted: the numbers of tensors that are
+    read in their own dtype first."""
 
     view: CheckpointView
     key: str
     stored: StoredComponent
     device: torch.device
     dtype: torch.dtype | None
+    layout: _Layout | None = None
     made: dict[int, torch.Tensor] = field(default_factory=dict)
+    memory: dict[int, tuple[torch.Tensor, Box]] = field(default_factory=dict)
     direct: list[TensorRead] = field(default_factory=list)
     converted: list[int] = field(default_factory=list)
 
@@ -186,44 +295,51 @@ class _Fresh:
         return tensor.cpu().numpy() if ref.numpy and not tensor.is_meta else tensor
 
     def container(self, saved: Opaque) -> Opaque:
-        """A tensor that is made of others, which stay in their own dtypes."""
+        """A tensor that is made of others, which stay in their own dtypes, and whole."""
         check_parts(saved.payload)
-        dtype, self.dtype = self.dtype, None
+        before = self.dtype, self.layout
+        self.dtype = self.layout = None
         payload = substituted(saved.payload, self.leaf, self.container)
-        self.dtype = dtype
+        self.dtype, self.layout = before
         return Opaque(saved.codec, payload)
 
     def _new(self, number: int, tensor: LogicalTensor, *, array: bool) -> torch.Tensor:
         saved = known_dtype(self.view, self.key, tensor)
         floating = saved.is_floating_point and saved.itemsize > 1 and not array
         dtype = self.dtype if self.dtype is not None and floating else saved
-        if self.device.type == "meta":
-            return torch.empty(tensor.shape, dtype=dtype, device=self.device)
-        whole: Box = ((0,) * len(tensor.shape), tensor.shape)
-        # First that the bytes are there, then memory for them.
-        self.view.check_files(p.file for p in self.stored.pieces(number, whole) if p.file)
-        made = torch.empty(tensor.shape, dtype=dtype, device="cpu" if array else self.device)
-        if dtype == saved:
-            self.direct += reads_into(self.key, self.stored, number, whole, made)
-        else:
-            self.converted.append(number)
-        return made
+        codes = None if self.layout is None or array else self.layout.codes(tensor)
+        box: Box = ((0,) * len(tensor.shape), tensor.shape)
+        if self.layout is not None and codes is not None:
+            nothing: Box = ((0,), (0,))  # of a rank that is not in the mesh
+            box = box_on(self.layout.mesh, codes, tensor.shape) or nothing
+        if self.device.type != "meta" and volume(box[1]):
+            # First that the bytes are there, then memory for them.
+            self.view.check_files(p.file for p in self.stored.pieces(number, box) if p.file)
+        made = torch.empty(box[1], dtype=dtype, device="cpu" if array else self.device)
+        if self.device.type != "meta" and volume(box[1]):
+            self.memory[number] = made, box
+            if dtype == saved:
+                self.direct += reads_into(self.key, self.stored, number, box, made)
+            else:
+                self.converted.append(number)
+        if self.layout is None or codes is None:
+            return made
+        whole: torch.Tensor = self.layout.dtensor(made, codes, tensor.shape)
+        return whole
 
     def read(self, threads: int) -> None:
-        synchronize({tensor.device for tensor in self.made.values()})
+        synchronize({tensor.device for tensor, _ in self.memory.values()})
         self.view.files.read(self.direct, threads)
         for batch in self._batches():
-            staged = [
-                (self.made[number], box, torch.empty(box[1], dtype=dtype))
-                for number, box, dtype in batch
-            ]
+            staged = [torch.empty(box[1], dtype=dtype) for _, box, dtype in batch]
             reads: list[TensorRead] = []
-            for (number, box, _), (_, _, memory) in zip(batch, staged, strict=True):
-                reads += reads_into(self.key, self.stored, number, box, memory)
+            for (number, box, _), part in zip(batch, staged, strict=True):
+                reads += reads_into(self.key, self.stored, number, box, part)
             self.view.files.read(reads, threads)
-            for tensor, (offset, shape), memory in staged:
-                part = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-                tensor[part].copy_(memory)
+            for (number, (offset, shape), _), part in zip(batch, staged, strict=True):
+                tensor, (start, _) = self.memory[number]
+                ranges = zip(offset, start, shape, strict=True)
+                tensor[tuple(slice(o - s, o - s + n) for o, s, n in ranges)].copy_(part)
 
     def _batches(self) -> Iterator[list[tuple[int, Box, torch.dtype]]]:
         """Boxes of tensors that are converted, as many at a time as may be in memory twice."""
@@ -233,13 +349,15 @@ class _Fresh:
             tensor = self.stored.tensors[number]
             dtype = known_dtype(self.view, self.key, tensor)
             itemsize = tensor_nbytes(tensor.dtype, (1,))
-            for slices in portions_of(tensor.shape, itemsize, CONVERTED_BYTES):
+            start, held = self.memory[number][1]
+            for slices in portions_of(held, itemsize, CONVERTED_BYTES):
                 shape = tuple(part.stop - part.start for part in slices)
                 size = volume(shape) * itemsize
                 if batch and nbytes + size > CONVERTED_BYTES:
                     yield batch
                     batch, nbytes = [], 0
-                batch.append((number, (tuple(part.start for part in slices), shape), dtype))
+                offset = tuple(s + part.start for s, part in zip(start, slices, strict=True))
+                batch.append((number, (offset, shape), dtype))
                 nbytes += size
         if batch:
             yield batch

@@ -172,9 +172,7 @@ def _dtensor_shard(leaf: Any) -> LocalShard:
     local, shape = leaf.to_local().detach(), tuple(leaf.shape)
     known = facts.parts.get((leaf.placements, shape))
     if known is None:
-        layout = MeshLayout(
-            facts.mesh, tuple(_placement(n, leaf) for n in range(len(leaf.placements)))
-        )
+        layout = MeshLayout(facts.mesh, codes_of(leaf.device_mesh, leaf.placements))
         known = layout, None if facts.at is None else layout.box_at(shape, facts.at)
         facts.parts[leaf.placements, shape] = known
     layout, box = known
@@ -269,8 +267,37 @@ def _forget_mesh(key: int, gone: weakref.ref[Any]) -> None:
         del _mesh_facts[key]
 
 
-def _placement(number: int, leaf: Any) -> str:
-    placement = leaf.placements[number]
+def codes_of(mesh: Any, placements: Sequence[Any]) -> tuple[str, ...]:
+    """Torch's placements on a mesh, as the format has them. Raises InvalidState."""
+    return tuple(_code_of(number, mesh, placements) for number in range(len(placements)))
+
+
+def placements_of(mesh: Any, codes: Sequence[str]) -> tuple[Any, ...]:
+    """The reverse."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as Cut
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    made: list[Any] = []
+    for number, code in enumerate(codes):
+        if code == "R":
+            made.append(Replicate())
+        elif code[0] == "S":
+            made.append(Cut(int(code[1:])))
+        else:
+            later = [mesh.size(m) for m in range(number + 1, mesh.ndim) if codes[m][1:] == code[1:]]
+            made.append(_StridedShard(int(code[1:]), split_factor=prod(later)))
+    return tuple(made)
+
+
+def box_on(mesh: Any, codes: tuple[str, ...], shape: tuple[int, ...]) -> Box | None:
+    """What this rank holds of a tensor of that shape; None where it is not in the mesh."""
+    facts = _facts_of(mesh)
+    return None if facts.at is None else MeshLayout(facts.mesh, codes).box_at(shape, facts.at)
+
+
+def _code_of(number: int, mesh: Any, placements: Sequence[Any]) -> str:
+    placement = placements[number]
     if placement.is_replicate():
         return "R"
     if placement.is_partial():
@@ -282,13 +309,13 @@ def _placement(number: int, leaf: Any) -> str:
     if split is None:
         return f"S{placement.dim}"
     later = [
-        leaf.device_mesh.size(m)
-        for m in range(number + 1, leaf.device_mesh.ndim)
-        if getattr(leaf.placements[m], "dim", None) == placement.dim
+        mesh.size(m)
+        for m in range(number + 1, mesh.ndim)
+        if getattr(placements[m], "dim", None) == placement.dim
     ]
     if prod(later) != split:
         raise InvalidState(
-            f"a DTensor with placements {leaf.placements} is cut in an order that is not supported"
+            f"a DTensor with placements {placements} is cut in an order that is not supported"
         )
     return f"s{placement.dim}"
 

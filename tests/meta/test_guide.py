@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 
@@ -69,7 +72,7 @@ def moments(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def test_the_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
-    find, weights, part, renamed, only, cast, meta, fused, no_model = examples("Loading")
+    find, weights, part, renamed, only, cast, meta, fused, no_model, on_mesh = examples("Loading")
     model, optimizer = names["model"], names["optimizer"]
     exec(find, names)
     assert names["sizes"]["head.weight"].shape == (2, 4) and names["info"].step == 500
@@ -99,3 +102,8 @@ def test_the_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
     assert {name: tensor.dtype for name, tensor in names["weights"].items()} == {
         f"backbone.{n}.{part}": torch.bfloat16 for n in (0, 2) for part in ("weight", "bias")
     }
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    names["mesh"] = init_device_mesh("cpu", (2,))
+    exec(on_mesh, names)  # no tensor of it was sharded
+    dist.destroy_process_group()
+    assert names["state"]["head.weight"].shape == (2, 4)

@@ -194,7 +194,7 @@ def test_from_a_url_and_from_what_a_save_gives() -> None:
 
 WRONG = {
     "keys": [[], "", 3, [3], [""], {"a": "b"}, b"a"],
-    "device": [None, 3, "", "nowhere", "cuda:9999"],
+    "device": [3, "", "nowhere", "cuda:9999"],
     "dtype": [3, "", "int8", "nothing", torch.int64, torch.complex64, "nn"],
     "copy": [-1, True, "0", 1.0],
     "io_threads": [0, -1, "2", True],
