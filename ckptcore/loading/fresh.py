@@ -18,7 +18,15 @@ from ..format.manifest import MALFORMED, malformed
 from ..format.tensorfile import tensor_nbytes
 from ..format.values import Opaque, TensorRef, decode, key_leaves, revived
 from ..state.containers import check_parts
-from ..state.layout import box_on, codes_of, placements_of, synchronize
+from ..state.layout import (
+    box_on,
+    codes_of,
+    dtensor_of,
+    is_mesh,
+    is_placement,
+    placements_of,
+    synchronize,
+)
 from ..state.modules import checked_device, checked_dtype
 from ..state.tree import with_versions
 from ..storage.chunks import default_threads
@@ -180,9 +188,7 @@ def _layout(mesh: Any, placements: Any) -> _Layout | None:
         if placements is not None:
             raise InvalidState("placements are those on a mesh: give mesh=, too")
         return None
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(mesh, DeviceMesh):
+    if not is_mesh(mesh):
         raise InvalidState(f"mesh must be a DeviceMesh, not {shown(mesh)}")
     return _Layout(mesh, placements)
 
@@ -238,10 +244,8 @@ class _Layout:
         )
 
     def _checked(self, tensor: LogicalTensor, given: Any) -> tuple[str, ...]:
-        from torch.distributed.tensor import Placement
-
         fits = isinstance(given, list | tuple) and len(given) == self.mesh.ndim
-        if not fits or not all(isinstance(placement, Placement) for placement in given):
+        if not fits or not all(map(is_placement, given)):
             raise InvalidState(
                 f"placements of {tensor.name!r} must be a list of {self.mesh.ndim} of torch's "
                 f"placements, one for each dimension of the mesh, not {shown(given)}"
@@ -254,16 +258,12 @@ class _Layout:
             )
         return codes
 
-    def dtensor(self, local: torch.Tensor, codes: tuple[str, ...], shape: tuple[int, ...]) -> Any:
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            placements_of(self.mesh, codes),
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=torch.empty(shape, device="meta").stride(),
+    def dtensor(
+        self, local: torch.Tensor, codes: tuple[str, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        stride = torch.empty(shape, device="meta").stride()
+        return dtensor_of(
+            local, self.mesh, placements_of(self.mesh, codes), torch.Size(shape), stride
         )
 
 

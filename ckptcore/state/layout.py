@@ -290,6 +290,30 @@ def placements_of(mesh: Any, codes: Sequence[str]) -> tuple[Any, ...]:
     return tuple(made)
 
 
+def is_mesh(value: Any) -> bool:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(value, DeviceMesh)
+
+
+def is_placement(value: Any) -> bool:
+    from torch.distributed.tensor import Placement
+
+    return isinstance(value, Placement)
+
+
+def dtensor_of(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any
+) -> torch.Tensor:
+    """A DTensor of this rank's part; nothing is asked of other ranks."""
+    from torch.distributed.tensor import DTensor
+
+    made: torch.Tensor = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    return made
+
+
 def box_on(mesh: Any, codes: tuple[str, ...], shape: tuple[int, ...]) -> Box | None:
     """What this rank holds of a tensor of that shape; None where it is not in the mesh."""
     facts = _facts_of(mesh)

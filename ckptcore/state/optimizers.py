@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.optim import Optimizer
 
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
 from .containers import Moment, stored_moments
-from .layout import is_dtensor, same_view_key, words
+from .layout import dtensor_of, is_dtensor, same_view_key, words
 from .modules import ParameterTable, last_table, parameter_table
 from .tree import Differences
 
@@ -571,17 +572,8 @@ def _whole_moment(parameter: Any, stored: Any, made: Any) -> Any:
 
 
 def _like_dtensor(parameter: Any, local: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    made: torch.Tensor = DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return made
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return dtensor_of(local, mesh, placements, parameter.shape, parameter.stride())
 
 
 class _Inside(OptimizerState):
@@ -722,8 +714,6 @@ def _paths(value: Any, path: str = "") -> Iterator[str]:
 
 
 def _on_ranks() -> bool:
-    from torch import distributed
-
     running = distributed.is_available() and distributed.is_initialized()
     return running and distributed.get_world_size() > 1
 

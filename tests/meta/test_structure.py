@@ -75,7 +75,6 @@ LATE: dict[tuple[str, str], str] = {
     ("storage.opening", "ckptcore.storage.s3"): "other storages need no S3 client",
     ("storage.urls", "fsspec"): STARTS_FAST,
     ("state.layout", "torch"): "torch.distributed.tensor takes a second to import",
-    ("state.optimizers", "torch"): "torch.distributed.tensor takes a second to import",
 }
 # Imports that close a circle, by importer and imported. This list may only shrink.
 CIRCLES: set[tuple[str, str]] = set()
