@@ -3,6 +3,7 @@ slow tail that `make stress` has, and a comparison to the last bit."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -158,6 +159,12 @@ def same() -> Callable[..., None]:
 def bits() -> Callable[[torch.Tensor], bytes]:
     """The bytes of a tensor's items in C order."""
     return _bits
+
+
+def pytest_collection_finish() -> None:
+    """What there is now stays to the end: let no collection of garbage look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 class Jobs:

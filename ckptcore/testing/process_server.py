@@ -10,6 +10,7 @@ that imports them, which forks the ranks of all jobs with these files.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -218,11 +219,18 @@ def say(answers: int, answer: dict[str, Any]) -> None:
         data = data[os.write(answers, data) :]
 
 
+def freeze_imports() -> None:
+    """What was imported stays: ranks neither search it for garbage nor copy its pages for that."""
+    gc.collect()
+    gc.freeze()
+
+
 def serve_files(files: list[str], orders: BinaryIO, answers: int) -> NoReturn:
     """Fork the ranks of jobs with these files."""
     try:
         sys.path[:0] = [str(Path(file).parent) for file in files]
         programs = [import_module(Path(file).stem) for file in files]
+        freeze_imports()
         for line in orders:
             order = Order(**json.loads(line))
             for name in order.imports:
@@ -262,6 +270,7 @@ def main(modules: list[str]) -> None:
     os.dup2(2, 1)  # what somebody prints is no answer
     for module in modules:
         import_module(module)
+    freeze_imports()
     servers: dict[tuple[str, ...], FileServer] = {}
     for line in sys.stdin.buffer:
         files = json.loads(line)["files"]

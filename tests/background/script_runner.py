@@ -8,6 +8,7 @@ that is what the child is from then on.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -42,6 +43,10 @@ def serve() -> dict[str, Any] | None:
     return None
 
 
+# What was imported stays: programs neither search it for garbage nor copy its pages for that, at
+# their end least of all.
+gc.collect()
+gc.freeze()
 todo = serve()
 if todo is not None:
     os.setpgid(0, 0)

@@ -66,7 +66,8 @@ def quick_root():
 @pytest.mark.parametrize(
     ("mib", "saves", "warm"),
     [
-        (64, 50, False),
+        (64, 25, False),
+        pytest.param(64, 50, False, marks=pytest.mark.stress),
         pytest.param(64, 50, True, marks=pytest.mark.stress),
         pytest.param(512, 30, False, marks=[pytest.mark.stress, pytest.mark.timeout(600)]),
     ],

@@ -79,7 +79,7 @@ LEAST_ON_S3_IN_BACKGROUND = {
     for name, least in {**IN_BACKGROUND, "sweep-objects": 45}.items()
     if name != "sweep"
 }
-# Each operation of these is killed in every run of the tests.
+# Of these more operations are killed than of the others in every run of the tests.
 ESSENTIAL = (
     "local-lost/retention",
     "local-lost/overwrite",
@@ -103,12 +103,19 @@ def turn(least, of):
     }
 
 
-def kill(script, folder, least, essential, every, save="sync", more=None):
-    """The results by "kind/scenario", of each `every`-th kill point of what is not essential."""
+def turn_with(least, of, essential):
+    """Those whose turn it is, and what is essential."""
+    today = turn(least, of)
+    return {item: least[item] for item in least if item in today or item in essential}
+
+
+def kill(script, folder, least, every, save="sync", more=None, essential=(), essential_every=1):
+    """The results by "kind/scenario", of each `every`-th kill point; other ones tomorrow."""
     rotation = rotation_of_today() if every > 1 else 0
+    steps = [essential_every if item in essential else every for item in least]
     items = [
-        f"{item}/1/1" if item in essential else f"{item}/{every}/{1 + (rotation + number) % every}"
-        for number, item in enumerate(least)
+        f"{item}/{step}/{1 + (rotation + number) % step}"
+        for number, (item, step) in enumerate(zip(least, steps, strict=True))
     ]
     # fsspec keeps what is not committed yet in the folder for temporary files: a killed process
     # leaves it there.
@@ -189,22 +196,24 @@ def check_in_background(results):
 
 
 def test_b01_killed_at_operations_of_one_rank(quick_folder):
-    check(kill("kill_points.py", quick_folder, LEAST, ESSENTIAL, every=17))
+    today = turn_with(LEAST, 5, ESSENTIAL)
+    how = {"essential": ESSENTIAL, "essential_every": 4}
+    check(kill("kill_points.py", quick_folder, today, every=17, **how))
 
 
 def test_b01_killed_at_operations_of_four_ranks(quick_folder):
-    check(kill("rank_kill_points.py", quick_folder, LEAST_OF_FOUR, ESSENTIAL_OF_FOUR, every=41))
+    today = turn_with(LEAST_OF_FOUR, 3, ESSENTIAL_OF_FOUR)
+    how = {"essential": ESSENTIAL_OF_FOUR, "essential_every": 9}
+    check(kill("rank_kill_points.py", quick_folder, today, every=41, **how))
 
 
 def test_b01_killed_at_operations_of_saves_in_the_background(quick_folder):
     (quick_folder / "four").mkdir()
     check(
-        kill(
-            "kill_points.py", quick_folder, turn(LEAST_IN_BACKGROUND, 6), (), every=23, save="async"
-        )
+        kill("kill_points.py", quick_folder, turn(LEAST_IN_BACKGROUND, 9), every=23, save="async")
     )
-    four = turn(LEAST_OF_FOUR_IN_BACKGROUND, 7)
-    check(kill("rank_kill_points.py", quick_folder / "four", four, (), every=83, save="async"))
+    four = turn(LEAST_OF_FOUR_IN_BACKGROUND, 11)
+    check(kill("rank_kill_points.py", quick_folder / "four", four, every=83, save="async"))
 
 
 def on_server(s3):
@@ -214,9 +223,7 @@ def on_server(s3):
 @pytest.mark.timeout(300)
 def test_b01_killed_at_operations_on_s3(quick_folder, s3):
     """Each killed process and each restarted one makes a client, which takes longer than a save."""
-    check(
-        kill("kill_points.py", quick_folder, turn(LEAST_ON_S3, 7), (), every=29, more=on_server(s3))
-    )
+    check(kill("kill_points.py", quick_folder, turn(LEAST_ON_S3, 7), every=47, more=on_server(s3)))
 
 
 @pytest.mark.stress
@@ -225,26 +232,26 @@ def test_b01_killed_at_operations_on_s3(quick_folder, s3):
 def test_b01_killed_at_every_operation_on_s3(quick_folder, s3, save):
     least = LEAST_ON_S3 if save == "sync" else LEAST_ON_S3_IN_BACKGROUND
     checked = check if save == "sync" else check_in_background
-    checked(kill("kill_points.py", quick_folder, least, (), every=1, save=save, more=on_server(s3)))
+    checked(kill("kill_points.py", quick_folder, least, every=1, save=save, more=on_server(s3)))
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(900)
 def test_b01_killed_at_every_operation_of_one_rank(quick_folder):
-    check(kill("kill_points.py", quick_folder, LEAST, (), every=1))
+    check(kill("kill_points.py", quick_folder, LEAST, every=1))
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(900)
 def test_b01_killed_at_every_operation_of_four_ranks(quick_folder):
-    check(kill("rank_kill_points.py", quick_folder, LEAST_OF_FOUR, (), every=1))
+    check(kill("rank_kill_points.py", quick_folder, LEAST_OF_FOUR, every=1))
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(900)
 def test_b01_killed_at_every_operation_of_one_rank_in_the_background(quick_folder):
     check_in_background(
-        kill("kill_points.py", quick_folder, LEAST_IN_BACKGROUND, (), every=1, save="async")
+        kill("kill_points.py", quick_folder, LEAST_IN_BACKGROUND, every=1, save="async")
     )
 
 
@@ -255,4 +262,4 @@ def test_b01_killed_at_every_operation_of_four_ranks_in_the_background(quick_fol
     least = {
         item: least for item, least in LEAST_OF_FOUR_IN_BACKGROUND.items() if item.startswith(kind)
     }
-    check_in_background(kill("rank_kill_points.py", quick_folder, least, (), every=1, save="async"))
+    check_in_background(kill("rank_kill_points.py", quick_folder, least, every=1, save="async"))

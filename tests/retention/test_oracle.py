@@ -396,7 +396,7 @@ def check_any_run(make_root, marked, monkeypatch, kind, rules, operations):
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
 @given(rules=rules, operations=operations)
-@settings(max_examples=50, phases=PHASES)
+@settings(max_examples=25, phases=PHASES)
 def test_retention_keeps_what_the_oracle_keeps(make_root, marked, kind, rules, operations):
     with pytest.MonkeyPatch.context() as monkeypatch:
         check_any_run(make_root, marked, monkeypatch, kind, rules, operations)

@@ -56,6 +56,9 @@ def warm_up() -> None:
     import_module("torch._dynamo")
     import_module("ckptcore.manager")
     import_module("accelerate")
+    for kind in (Trainer, DDPTrainer, FSDP2Trainer, PipelineTrainer, AccelTrainer):
+        kind.arguments_class()
+    model()
 
 
 def prepare(program: str) -> None:
@@ -127,8 +130,9 @@ class Noted:
             "rate": float(metrics["learning_rate"]).hex(),
             "streams": bits(
                 [
-                    random.random.__self__.getstate(),
-                    np.random.get_state()[1:],
+                    repr(random.getstate()),
+                    np.random.get_state()[1].tobytes(),
+                    np.random.get_state()[2:],
                     torch.get_rng_state(),
                 ]
             ),
@@ -179,6 +183,8 @@ def leaves(value: Any) -> Iterator[bytes]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item)
+    elif isinstance(value, bytes):
+        yield value
     elif isinstance(value, Tensor):
         local = value.to_local() if hasattr(value, "to_local") else value
         yield local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

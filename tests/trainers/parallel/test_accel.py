@@ -13,7 +13,8 @@ from ckpt_trainers.parallel.accel import AccelTrainer
 
 pytest.importorskip("accelerate")
 
-STILL = {"model": {"dropout": 0.0}, "dataset": {"noisy": False}}
+SMALL = {"n_layer": 2}
+STILL = {"model": {"dropout": 0.0, **SMALL}, "dataset": {"noisy": False}}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2}
 
 Run = Callable[..., dict[str, Any]]
@@ -74,10 +75,10 @@ def test_a_resumed_run_is_the_run_that_did_not_stop(resumed: Any) -> None:
             [4],
         ),
     ]
-    assert resumed(2, cases) == 2
+    assert resumed(2, cases, model=SMALL) == 2
     config = {"gradient_accumulation_steps": 3, "mixed_precision": "bf16"}
     cases = [("accel", {"max_steps": 5, "gradient_accumulation_steps": 3, "save_async": True}, [2])]
-    assert resumed(3, cases, accelerator=config) == 1
+    assert resumed(3, cases, accelerator=config, model=SMALL) == 1
 
 
 @pytest.mark.stress

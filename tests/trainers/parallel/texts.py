@@ -26,7 +26,7 @@ def tokenizer() -> Any:
 def language_model() -> nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=WORDS, n_positions=64, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.2, **ENDS
+            vocab_size=WORDS, n_positions=64, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.2, **ENDS
         )
     )
 
