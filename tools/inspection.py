@@ -102,10 +102,11 @@ def inspected(found: Found, file: str | None, which: Which, asked: dict[str, Any
                 values = subject.attempt(lambda: values_of(view, asked["values"], which))
             extent = extents(view) if overview or render.for_programs() else {}
     manifest, grouped = subject.info.manifest, asked["depth"] and tensors is not None
+    listed = asked["files"] or render.for_programs()
     document = {
         "checkpoint": facts.checkpoint(subject.info),
         "components": facts.components(manifest, extent) if manifest else [],
-        "files": facts.files(manifest) if manifest else [],
+        "files": facts.files(manifest) if manifest and listed else [],
         "foreign_files": foreign,
         "tensors": tensors,
         "modules": by_module(tensors or (), asked["depth"]) if grouped else None,

@@ -29,9 +29,6 @@ from .failures import GOOD, USAGE, Failure, bad, not_found
 from .render import Report
 from .subject import MANIFEST, Options, Subject
 
-# A manifest is there, so these were committed once: what is wrong with them now is a finding, not a
-# leftover.
-PUBLISHED = ("committed", "damaged", "unsupported", "unreadable")
 LOOKS = 20  # how often a root that changes while a command reads it is read again
 
 
@@ -50,18 +47,12 @@ class Root:
     def subject(self, info: CheckpointInfo) -> Subject:
         """The subject for one of the entries, opened where that is possible."""
         url = join_url(self.typed, info.name)
-        if info.status not in PUBLISHED:
-            return Subject.uncommitted(url, info, info.reason, self.options)
         try:
-            subject = Subject.open(url, info.name, self.options)
+            return Subject.open(url, info, self.options)
         except CheckpointNotFound:
             gone = f"it was deleted while {info.url} was looked at"
-            info = replace(info, status="uncommitted")
-            return Subject.uncommitted(url, info, gone, self.options)
-        if info.status != "committed" and subject.good:
-            subject.info = replace(subject.info, status=info.status, reason=info.reason)
-        subject.learn(info)
-        return subject
+            info = replace(info, status="uncommitted", reason=gone)
+            return Subject.open(url, info, self.options)
 
     def newest(self) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
         """The entry that `restore` would take, as far as a listing says, and what it would pass
@@ -73,9 +64,14 @@ class Root:
             passed.append(info)
         return None, passed[::-1]
 
-    def state(self) -> list[tuple[Any, ...]]:
-        """What changes when somebody saves or deletes here."""
-        return [(i.name, i.status, i.manifest and i.manifest.digest) for i in self.entries]
+    def has_changed(self) -> bool:
+        """Whether somebody has saved or deleted here since."""
+        now = scan(self.typed, self.options)
+        return [_state(info) for info in now] != [_state(info) for info in self.entries]
+
+
+def _state(info: CheckpointInfo) -> tuple[str, str, str | None]:
+    return info.name, info.status, info.manifest.digest if info.manifest else None
 
 
 Found = Subject | Root
@@ -92,7 +88,7 @@ def resolve(url: str, options: Options) -> Found:
         url = folder
         folder, name = split(url)
     try:
-        subject = Subject.open(url, name, options)
+        subject = Subject.open(url, CheckpointInfo(name, url, "committed"), options)
     except CheckpointNotFound as error:
         if entries := scan(url, options):
             return Root(url, entries, options)
@@ -103,7 +99,7 @@ def resolve(url: str, options: Options) -> Found:
     # A storage that did not answer is not asked again: each time may take all of retry_deadline.
     unknown = subject.error is None and subject.info.step is None
     if unknown and (info := _beside(folder, name, options)):
-        subject.learn(info)
+        subject.info = replace(subject.info, step=info.step, pinned=info.pinned)
     return subject
 
 
@@ -143,19 +139,12 @@ def retried(url: str, options: Options, work: Callable[[Found], Report]) -> Repo
         try:
             report = work(found)
         except (Failure, CheckpointError):
-            if not _has_changed(found):
+            if isinstance(found, Subject) or not found.has_changed():
                 raise
         else:
-            if report.exit_code == GOOD or not _has_changed(found):
+            if report.exit_code == GOOD or isinstance(found, Subject) or not found.has_changed():
                 return report
     return work(resolve(url, options))
-
-
-def _has_changed(found: Found) -> bool:
-    if isinstance(found, Subject):
-        return False
-    now = scan(found.typed, found.options)
-    return replace(found, entries=now).state() != found.state()
 
 
 def normal(url: str) -> str:

@@ -25,6 +25,9 @@ from .render import Block, Line
 MANIFEST = "checkpoint_manifest.json"
 PIN = "checkpoint.pinned"
 
+# A manifest is there, so these were committed once: what is wrong with them now is a finding, not a
+# leftover.
+PUBLISHED = ("committed", "damaged", "unsupported", "unreadable")
 NO_DAMAGE = {"storage": "unreadable", "version": "unsupported"}
 
 Options = dict[str, Any] | None
@@ -40,18 +43,25 @@ class Subject:
     """
 
     def __init__(self, typed: str, info: CheckpointInfo, options: Options) -> None:
-        self.typed, self.info, self.options = typed, info, options
+        self.typed, self.options = typed, options
+        self.info = replace(info, url=masked_url(typed))
         self.view: CheckpointView | None = None
         self.problems: list[dict[str, Any]] = []
         self.error: CheckpointError | None = None
 
     @classmethod
-    def open(cls, url: str, name: str, options: Options) -> Subject:
-        """Open a checkpoint, or describe why it cannot be. Raises CheckpointNotFound without a
-        manifest."""
-        subject = cls(url, CheckpointInfo(name, masked_url(url), "committed"), options)
+    def open(cls, typed: str, listed: CheckpointInfo, options: Options) -> Subject:
+        """Open a checkpoint, or describe why it cannot be. listed: what is known of it. Raises
+        CheckpointNotFound where its manifest has gone."""
+        subject = cls(typed, listed, options)
+        if listed.status not in PUBLISHED:
+            reason = listed.reason or "the save or the copy did not finish"
+            subject.info = replace(subject.info, reason=reason)
+            subject.problems = [facts.problem(Problem(MANIFEST, "missing", reason), None)]
+            return subject
+        subject.info = replace(subject.info, status="committed", reason=None)
         try:
-            subject.view = open_checkpoint(url, storage_options=options)
+            subject.view = open_checkpoint(typed, storage_options=options)
             manifest = subject.view.manifest
             subject.info = replace(subject.info, step=manifest.step, manifest=manifest)
             subject.check_sizes(subject.view)
@@ -61,16 +71,8 @@ class Subject:
             kind = "storage" if isinstance(error, StorageError) else "version"
             subject.error = error
             subject.add(Problem(MANIFEST, kind, str(error)))
-        return subject
-
-    @classmethod
-    def uncommitted(
-        cls, url: str, info: CheckpointInfo, reason: str | None, options: Options
-    ) -> Subject:
-        """What looks like a checkpoint, and has no manifest."""
-        reason = reason or "the save or the copy did not finish"
-        subject = cls(url, replace(info, reason=reason, url=masked_url(url)), options)
-        subject.problems = [facts.problem(Problem(MANIFEST, "missing", reason), None)]
+        if listed.status != "committed" and subject.good:
+            subject.info = replace(subject.info, status=listed.status, reason=listed.reason)
         return subject
 
     def __enter__(self) -> Subject:
@@ -107,13 +109,6 @@ class Subject:
         if self.view is None:
             raise bad(f"{self.url} is {self.status}: {self.info.reason}", path=self.url)
         return self.view
-
-    def learn(self, listed: CheckpointInfo) -> None:
-        """What a listing of the root knows beside: the step where there is no manifest, pins."""
-        step = self.info.step if self.view is not None else listed.step
-        pinned = self.info.pinned or listed.pinned
-        left, manifest = listed.abandoned, self.info.manifest or listed.manifest
-        self.info = replace(self.info, step=step, pinned=pinned, abandoned=left, manifest=manifest)
 
     def add(self, *found: Problem) -> None:
         """What is wrong with it; which replaces what was known of the same files."""

@@ -10,10 +10,10 @@ from ckptcore import restore_candidates
 from . import facts
 from .cli import command, flag
 from .failures import BAD, GOOD
-from .lookup import PUBLISHED, Found, Root, fallback, on_path
+from .lookup import Found, Root, fallback, on_path
 from .render import Block, Line, Progress, Report, count, size
 from .sharing import mends, same_files
-from .subject import Subject, problem_lines
+from .subject import PUBLISHED, Subject, problem_lines
 
 Checked = dict[str, tuple[Subject, float]]  # by name; seconds that it took
 

@@ -15,7 +15,7 @@ from ckpt_tools.subject import Subject
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore import CheckpointManager, CheckpointWarning, NoUsableCheckpoint
+from ckptcore import CheckpointInfo, CheckpointManager, CheckpointWarning, NoUsableCheckpoint
 
 from .conftest import Ckpt, report_of, save_run, state_of_step
 
@@ -166,14 +166,14 @@ def test_a_job_that_saves_and_deletes_meanwhile_is_no_damage(
     """The checkpoint that the command has chosen goes, and a newer one has come."""
     name, open_subject = "checkpoint-30", Subject.open
 
-    def replaced(url: str, name_of: str, options: Any) -> Subject:
-        if name_of != name or not (root / name).exists():
-            return open_subject(url, name_of, options)
-        subject = open_subject(url, name_of, options) if when == "while it is read" else None
+    def replaced(url: str, info: CheckpointInfo, options: Any) -> Subject:
+        if info.name != name or not (root / name).exists():
+            return open_subject(url, info, options)
+        subject = open_subject(url, info, options) if when == "while it is read" else None
         save_run(root, (40,), run_id="run-a")
         with CheckpointManager(root) as manager:
             manager.delete(30)
-        return subject or open_subject(url, name_of, options)
+        return subject or open_subject(url, info, options)
 
     monkeypatch.setattr(Subject, "open", replaced)
     target = [tmp_path / "copy"] if command == "cp" else []
@@ -188,13 +188,13 @@ def test_a_root_that_changes_and_stays_damaged_is_damaged(
 ) -> None:
     open_subject, steps = Subject.open, iter(range(100, 1000))
 
-    def damaged(url: str, name: str, options: Any) -> Subject:
-        if name != root.name:
+    def damaged(url: str, info: CheckpointInfo, options: Any) -> Subject:
+        if info.name != root.name:
             step = next(steps)
             save_run(root, (step,), run_id="run-a")
-            for folder in (root / f"checkpoint-{step}", root / name):
+            for folder in (root / f"checkpoint-{step}", root / info.name):
                 (folder / "model.safetensors").write_bytes(b"damaged")
-        return open_subject(url, name, options)
+        return open_subject(url, info, options)
 
     monkeypatch.setattr(Subject, "open", damaged)
     monkeypatch.setattr("ckpt_tools.lookup.LOOKS", 3)
