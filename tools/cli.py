@@ -133,8 +133,16 @@ def repeated(name: str, metavar: str, help: str, *names: str, type: Any = None) 
     return click.option(name, *names, multiple=True, metavar=metavar, type=type, help=help)
 
 
-def number(name: str, least: int, help: str, **how: Any) -> Decorator:
-    return click.option(name, type=click.IntRange(least), metavar="N", help=help, **how)
+def number(name: str, least: float, help: str, most: float | None = None, **how: Any) -> Decorator:
+    """Whole where `least` is."""
+    kind: Any = click.IntRange if isinstance(least, int) else click.FloatRange
+    help += f" Default {how['default']}." if "default" in how else ""
+    return click.option(name, type=kind(least, most), metavar="N", help=help, **how)
+
+
+def choice(name: str, values: list[str], help: str = "", *names: str) -> Decorator:
+    """One of some words, the first where it is not given."""
+    return click.option(name, *names, type=click.Choice(values), default=values[0], help=help)
 
 
 def storage_option(name: str, help: str) -> Decorator:

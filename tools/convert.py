@@ -13,7 +13,7 @@ import click
 from ckptcore import CheckpointWarning, export_checkpoint, import_checkpoint
 
 from . import facts
-from .cli import LOCATION, Decorator, Pair, command, flag, repeated, storage_option
+from .cli import LOCATION, Decorator, Pair, choice, command, flag, number, repeated, storage_option
 from .failures import not_found, writing
 from .lookup import on_checkpoint
 from .render import Block, Line, Report, count, size, table
@@ -21,6 +21,8 @@ from .subject import Options, Subject
 
 FORMATS = ["auto", "dcp", "hf", "hf-trainer", "accelerate", "lightning", "torch", "legacy"]
 FORMATS += ["deepspeed-universal"]
+TARGETS = {"hf": "A Hugging Face folder (default)", "torch": "a file of torch.save"}
+TARGETS |= {"dcp": "a folder of torch.distributed.checkpoint."}
 DRY = Line("nothing was written: leave --dry-run out to write it", "yellow")
 
 
@@ -42,8 +44,8 @@ def shared(target: str) -> Decorator:
 )
 @click.argument("source", type=LOCATION)
 @click.argument("root", type=LOCATION)
-@click.option("--format", "kind", type=click.Choice(FORMATS), default="auto")
-@click.option("--step", type=click.IntRange(0), help="By default what SOURCE says, else 0.")
+@choice("--format", FORMATS, "What SOURCE is, by default as it is recognised.", "kind")
+@number("--step", 0, "By default what SOURCE says, else 0.")
 @repeated(
     "--component",
     "KEY=NEW",
@@ -117,14 +119,7 @@ def import_command(
 )
 @on_checkpoint
 @click.argument("folder", type=LOCATION)
-@click.option(
-    "--to",
-    "kind",
-    type=click.Choice(["hf", "torch", "dcp"]),
-    default="hf",
-    help="A Hugging Face folder (default), a file of torch.save, or a folder of "
-    "torch.distributed.checkpoint.",
-)
+@choice("--to", [*TARGETS], ", or ".join(TARGETS.values()), "kind")
 @click.option("--component", metavar="KEY", help="By default model for hf, else all of them.")
 @click.option("--dtype", metavar="DTYPE", help="Of floating point tensors: bf16, fp16, fp32.")
 @repeated("--keys", "PATTERN", "Which tensors.")

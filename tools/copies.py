@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import click
@@ -10,6 +12,7 @@ from ckptcore import CheckpointManifest, CheckpointView
 
 from .cli import number
 from .failures import USAGE, Failure, not_found
+from .render import Report
 from .render import ranks as ranks_text
 
 # The option that names a copy of a component with this sharing pattern.
@@ -24,12 +27,18 @@ class Which(NamedTuple):
     node: int | None = None
 
 
-def which_options(function: Any) -> Any:
-    """The options that make a Which."""
-    function = number("--node", 0, "Whose values: those of node N.")(function)
-    what = "Whose values: a group's number, or its key."
-    function = click.option("--group", metavar="G", help=what)(function)
-    return number("--rank", 0, "Whose values: those that rank N restores.")(function)
+def which_options(work: Callable[..., Report]) -> Callable[..., Report]:
+    """The options that make the argument `which`."""
+
+    @number("--rank", 0, "Whose values: those that rank N restores.")
+    @click.option("--group", metavar="G", help="Whose values: a group's number, or its key.")
+    @number("--node", 0, "Whose values: those of node N.")
+    @wraps(work)
+    def run(rank: int | None, group: str | None, node: int | None, **how: Any) -> Report:
+        return work(which=Which(rank, group, node), **how)
+
+    found: Callable[..., Report] = run
+    return found
 
 
 class StoredCopy(NamedTuple):

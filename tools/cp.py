@@ -13,7 +13,7 @@ import click
 from ckptcore import CheckpointError, CheckpointWarning, copy_checkpoint, join_url, open_checkpoint
 
 from . import facts
-from .cli import LOCATION, command, flag, storage_option
+from .cli import LOCATION, command, flag, number, storage_option
 from .failures import GOOD, not_found, writing
 from .lookup import Found, normal, on_path, opened, passed_over, split, warning_of
 from .render import Block, Line, Progress, Report, size
@@ -30,11 +30,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
 @click.argument("target", metavar="DST", type=LOCATION)
 @flag("--overwrite", "Replace another one, or a damaged copy, there.")
 @flag("--pins", "Pin the copy when SRC is pinned.")
-@click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    help="How many read and write; by default one for each core.",
-)
+@number("--threads", 1, "How many read and write; by default one for each core.", 256)
 @storage_option("--target-option", "As --storage-option, for DST alone and instead of those.")
 def cp_command(found: Found, target: str, target_option: tuple[Any, ...], **how: Any) -> Report:
     """Copy the checkpoint SRC to DST, verified on the way. When SRC is a root, the checkpoint that

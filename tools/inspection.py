@@ -44,14 +44,7 @@ Values = Mapping[str, tuple[StoredCopy, Any]]
 @flag("--files", "List files with size, writer and digest.")
 @flag("--metadata", "Ids, versions, phases, and the user's metadata.")
 @flag("--verify", "Check every byte too.")
-def inspect_command(
-    path: str | None,
-    options: Options,
-    rank: int | None,
-    group: str | None,
-    node: int | None,
-    **asked: Any,
-) -> Report:
+def inspect_command(path: str | None, options: Options, which: Which, **asked: Any) -> Report:
     """Show what the checkpoint PATH holds. When PATH is a root, the checkpoint that restore would
     take, and first what is newer and cannot be used. PATH may also be a checkpoint's manifest, or
     one of its tensor files.
@@ -65,7 +58,6 @@ def inspect_command(
         path, asked["tensors"] = asked["tensors"], "*"
     if path is None:
         raise click.UsageError("Missing argument 'PATH'.")
-    which = Which(rank, group, node)
     if which != Which() and not asked["values"]:
         raise click.UsageError(
             "--rank, --group and --node choose among the values of a component: give --values too"

@@ -112,7 +112,7 @@ def on_path(work: Callable[..., Report], metavar: str = "PATH") -> Callable[...,
     @click.argument("path", metavar=metavar, type=LOCATION)
     @wraps(work)
     def run(path: str, options: Options, **how: Any) -> Report:
-        return retried(path, options, lambda found: work(found, **how))
+        return retried(path, options, lambda found: work(found=found, **how))
 
     return run
 
@@ -125,7 +125,7 @@ def on_checkpoint(work: Callable[..., Report]) -> Callable[..., Report]:
     @wraps(work)
     def run(found: Found, **how: Any) -> Report:
         with opened(found) as subject:
-            report = work(subject, **how)
+            report = work(subject=subject, **how)
         return report._replace(complaint=report.complaint or warning_of(found, subject))
 
     return run

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
-import click
-
 from ckptcore import CheckpointView, StoredBox
 
-from .cli import command
+from .cli import choice, command, number
 from .facts import head
 from .failures import BAD, GOOD
 from .lookup import on_checkpoint
@@ -27,13 +25,8 @@ Reads = list[int]  # bytes of each
 
 @command("ckpt plan runs/a --world-size 16", "ckpt plan runs/a --world-size 1 --layout whole")
 @on_checkpoint
-@click.option("--world-size", type=click.IntRange(1), required=True, help="Ranks to restore on.")
-@click.option(
-    "--layout",
-    type=click.Choice(["same", "whole"]),
-    default="same",
-    help="Sharded tensors are cut as they are in the checkpoint (default), or wanted whole.",
-)
+@number("--world-size", 1, "Ranks to restore on.", required=True)
+@choice("--layout", ["same", "whole"], "Sharded tensors are cut as they were (default), or whole.")
 def plan_command(subject: Subject, world_size: int, layout: str) -> Report:
     """What a restore of PATH on another number of ranks would read, at most, and which components
     it would refuse."""
@@ -107,8 +100,8 @@ def reads_of(
             for rank in ranks
         ]
     copies = []
-    for number in range(len(manifest.copies(key))):
-        distinct = {(b.file, b.start): b for held in view.boxes(key, number).values() for b in held}
+    for n in range(len(manifest.copies(key))):
+        distinct = {(b.file, b.start): b for held in view.boxes(key, n).values() for b in held}
         copies.append([box.nbytes for box in distinct.values()])
     if world_size != manifest.world_size:
         return [max(copies, key=sum)]

@@ -11,9 +11,8 @@ import click
 
 from ckptcore import CheckpointView, TensorInfo
 
-from . import facts, render
-from .arrays import first, statistics
-from .cli import command, flag
+from . import arrays, facts, render
+from .cli import command, flag, number
 from .copies import StoredCopy, Which, choose_copy, stored_copies, which_options
 from .failures import not_found
 from .lookup import on_checkpoint
@@ -29,22 +28,8 @@ LETTERS = 2000  # of one value that people get
 @click.argument("name")
 @which_options
 @flag("--stats", "Read all of it: range, mean, NaN, a histogram.")
-@click.option(
-    "--first",
-    "count",
-    type=click.IntRange(0, 10_000),
-    default=8,
-    help="How many of its numbers are shown (default 8).",
-)
-def show_command(
-    subject: Subject,
-    name: str,
-    rank: int | None,
-    group: str | None,
-    node: int | None,
-    stats: bool,
-    count: int,
-) -> Report:
+@number("--first", 0, "How many of its numbers are shown.", 10_000, default=8)
+def show_command(subject: Subject, name: str, which: Which, stats: bool, first: int) -> Report:
     """Show the tensor or the value NAME of the checkpoint PATH, whole: NAME is COMPONENT,
     COMPONENT/TENSOR or COMPONENT/path/of/a/value.
 
@@ -53,7 +38,7 @@ def show_command(
     numbers. Memory is bounded, whatever its size.
     """
     view = subject.readable()
-    key, copy, path = coordinates(view, name, Which(rank, group, node))
+    key, copy, path = coordinates(view, name, which)
     item = find(view.values(key, copy.number), path)
     if item is MISSING:
         raise _unknown(view, key, copy, name)
@@ -63,7 +48,7 @@ def show_command(
         "name": name,
         "component": key,
         "of": copy.document(),
-        "tensor": described(view, key, copy, tensor, stats, count) if tensor else None,
+        "tensor": described(view, key, copy, tensor, stats, first) if tensor else None,
         "value": None if tensor else facts.value(item),
     }
     title = f"{name}  of {subject.name}"
@@ -139,8 +124,8 @@ def described(
             | {"offset": [*box.offset], "shape": [*box.shape], "size_bytes": box.nbytes}
             for box in boxes
         ],
-        "first": [facts.value(item) for item in first(view, info, count)] if filled else [],
-        "statistics": statistics(view, info) if stats and filled else None,
+        "first": [facts.value(item) for item in arrays.first(view, info, count)] if filled else [],
+        "statistics": arrays.statistics(view, info) if stats and filled else None,
     }
 
 
@@ -168,7 +153,7 @@ def bars(found: dict[str, Any]) -> list[Block]:
     counts, low, high = found["histogram"], found["min"], found["max"]
     step, most = (high - low) / len(counts), max(counts)
     lines: list[Block] = [Line("histogram")]
-    for number, items in enumerate(counts):
+    for n, items in enumerate(counts):
         bar = "#" * max(round(items / most * WIDTH), 1 if items else 0)
-        lines.append(Line(f"  {low + number * step:>12.5g}  {bar:{WIDTH}}  {items}".rstrip()))
+        lines.append(Line(f"  {low + n * step:>12.5g}  {bar:{WIDTH}}  {items}".rstrip()))
     return lines

@@ -14,7 +14,7 @@ import click
 from ckptcore import CheckpointInfo, StorageError, masked_url, open_storage, restore_candidates
 
 from . import facts
-from .cli import LOCATION, SCHEMA, command
+from .cli import LOCATION, SCHEMA, command, number
 from .failures import BAD, GOOD, not_found
 from .lookup import normal, scan
 from .render import Report, Screen, for_programs, metrics, printable, seconds, size, strict
@@ -29,14 +29,9 @@ FAILURES = ("damaged", "failed", "unreachable")
 
 @command("ckpt watch runs/a", "ckpt watch s3://bucket/run --interval 30 --json")
 @click.argument("root", type=LOCATION)
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.01),
-    default=2.0,
-    help="Seconds between looks (default 2).",
-)
-@click.option("--timeout", type=click.FloatRange(0), help="Seconds after which it ends.")
-@click.option("--events", type=click.IntRange(1), help="How many events to wait for.")
+@number("--interval", 0.01, "Seconds between looks.", default=2.0)
+@number("--timeout", 0.0, "Seconds after which it ends.")
+@number("--events", 1, "How many events to wait for.")
 def watch_command(
     root: str, interval: float, timeout: float | None, events: int | None, options: Options
 ) -> Report:
@@ -47,7 +42,7 @@ def watch_command(
     if not root:
         raise not_found("the path is empty", path=root)
     url, last, screen = normal(root), "", Screen.of(sys.stdout)
-    for number, event in enumerate(events_of(url, options, interval, timeout), 1):
+    for seen, event in enumerate(events_of(url, options, interval, timeout), 1):
         if for_programs():
             line = dumps(strict({"schema": SCHEMA, **event}), allow_nan=False)
         else:
@@ -55,7 +50,7 @@ def watch_command(
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
         last = event["event"]
-        if events is not None and number >= events:
+        if events is not None and seen >= events:
             break
     return Report({}, [], BAD if last in FAILURES else GOOD)
 
