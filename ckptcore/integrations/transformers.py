@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict
 from typing import Any
@@ -14,8 +16,15 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.utils.import_utils import is_peft_available
 
+from ..catalog.catalog import scan_root
 from ..catalog.retention import KeepBest, KeepLast, RetentionPolicy
-from ..errors import InvalidState
+from ..errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    CheckpointWarning,
+    InvalidState,
+    NoUsableCheckpoint,
+)
 from ..interop.hf_files import hf_files
 from ..manager import CheckpointManager
 from ..state.component import SharingPattern, StateComponent
@@ -27,6 +36,11 @@ if is_peft_available():
     from .peft import Adapters
 
 __all__ = ["EngineTrainer"]
+
+START_AGAIN = (
+    "EngineTrainer starts again by train() without resume_from_checkpoint, with another root where "
+    "there are files in the way; `ckpt import` makes a checkpoint of one of the stock Trainer"
+)
 
 
 class EngineTrainer(Trainer):
@@ -42,6 +56,8 @@ class EngineTrainer(Trainer):
     args, named: as for Trainer.
 
     Raises InvalidState for `save_only_model`, DeepSpeed, and a limit that `checkpoints` has too.
+    `train` raises CheckpointExists before its first step where the root has checkpoints of steps
+    to come.
     """
 
     def __init__(
@@ -110,13 +126,45 @@ class EngineTrainer(Trainer):
             self.prepared = True
             progress = trainer_state({})
             state = {**self.components(), "trainer_state": progress, "rng": self.streams}
-            self.resumed = self.manager.restore(state, self.which).step
+            try:
+                self.resumed = self.manager.restore(state, self.which).step
+            except NoUsableCheckpoint as error:
+                error.add_note(START_AGAIN)
+                raise
             if self.resumed is not None:
                 with open(path, "w") as file:
                     json.dump(progress.stateful, file)
+        self._check_room()
         done = super()._init_training_state(max_steps, *args)
-        self._name_best()
+        if best := self.state.best_model_checkpoint:  # where it lay when that was written
+            self.state.best_model_checkpoint = join_url(self.root, os.path.basename(best))
         return done
+
+    def _check_room(self) -> None:
+        """Says before the first step what would fail at a save. Raises CheckpointExists."""
+        step = self.resumed or 0
+        if self.args.save_strategy == "no":
+            return
+        if later := self.manager.conflicts(step):
+            raise CheckpointExists(
+                f"{self.root} has {', '.join(info.name for info in later)} already, and this run "
+                f"begins at step {step}: train(resume_from_checkpoint=True) goes on from the "
+                "newest; else give another root, or delete them",
+                path=self.root,
+                step=later[0].step,
+            )
+        if not self.is_world_process_zero():
+            return
+        with suppress(CheckpointNotFound):
+            found = scan_root(self.root, self.checkpoints.get("storage_options"))
+            others = [i for i in found if i.status == "uncommitted" and (i.step or 0) > step]
+            if others:
+                warnings.warn(
+                    f"{self.root}: {', '.join(info.name for info in others)} are in the way of "
+                    f"saves of these steps: {others[0].reason}; give another root",
+                    CheckpointWarning,
+                    stacklevel=2,
+                )
 
     def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, _: Any) -> Any:
         if self.prepared:
@@ -133,7 +181,9 @@ class EngineTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
-        self._name_best()
+        if self.state.best_global_step == self.state.global_step:
+            name = f"checkpoint-{self.state.global_step}"
+            self.state.best_model_checkpoint = join_url(self.root, name)
         keeping = [*self.callback_handler.callbacks, self.control]
         kept: Any = [callback for callback in keeping if isinstance(callback, ExportableState)]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=kept).stateful_callbacks
@@ -152,13 +202,9 @@ class EngineTrainer(Trainer):
         described = hasattr(getattr(model, "config", None), "save_pretrained")
         return hf_files(model, *others) if described else {}
 
-    def _name_best(self) -> None:
-        if best := self.state.best_global_step:
-            self.state.best_model_checkpoint = join_url(self.root, f"checkpoint-{best}")
-
     def _load_best_model(self) -> None:
-        best = self.state.best_global_step or "best"
-        weights = self.weights()
+        """Of those that were saved: the best evaluation may have been between two saves."""
+        best, weights = os.path.basename(self.state.best_model_checkpoint or ""), self.weights()
         self.manager.load(weights, best, keys=[*weights])
 
 

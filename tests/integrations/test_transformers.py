@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -14,10 +15,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from ckptcore import (  # noqa: E402
+    CheckpointExists,
     CheckpointManager,
     CheckpointWarning,
     InvalidState,
     KeepLast,
+    NoUsableCheckpoint,
     export_checkpoint,
     open_checkpoint,
     scan_root,
@@ -206,6 +209,60 @@ def test_the_best_model_at_the_end_and_the_limit(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ckpt:
         ckpt.load({"model": best}, 3)
     assert [p.tolist() for p in last.parameters()] == [p.tolist() for p in best.parameters()]
+
+
+def test_a_best_evaluation_between_two_saves_has_no_checkpoint(tmp_path: Path) -> None:
+    strategy = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    done = trainer(tmp_path, 0, eval_dataset=Samples(), greater_is_better=True, **strategy)
+    done.train()
+    assert done.state.best_global_step == 1 and done.state.best_model_checkpoint is None
+    last = trainer(tmp_path, 1).model
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.load({"model": last}, 10)
+    assert bits(last.parameters()) == bits(done.model.parameters())
+
+
+def test_what_is_in_the_way_is_said_before_the_first_step(tmp_path: Path) -> None:
+    stopped = trainer(tmp_path, 0, 1, 7)
+    with pytest.raises(Stopped):
+        stopped.train()
+    again = trainer(tmp_path, 1)
+    with pytest.raises(CheckpointExists, match=r"has checkpoint-3, checkpoint-6 already.*step 0"):
+        again.train()
+    assert again.state.global_step == 0
+    trainer(tmp_path, 1, save_strategy="no").train()
+
+    def stock(folder: Path) -> None:
+        made = trainer(folder, 0)
+        transformers.Trainer(
+            model=made.model, args=replace(made.args, max_steps=3), train_dataset=Samples()
+        ).train()
+
+    stock(tmp_path / "stock")
+    warned = pytest.warns(CheckpointWarning, match=r"checkpoint-3 are in the way of.*Hugging Face")
+    with warned, pytest.raises(CheckpointExists, match="checkpoint-3"):
+        trainer(tmp_path / "stock", 1).train()
+    with pytest.raises(NoUsableCheckpoint) as caught:
+        trainer(tmp_path / "stock", 1).train(resume_from_checkpoint=True)
+    assert "`ckpt import` makes a checkpoint" in caught.value.__notes__[0]
+
+
+def test_ctrl_c_writes_what_is_on_its_way(tmp_path: Path) -> None:
+    class Interrupt(StopAt):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == self.step:
+                raise KeyboardInterrupt
+
+    whole = trainer(tmp_path / "whole", 0)
+    whole.train()
+    expected = outcome(whole)
+    run = trainer(tmp_path / "run", 0)
+    run.add_callback(Interrupt(3))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    resumed = trainer(tmp_path / "run", 1)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.resumed == 3 and outcome(resumed) == expected
 
 
 def test_a_limit_is_said_once(tmp_path: Path) -> None:
