@@ -337,6 +337,31 @@ def run_gpu_calls(folder: Path, given: dict[str, Any]) -> Report:
     )
 
 
+def run_large(folder: Path, given: dict[str, Any]) -> Report:
+    from . import large
+
+    return large.run(
+        folder,
+        size=size_of(given, cpu=GIB // 4, gpu=30 * 10**9),
+        device=device_of(given),
+        progress=progress,
+    )
+
+
+def run_left(folder: Path, given: dict[str, Any]) -> Report:
+    from . import left
+
+    return left.run(
+        folder,
+        size=size_of(given, cpu=48 * MIB),
+        rounds=given["rounds"] or 3,
+        device=device_of(given),
+        step_seconds=(given["step_ms"] or 40.0) / 1000,
+        window=given["window"],
+        progress=progress,
+    )
+
+
 def run_plan(folder: Path, given: dict[str, Any]) -> Report:
     from . import plan
 
@@ -549,6 +574,26 @@ def gpu_calls_command(**given: Any) -> None:
     carry_out([run_gpu_calls], given)
 
 
+@main.command("large")
+@common
+@device_option
+@size_option
+def large_command(**given: Any) -> None:
+    """30 GB on one GPU: save, kill, load."""
+    carry_out([run_large], given)
+
+
+@main.command("left")
+@common
+@device_option
+@size_option
+@window_option
+@step_option
+def left_command(**given: Any) -> None:
+    """Where the seconds of training go that a save costs after its call has returned."""
+    carry_out([run_left], given)
+
+
 @main.command("gpu")
 @common
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
@@ -559,7 +604,13 @@ def gpu_calls_command(**given: Any) -> None:
     show_default=True,
     help="Parts that are left then are not begun.",
 )
-@click.option("--part", "parts", multiple=True, help="Parts whose name begins so [default: all].")
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    help="Parts whose name begins so: cost, calls, tests, load [default: these]; left, large, "
+    "stress.",
+)
 @click.pass_context
 def gpu_command(context: click.Context, **given: Any) -> None:
     """Everything that needs a GPU, on all cards: tests, costs, calls, loads; one table at the

@@ -32,12 +32,13 @@ KEPT = ("call returns after", "first save adds", "same bytes", "GB/s")  # column
 @dataclass(frozen=True)
 class Part:
     """One process. seconds: its limit; words: of `python -m`, those of a benchmark without
-    --json."""
+    --json; long: it is run only when it is named."""
 
     name: str
     seconds: float
     words: tuple[str, ...]
     ranks: int = 1
+    long: bool = False
 
     def command(self, result: Path) -> list[str]:
         if self.words[0] == "pytest":
@@ -60,12 +61,12 @@ def parts_for(cards: int, device: str = "cuda", *, quick: bool = False) -> list[
         return bench("cost", *chosen, *window, "--limit-seconds", "200")
 
     stagings = ("ours-copy",) if device == "cpu" else ("ours-auto", "ours-overlap", "ours-copy")
-    tests = ("pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--tb=short", "--durations=5")
+    tests = ("pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--durations=8")
     load_size = () if quick else ("--size", "4GiB", "--rounds", "2")
     parts = [
         Part("cost", 240, cost(*stagings, "tc", "dcp-async")),
         Part("calls", 75, bench("gpu-calls")),
-        Part("tests", 150, tests),
+        Part("tests", 150, (*tests, "tests/gpu", "-m", "not stress")),
     ]
     if cards > 1:
         parts += [
@@ -78,7 +79,23 @@ def parts_for(cards: int, device: str = "cuda", *, quick: bool = False) -> list[
         # It may hang there, and nothing waits behind it.
         several = f"cost of dcp.async_save, {cards} ranks"
         parts.append(Part(several, 120, cost("dcp-async"), cards))
-    return parts
+    return parts + _long_parts(tests, bench, quick)
+
+
+def _long_parts(
+    tests: tuple[str, ...], bench: Callable[..., tuple[str, ...]], quick: bool
+) -> list[Part]:
+    """What is run only when it is named."""
+    lowbit = "tests/trainers/test_lowbit.py::"
+    lowbit += "test_fifty_steps_on_a_gpu_and_ten_more_in_a_new_process"
+    some = () if quick else ("--window", "100", "--rounds", "2")
+    return [
+        Part("left", 170, bench("left", *some), long=True),
+        Part("large", 170, bench("large"), long=True),
+        Part(
+            "stress", 260, (*tests, "tests/gpu", lowbit, "-m", "stress", "-n", "6", "-s"), long=True
+        ),
+    ]
 
 
 def run(
@@ -89,16 +106,16 @@ def run(
     only: Sequence[str] = (),
     output: Callable[[str], None] = print,
 ) -> Report:
-    """Run all parts, or those whose name begins with one of `only`, until `limit_seconds` are
-    used; rows of all of them.
+    """Run all parts that are not long, or those whose name begins with one of `only`, until
+    `limit_seconds` are used; rows of all of them.
 
     Each part's own output goes to `output` as it ends.
     """
     began = time.perf_counter()
     cards = torch.cuda.device_count() if device != "cpu" else 1
     rows: list[Row] = []
-    chosen = parts_for(cards, device, quick=quick)
-    for part in (p for p in chosen if not only or p.name.startswith(tuple(only))):
+    parts = parts_for(cards, device, quick=quick)
+    for part in (p for p in parts if (p.name.startswith(tuple(only)) if only else not p.long)):
         left = limit_seconds - (time.perf_counter() - began)
         if left < min(part.seconds, 20):
             rows.append(Row(part.name, None, problem=f"not begun: {limit_seconds:g} s were used"))

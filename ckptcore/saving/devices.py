@@ -4,7 +4,9 @@
 "overlap"   a stream of its own copies while training goes on. What belongs to an optimizer is
 changed by its step alone,
             so a hook makes the step wait (on the device) for the copy; everything else is copied in
-            the order of the caller's stream, before anything that comes after.
+            the order of the caller's stream, before anything that comes after. What is seen to
+            change between steps too, as an embedding with `max_norm` does in its forward pass,
+            counts as everything else; a change that was not foreseen makes the save fail.
 "auto"      as much as safely fits is first copied on the device, which takes a hundredth of the
 time and frees the
             state at once; the rest as "overlap". The snapshot goes to the host afterwards, and is
@@ -15,12 +17,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..state.layout import is_dtensor, side_stream
 
@@ -67,10 +74,23 @@ def unpin(block: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
 
 
-# Optimizers of this process whose steps are known to come by here, and copies that their next step
-# waits for.
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+INTERVALS = 3  # between two steps, after which parameters are not compared any more
+
+
+@dataclass(slots=True)
+class _Watched:
+    """An optimizer whose steps come by here. intervals: between two steps that were compared;
+    versions: of its parameters after its last step, while another comparison is due."""
+
+    intervals: int = 0
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+
+# Optimizers of this process whose steps are known to come by here, memory of theirs that something
+# else changes too, and copies that their next step waits for.
+_known: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
 _unknown: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_restless: set[int] = set()
 _fences: list[DeviceCopy] = []
 _watching = threading.Lock()
 _hooked = False
@@ -83,7 +103,10 @@ def watch_optimizers() -> None:
     with _watching:
         if not _hooked and torch.cuda.is_available():
             _hooked = True
-            register_optimizer_step_pre_hook(_before_step)
+            # Not to be compiled: a compiled step comes by too, before its first kernel.
+            disable: Any = torch.compiler.disable
+            register_optimizer_step_pre_hook(disable(_before_step))
+            register_optimizer_step_post_hook(disable(_after_step))
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -91,12 +114,27 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         # A captured step is replayed without coming by here.
         _unknown.add(optimizer)
         return
-    _known.add(optimizer)
+    watched = _known.setdefault(optimizer, _Watched())
+    if watched.versions:
+        _restless.update(_memory(t) for t, version in watched.versions if t._version != version)
+        watched.intervals, watched.versions = watched.intervals + 1, []
     for copy in tuple(_fences):
+        copy.note_changes()
         if copy.copied.query():  # type: ignore[no-untyped-call]
             _unfence(copy)  # nothing is left to wait for, whatever becomes of the save
         else:
             torch.cuda.current_stream(copy.device).wait_event(copy.copied)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    watched = _known.get(optimizer)
+    if watched is not None and watched.intervals < INTERVALS:
+        watched.versions = [(t, t._version) for t in map(_local, _parameters(optimizer))]
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def _unfence(copy: DeviceCopy) -> None:
@@ -109,18 +147,24 @@ def _unfence(copy: DeviceCopy) -> None:
 def _fenced_memory() -> set[int]:
     """Where the memory begins that only optimizer steps change which wait for copies."""
     found: set[int] = set()
-    for optimizer in [o for o in _known if o not in _unknown]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                states = optimizer.state.get(parameter, {})
-                found.update(
-                    _memory(t) for t in (parameter, *states.values()) if isinstance(t, torch.Tensor)
-                )
-    return found
+    for optimizer, watched in list(_known.items()):
+        if optimizer in _unknown or not watched.intervals:
+            continue
+        for parameter in _parameters(optimizer):
+            states = optimizer.state.get(parameter, {})
+            found.update(
+                _memory(t) for t in (parameter, *states.values()) if isinstance(t, torch.Tensor)
+            )
+    return found - _restless
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    local = _local(tensor)
     return local.untyped_storage().data_ptr() if not local.is_meta else 0
 
 
@@ -162,6 +206,9 @@ class DeviceCopy:
         self.device = device
         self.snapshot: list[list[Item]] = []
         self.sources: list[torch.Tensor] = []
+        self.fenced: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self.changed: list[torch.Tensor] = []  # where the copies are that may be of two steps
+        self._noting = threading.Lock()
         self.ended = threading.Event()
         self.returns_at_once = staging != "copy" and device.type == "cuda"
         if device.type != "cuda":
@@ -193,10 +240,22 @@ class DeviceCopy:
         with torch.cuda.stream(side):
             _enqueue(late)
             self.copied.record(side)
+        if self.returns_at_once:
+            self.fenced = [(source, target, source._version) for source, target in late]
         self.sources = [source for source, _ in rest]
         if late and self.returns_at_once:
             _fences.append(self)
         self.snapshot = blocks
+
+    def note_changes(self) -> None:
+        """Before the first step that waits for the copy, or when it is complete: note what
+        something else than a step has changed since it began."""
+        with self._noting:
+            fenced, self.fenced = self.fenced, []
+            for source, target, version in fenced:
+                if source._version != version:
+                    _restless.add(_memory(source))
+                    self.changed.append(target)
 
     def returnable(self) -> None:
         """Return when the caller may go on: in "copy" mode when everything is copied."""
@@ -215,6 +274,7 @@ class DeviceCopy:
 
     def _drain(self) -> None:
         self.copied.synchronize()
+        self.note_changes()
         _unfence(self)
         self.sources = []
         stream = side_stream(self.device)  # of the thread that drains
@@ -234,7 +294,7 @@ class DeviceCopy:
         with suppress(Exception):  # a device that has failed may answer nothing any more
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        self.sources, self.snapshot = [], []
+        self.sources, self.snapshot, self.fenced = [], [], []
         self.ended.set()
 
     def complete(self) -> bool:

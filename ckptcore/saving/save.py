@@ -590,6 +590,7 @@ class StagedSave:
             raise self.failure
         if self.copy is not None:
             self.copy.wait()
+            self.copy.refuse_changed()
         else:
             synchronize(self.save.devices)
 

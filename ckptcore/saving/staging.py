@@ -17,6 +17,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from ..errors import InvalidState
 from ..replicas.compare import compared_digest, take_digests
 from ..replicas.device_digest import on_accelerator
 from ..state.component import StateComponent
@@ -131,14 +132,28 @@ class HostPool:
 
 @dataclass(slots=True)
 class StagedCopy:
-    """Where a staged save is private, or will be: `wait` returns when the host has every byte."""
+    """Where a staged save is private, or will be: `wait` returns when the host has every byte.
+    leaves: whose memory is the copy."""
 
     nbytes: int
     devices: list[DeviceCopy] = field(default_factory=list)
+    leaves: Sequence[TensorLeaf] = ()
 
     def wait(self) -> None:
         for copy in self.devices:
             copy.wait()
+
+    def refuse_changed(self) -> None:
+        """Raises InvalidState when something has changed the state while it was copied."""
+        changed = {target.data_ptr() for copy in self.devices for target in copy.changed}
+        names = [t.spec.name for t in self.leaves if t.tensor.data_ptr() in changed]
+        if changed:
+            raise InvalidState(
+                f"tensor {names[0]!r}{f' and {len(names) - 1} more' * (len(names) > 1)} changed "
+                "while it was copied in the background, by something else than the step of its "
+                'optimizer. The next saves copy it at once; staging="copy" does so with everything',
+                key=names[0],
+            )
 
     def complete(self) -> bool:
         return all(copy.complete() for copy in self.devices)
@@ -188,7 +203,7 @@ def stage(
     except BaseException:
         release(copies)  # nobody else knows of them
         raise
-    return StagedCopy(size, copies)
+    return StagedCopy(size, copies, [t for t, _ in copied])
 
 
 def _offsets(

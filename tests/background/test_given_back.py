@@ -6,12 +6,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from ckptcore import AsyncSaveError, CheckpointManager
+from ckptcore import AsyncSaveError, CheckpointManager, InvalidState
 from ckptcore.saving import devices, staging
 from ckptcore.saving.devices import DeviceCopy, start_copies
 
@@ -35,7 +41,8 @@ def in_flight(event: Event) -> DeviceCopy:
     copy = object.__new__(DeviceCopy)
     copy.device, copy.copied, copy.ended = torch.device("cpu"), event, threading.Event()
     copy.sources, copy.snapshot = [torch.ones(1)], [[(torch.zeros(1), torch.ones(1))]]
-    copy.returns_at_once = True
+    copy.returns_at_once, copy.changed, copy.fenced = True, [], []
+    copy._noting = threading.Lock()
     devices._fences.append(copy)
     return copy
 
@@ -44,6 +51,7 @@ def in_flight(event: Event) -> DeviceCopy:
 def no_fences() -> Iterator[None]:
     yield
     left, devices._fences[:] = list(devices._fences), []
+    devices._restless.clear()
     assert left == []
 
 
@@ -129,3 +137,89 @@ def test_no_step_waits_for_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> No
     devices._before_step(optimizer)
     assert len(waited) == 1
     done.release()
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The hooks as they are where there is a device."""
+    handles: list[Any] = []
+    for name, register in [
+        ("register_optimizer_step_pre_hook", register_optimizer_step_pre_hook),
+        ("register_optimizer_step_post_hook", register_optimizer_step_post_hook),
+    ]:
+        monkeypatch.setattr(devices, name, lambda hook, of=register: handles.append(of(hook)))
+    monkeypatch.setattr(devices, "_hooked", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    devices.watch_optimizers()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.tensor([0, 1])).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("hooks")
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_what_the_forward_pass_changes_is_not_left_to_a_fence(max_norm: float | None) -> None:
+    model = nn.Sequential(nn.Embedding(4, 4, max_norm=max_norm), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer, 1)
+    assert devices._fenced_memory() == set()  # nobody knows yet what comes between two steps
+    trained(model, optimizer, 1)
+    fenced = devices._fenced_memory()
+    assert devices._memory(model[1].weight) in fenced
+    assert devices._memory(optimizer.state[model[1].weight]["exp_avg"]) in fenced
+    assert devices._memory(optimizer.state[model[0].weight]["exp_avg"]) in fenced
+    assert (devices._memory(model[0].weight) in fenced) == (max_norm is None)
+    trained(model, optimizer, devices.INTERVALS + 2)
+    assert devices._known[optimizer].intervals == devices.INTERVALS
+    assert devices._known[optimizer].versions == []  # it is not looked at for ever
+
+
+@pytest.mark.usefixtures("hooks")
+def test_a_compiled_step_comes_by_before_it_changes_anything() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for _ in range(2):
+        weight.grad = torch.ones(3)
+        step()
+    copy = in_flight(Event())
+    copy.fenced = [(weight.detach(), torch.ones(3), weight._version)]
+    step()
+    assert copy.changed == [] and copy not in devices._fences
+    assert weight.tolist() == [-0.5] * 3
+    copy.release()
+
+
+@pytest.mark.parametrize("by", ["a step that waits", "something else"])
+def test_a_copy_that_something_has_changed_under_is_refused(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "side_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    copy = in_flight(Event())
+    copy.snapshot, copy.fenced = [], [(weight.detach(), weight, weight._version)]
+    if by == "a step that waits":
+        devices._before_step(optimizer)
+    with torch.no_grad():
+        weight.mul_(2)
+    copy.wait() if by == "something else" else copy.release()
+    leaf = SimpleNamespace(tensor=weight, spec=SimpleNamespace(name="w"))
+    staged = staging.StagedCopy(12, [copy], [leaf])  # type: ignore[list-item]
+    if by == "a step that waits":
+        staged.refuse_changed()
+        assert devices._restless == set()
+    else:
+        with pytest.raises(InvalidState, match="'w' changed while it was copied") as caught:
+            staged.refuse_changed()
+        assert caught.value.key == "w"
+        assert devices._restless == {devices._memory(weight)}

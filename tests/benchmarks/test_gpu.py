@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, the
 
 from click.testing import CliRunner  # noqa: E402
 
-from benchmarks import cost, gpu, gpu_calls  # noqa: E402
+from benchmarks import cost, gpu, gpu_calls, large, left  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.frame import Check, Report, Row  # noqa: E402
 from benchmarks.ground import MIB, drop_tree, read_tree  # noqa: E402
@@ -80,7 +80,8 @@ def test_parts_are_not_begun_when_the_time_is_used_up(monkeypatch) -> None:
 
 def test_the_parts_on_one_card_and_on_two() -> None:
     one, two = gpu.parts_for(1), gpu.parts_for(2)
-    assert [part.name for part in one] == ["cost", "calls", "tests", "load"]
+    assert [part.name for part in one if not part.long] == ["cost", "calls", "tests", "load"]
+    assert [part.name for part in one if part.long] == ["left", "large", "stress"]
     assert {part.ranks for part in one} == {1}
     assert {part.name for part in two if part.ranks == 2} == {
         "cost, 2 ranks",
@@ -88,7 +89,7 @@ def test_the_parts_on_one_card_and_on_two() -> None:
         "cost of dcp.async_save, 2 ranks",
         "calls, 2 ranks",
     }
-    words = two[-1].command(Path("r.json"))
+    words = two[-4].command(Path("r.json"))
     assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     assert words[5:8] == ["-m", "benchmarks", "cost"] and words[-2:] == ["--json", "r.json"]
 
@@ -139,3 +140,24 @@ def test_files_leave_the_page_cache_whole(tmp_path: Path) -> None:
     assert drop_tree(tmp_path) == 2
     assert read_tree(tmp_path) == 20_000
     assert json.dumps(sorted(p.name for p in tmp_path.rglob("*"))) == '["a", "b", "sub"]'
+
+
+@pytest.mark.stress
+def test_a_large_state_is_found_again_after_a_kill(tmp_path: Path) -> None:
+    report = large.run(tmp_path, size=MIB, device="cpu")
+    names = [row.name for row in report.rows]
+    assert names[0] == "prewarm" and names[-1] == "load once more, from the page cache"
+    assert len(names) == 6 and all((row.median or 0) > 0 for row in report.rows)
+    assert "checkpoint-1" in report.options["left"]
+
+
+def test_what_is_left_after_the_call_is_told_by_phase(tmp_path: Path) -> None:
+    report = left.run(tmp_path, size=MIB // 4, rounds=1, device="cpu", step_seconds=1e-3, window=2)
+    found = {row.name: row.rounds for row in report.rows}
+    assert len(found["save_async: call"]) == 1
+    assert {name.partition(":")[0] for name in found} == {
+        "save_async",
+        "save_async, Python's lock handed on every 0.5 ms",
+        "hashing and writing alone",
+    }
+    assert any("save_async" in line for line in report.options["call"])

@@ -1,7 +1,7 @@
 """Runs in few bits, in a process of their own for test_lowbit.py.
 
-Arguments: folder, last step, names of runs. Each goes on from the newest checkpoint in its folder.
-What it found goes to <folder>/<name>.json.
+Arguments: folder, last step, step of the save, device, names of runs. Each goes on from the newest
+checkpoint in its folder. What it found goes to <folder>/<name>.json.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.utils.data import Dataset
 
 # Wide enough that moments of torchao's optimizers are in few bits, and groups of 32 fit.
 GPT = GPTArguments(n_layer=1, n_head=2, n_embd=32, block_size=8, dropout=0.1)
+# What float8 multiplies on a GPU has dimensions of 16 and more.
+GPU_GPT = GPTArguments(n_layer=2, n_head=2, n_embd=128, block_size=8, dropout=0.1)
 RUNS: dict[str, dict[str, Any]] = {
     "8bit": {"optim": "adamw_torch_8bit"},
     "4bit": {"optim": "adamw_torch_4bit"},
@@ -48,12 +50,29 @@ class Losses:
         self.steps[str(state.global_step)] = float(what["metrics"]["loss"]).hex()
 
 
-def run(name: str, folder: Path, last: int, every: int, resume: bool) -> dict[str, str]:
+def model_for(name: str, device: str) -> ByteGPT:
+    if device == "cpu":
+        return ByteGPT(GPT)
+    model = ByteGPT(GPU_GPT)
+    # A scaled product of rows gives bfloat16 alone.
+    return model.bfloat16() if name == "fp8-rowwise" else model
+
+
+def arguments_of(name: str, device: str) -> dict[str, Any]:
+    """On a GPU float8 is real, and every kernel gives the same bits again."""
+    if device == "cpu":
+        return {**RUNS[name], "use_cpu": True}
+    real = {key: value for key, value in RUNS[name].items() if key != "fp8_emulate"}
+    return {**real, "full_determinism": True, "per_device_train_batch_size": 4}
+
+
+def run(
+    name: str, folder: Path, last: int, every: int, resume: bool, device: str = "cpu"
+) -> dict[str, str]:
     """Losses by step of a run that ends at step `last`, and saves every `every` steps."""
     losses = Losses()
     arguments = {
         "output_dir": str(folder / name),
-        "use_cpu": True,
         "seed": 5,
         "max_steps": last,
         "per_device_train_batch_size": 2,
@@ -63,11 +82,11 @@ def run(name: str, folder: Path, last: int, every: int, resume: bool) -> dict[st
         "save_total_limit": None,
         "logging_steps": 1000,
         "resume_from_checkpoint": resume,
-        **RUNS[name],
+        **arguments_of(name, device),
     }
     trainer = Trainer(
         arguments,
-        model_init=lambda: ByteGPT(GPT),
+        model_init=lambda: model_for(name, device),
         train_dataset=Bytes(),
         compute_loss_func=next_byte_loss,
         callbacks=[losses],
@@ -76,12 +95,15 @@ def run(name: str, folder: Path, last: int, every: int, resume: bool) -> dict[st
     return losses.steps
 
 
-def main(folder: str, last: str, *names: str) -> None:
+def main(folder: str, last: str, every: str, device: str, *names: str) -> None:
     torch.set_num_threads(1)
-    # torchao compiles its steps, which takes longer than all of these runs.
-    torch.compile = lambda function, **options: function  # type: ignore[assignment]
+    if "compiled" not in device:
+        # torchao compiles its steps, which takes longer than all of these runs.
+        torch.compile = lambda function, **options: function  # type: ignore[assignment]
+    kind = device.partition("-")[0]
     for name in names:
-        found = run(name, Path(folder), int(last), int(last), resume=True)
+        resume = any(Path(folder, name).glob("checkpoint-*"))
+        found = run(name, Path(folder), int(last), int(every), resume, kind)
         Path(folder, f"{name}.json").write_text(json.dumps(found))
 
 
