@@ -157,7 +157,7 @@ def damage(
 
 
 def _leftover(root: Root, left: Leftover) -> Finding:
-    message = f"{left.reason}; {left.writer}"
+    message = f"{left.reason}; its writer: {left.writer}"
     if not left.abandoned:
         message += "; it stays until it is sure that nobody writes it"
         return _finding(left.name, "in_progress", message, problem=False, nbytes=left.nbytes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -252,7 +251,7 @@ class Screen(NamedTuple):
         forced = bool(os.environ.get("FORCE_COLOR"))
         if not stream.isatty() and not forced:
             return cls()
-        return cls(shutil.get_terminal_size().columns, not os.environ.get("NO_COLOR"))
+        return cls(_columns(stream), not os.environ.get("NO_COLOR"))
 
     def text(self, value: Cell | str) -> str:
         found = value.terminal if self.width and isinstance(value, Cell) else ""
@@ -264,6 +263,15 @@ class Screen(NamedTuple):
         words = style.split()
         colour = next((word for word in words if word not in ("bold", "dim")), None)
         return click.style(text, colour, bold="bold" in words or None, dim="dim" in words or None)
+
+
+def _columns(stream: TextIO) -> int:
+    if (told := os.environ.get("COLUMNS", "")).isdecimal():
+        return int(told) or 80
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:  # colours were asked for where there is no terminal
+        return 80
 
 
 def drawn(blocks: Sequence[Block], screen: Screen) -> str:

@@ -42,6 +42,7 @@ def show_command(subject: Subject, name: str, which: Which, stats: bool, first: 
     item = find(view.values(key, copy.number), path)
     if item is MISSING:
         raise _unknown(view, key, copy, name)
+    item = text_in(view, item)
     tensor = facts.tensor_in(item)
     document: dict[str, Any] = {
         "checkpoint": facts.head(subject.info),
@@ -66,6 +67,14 @@ def show_command(subject: Subject, name: str, which: Which, stats: bool, first: 
 
 
 MISSING = object()
+
+
+def text_in(view: CheckpointView, item: Any) -> Any:
+    """A text that was so long that it is stored as a tensor, as text; all else as it is."""
+    if not facts.is_opaque(item) or item.codec != "str" or not facts.is_tensor(item.payload):
+        return item
+    portions = view.portions(item.payload.full_name)
+    return b"".join(array.tobytes() for _, array in portions).decode()
 
 
 def coordinates(view: CheckpointView, name: str, which: Which) -> tuple[str, StoredCopy, str]:

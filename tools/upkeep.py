@@ -215,7 +215,7 @@ def describe(document: dict[str, Any]) -> list[Block]:
         columns = "step>, name!, size>=size_bytes, fate!, kept by=reasons"
         blocks.append(table("", columns, rows))
     for left in document["leftovers"]:
-        what = f"{size(left['size_bytes'])}: {left['reason']}; {left['writer']}"
+        what = f"{size(left['size_bytes'])}: {left['reason']}; its writer: {left['writer']}"
         blocks.append(Line(f"{left['name']}  {fates[left['name']].text}, {what}"))
     if all(fate.text == "stays" for fate in fates.values()):
         return [*blocks, Line("there is nothing to remove", "green")]

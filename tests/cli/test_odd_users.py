@@ -195,7 +195,10 @@ def test_many_metrics_are_cut_to_one_screen(ckpt: Ckpt, tmp_path: Path) -> None:
 
 def test_a_long_value_is_cut_and_says_so(ckpt: Ckpt, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"m": {"replay": list(range(5000)), "short": "x"}})
+        state = {"replay": list(range(5000)), "short": "x", "text": "long é " * 20_000}
+        manager.save(1, {"m": state})
     said = ckpt("show", tmp_path, "m/replay").out
     assert "[0, 1, 2," in said and "letters: --json has all)" in said and len(said) < 2200
     assert ckpt("show", tmp_path, "m/short").out.splitlines()[1] == '  "x"'
+    assert '"long é long é' in ckpt("show", tmp_path, "m/text").out
+    assert ckpt("show", tmp_path, "m/text", "--json").document["value"] == state["text"]
