@@ -1,16 +1,14 @@
 """From an accelerator into pinned host memory, without letting the state change under the copy.
 
-"copy"      the call returns when the host has everything.
-"overlap"   a stream of its own copies while training goes on. What belongs to an optimizer is
-changed by its step alone,
-            so a hook makes the step wait (on the device) for the copy; everything else is copied in
-            the order of the caller's stream, before anything that comes after. What is seen to
-            change between steps too, as an embedding with `max_norm` does in its forward pass,
-            counts as everything else; a change that was not foreseen makes the save fail.
-"auto"      as much as safely fits is first copied on the device, which takes a hundredth of the
-time and frees the
-            state at once; the rest as "overlap". The snapshot goes to the host afterwards, and is
-            given back piece by piece.
+- "copy": the call returns when the host has everything.
+- "overlap": a stream of its own copies while training goes on. Only an optimizer's step changes
+  what belongs to the optimizer, so a hook makes the step wait (on the device) for the copy.
+  Everything else is copied in the order of the caller's stream, before anything that comes after.
+  What is seen to change between steps too, as an embedding with `max_norm` does in its forward
+  pass, counts as everything else. A change that was not foreseen makes the save fail.
+- "auto": as much as safely fits is first copied on the device. That takes a hundredth of the time
+  and frees the state at once. The snapshot goes to the host afterwards, and is given back block by
+  block. The rest goes as in "overlap".
 """
 
 from __future__ import annotations
@@ -32,8 +30,23 @@ from torch.optim.optimizer import (
 from ..state.layout import is_dtensor, side_stream
 
 Staging = Literal["auto", "copy", "overlap"]
-# What is copied, on the device, and where to on the host; both as words.
+# What is copied, on the device, and where to on the host.
 Item = tuple[torch.Tensor, torch.Tensor]
+
+# Types of which torch copies every bit. Others are copied as words.
+COPIED_AS_THEY_ARE = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    }
+)
 
 BLOCK_BYTES = 256 << 20
 ALIGNMENT = 512  # bytes, as the allocator's own blocks
@@ -193,8 +206,8 @@ def warm_up(devices: Iterable[torch.device]) -> None:
     """Have loaded what the first snapshot on each device runs."""
     for device in devices:
         if device.type == "cuda":
-            for word in (torch.uint8, torch.int16, torch.int32, torch.int64):
-                item = torch.zeros(1, dtype=word, device=device)
+            for dtype in COPIED_AS_THEY_ARE:
+                item = torch.zeros(1, dtype=dtype, device=device)
                 _snapshot_of([(item, item)], 1 << 20)
             torch.cuda.synchronize(device)
 
@@ -212,8 +225,9 @@ class DeviceCopy:
         self.ended = threading.Event()
         self.returns_at_once = staging != "copy" and device.type == "cuda"
         if device.type != "cuda":
-            for source, target in items:
-                target.copy_(source)
+            with torch.no_grad():
+                for source, target in items:
+                    target.copy_(source)
             self.ended.set()
             return
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -223,12 +237,13 @@ class DeviceCopy:
             self.release()
             raise
 
+    @torch.no_grad()  # of this thread: nothing that is trained is to remember its copy
     def _start(self, items: Sequence[Item], staging: Staging) -> None:
         device = self.device
         current, side = torch.cuda.current_stream(device), side_stream(device)
         blocks: list[list[Item]] = []
         rest = list(items)
-        with torch.no_grad(), torch.cuda.stream(current):
+        with torch.cuda.stream(current):
             if staging == "auto":
                 blocks, rest = _snapshot_of(rest, _safe_bytes(device))
             fenced = _fenced_memory() if staging != "copy" and rest else set()

@@ -25,6 +25,7 @@ from ..state.layout import words
 from ..state.tree import LeafSpec, StateSnapshot, TensorLeaf
 from ..storage.chunks import Workers
 from .devices import (
+    COPIED_AS_THEY_ARE,
     DeviceCopy,
     Item,
     Room,
@@ -45,20 +46,6 @@ PIECE_BYTES = 16 << 20
 # Tensors smaller than this are copied many at a time by one thread: each costs more to hand over
 # than to copy.
 SMALL_BYTES = 256 << 10
-# Types of which torch copies every bit. Others are copied as words.
-_COPIED_AS_THEY_ARE = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    }
-)
 # torch copies so many items in one thread.
 ALONE_ITEMS = 32768
 
@@ -186,13 +173,13 @@ def stage(
     away: list[Item] = []
     for (t, _), target in zip(copied, targets, strict=True):
         source = t.tensor
-        if not source.is_cpu and t.spec.nbytes:
-            away.append((words(source), words(target)))
-        elif source.dtype in _COPIED_AS_THEY_ARE:
-            host.append((target, source))
-        else:
-            host.append((words(target), words(source)))
         t.tensor, t.live = target, None
+        if source.dtype not in COPIED_AS_THEY_ARE:
+            source, target = words(source), words(target)
+        if not source.is_cpu and t.spec.nbytes:
+            away.append((source, target))
+        else:
+            host.append((target, source))
     copies = start_copies(away, pool.staging)
     try:
         for state in snapshots.values():
