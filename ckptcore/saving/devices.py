@@ -129,7 +129,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         return
     watched = _known.setdefault(optimizer, _Watched())
     if watched.versions:
-        _restless.update(_memory(t) for t, version in watched.versions if t._version != version)
+        _restless.update(_memory(t) for t, version in watched.versions if _version(t) != version)
         watched.intervals, watched.versions = watched.intervals + 1, []
     for copy in tuple(_fences):
         copy.note_changes()
@@ -142,7 +142,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     watched = _known.get(optimizer)
     if watched is not None and watched.intervals < INTERVALS:
-        watched.versions = [(t, t._version) for t in map(_local, _parameters(optimizer))]
+        watched.versions = [(t, _version(t)) for t in map(_local, _parameters(optimizer))]
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -179,6 +179,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _memory(tensor: torch.Tensor) -> int:
     local = _local(tensor)
     return local.untyped_storage().data_ptr() if not local.is_meta else 0
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 for one of inference mode, which nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def start_copies(items: Iterable[Item], staging: Staging) -> list[DeviceCopy]:
@@ -256,7 +261,7 @@ class DeviceCopy:
             _enqueue(late)
             self.copied.record(side)
         if self.returns_at_once:
-            self.fenced = [(source, target, source._version) for source, target in late]
+            self.fenced = [(source, target, _version(source)) for source, target in late]
         self.sources = [source for source, _ in rest]
         if late and self.returns_at_once:
             _fences.append(self)
@@ -268,7 +273,7 @@ class DeviceCopy:
         with self._noting:
             fenced, self.fenced = self.fenced, []
             for source, target, version in fenced:
-                if source._version != version:
+                if _version(source) != version:
                     _restless.add(_memory(source))
                     self.changed.append(target)
 
