@@ -10,7 +10,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from ..errors import CheckpointWarning
+from ..errors import CheckpointWarning, InvalidState
 from ..manager import CheckpointManager
 from ..state.component import OnResize, SharingPattern
 from ..state.randomness import RNGState
@@ -24,6 +24,17 @@ WRAPPED = (
 )
 
 
+BEST = (
+    "Lightning reads no checkpoints of ckptcore: EngineCheckpoint(which='best') goes on from the "
+    "best; to evaluate, ckpt.load({'model': module}, 'best') of a CheckpointManager, and give the "
+    "Trainer that module"
+)
+LEAVE_OUT = (
+    "EngineCheckpoint itself restores the newest checkpoint of its root, or that of which=...; "
+    "leave ckpt_path out, which is for a checkpoint of Lightning to begin a new run with"
+)
+
+
 class EngineCheckpoint(Checkpoint):
     """Restores the newest checkpoint when `fit` begins, and saves in the background. It takes the
     place of ModelCheckpoint and of `ckpt_path`.
@@ -33,16 +44,27 @@ class EngineCheckpoint(Checkpoint):
 
     root: local path or fsspec URL of the run.
     every_n_steps: int >= 1, optimizer steps between two saves.
+    which: the checkpoint to go on from: "auto" (default): the newest that is whole, or a fresh
+        start; or what `CheckpointManager.load` takes as its step.
     on_resize: what happens to loaders and random streams on another number of ranks: "error"
         (default), "keep", or a function, as for StateComponent.
     options: as for CheckpointManager.
+
+    Raises InvalidState for a `ckpt_path` where the root has a checkpoint.
     """
 
     def __init__(
-        self, root: str, every_n_steps: int, *, on_resize: OnResize = "error", **options: Any
+        self,
+        root: str,
+        every_n_steps: int,
+        *,
+        which: int | str = "auto",
+        on_resize: OnResize = "error",
+        **options: Any,
     ) -> None:
         self.root, self.every_n_steps, self.options = root, every_n_steps, options
-        self.on_resize = on_resize
+        self.which, self.on_resize = which, on_resize
+        self.sources: list[str] = []
         self.saved = 0
 
     def state(self, trainer: Any) -> dict[str, Any]:
@@ -61,6 +83,24 @@ class EngineCheckpoint(Checkpoint):
             parts["datamodule"] = trainer.datamodule
         return parts
 
+    @property
+    def best_model_path(self) -> str:
+        """What Lightning asks for where ckpt_path is "best". Raises InvalidState."""
+        raise InvalidState(BEST)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._goes_on_from("that of ckpt_path")
+
+    def _goes_on_from(self, source: str) -> None:
+        self.sources.append(source)
+        if len(self.sources) > 1:
+            raise InvalidState(f"two checkpoints, {' and '.join(self.sources)}: {LEAVE_OUT}")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.sources = []
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.manager = CheckpointManager(self.root, **self.options)
         trainer.fit_loop.setup_data()  # makes the loaders, which Lightning would do later
@@ -69,7 +109,9 @@ class EngineCheckpoint(Checkpoint):
             if trainer.is_global_zero and isinstance(by, DistributedSamplerWrapper):
                 kind = type(vars(by.dataset)["_sampler"]).__name__
                 warnings.warn(WRAPPED.format(kind), CheckpointWarning)
-        self.report = self.manager.restore(self.state(trainer))
+        self.report = self.manager.restore(self.state(trainer), self.which)
+        if self.report.path is not None:
+            self._goes_on_from(self.report.path)
         self.saved = self.report.step or 0
         if not self.report.fresh:
             # The random streams are as they were: what the loaders draw now is what the run drew.
@@ -90,6 +132,8 @@ class EngineCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        if isinstance(exception, IsADirectoryError):  # a ckpt_path, which Lightning opens
+            exception.add_note(LEAVE_OUT)
         if hasattr(self, "manager"):
             self.manager.__exit__(type(exception), exception, None)
 

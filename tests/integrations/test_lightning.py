@@ -14,7 +14,7 @@ lightning = pytest.importorskip("lightning.pytorch")
 
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
-from ckptcore import KeepLast, open_checkpoint, scan_root  # noqa: E402
+from ckptcore import CheckpointWarning, InvalidState, KeepLast, open_checkpoint, scan_root  # noqa: E402
 from ckptcore.integrations.lightning import EngineCheckpoint  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -116,6 +116,35 @@ def test_a_resumed_run_is_the_run_that_went_on(
     )
     assert min(resumed.seen) == last * accumulate
     assert resumed.seen == {n: s for n, s in whole.seen.items() if n >= last * accumulate}
+
+
+def test_where_to_go_on_from(tmp_path: Path) -> None:
+    def run(keeper: EngineCheckpoint, path: Any = None) -> Any:
+        options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_steps=6, callbacks=[keeper], default_root_dir=tmp_path, **options
+        )
+        loader = torch.utils.data.DataLoader(torch.ones(4, 3), batch_size=2)
+        trainer.fit(Module(), loader, ckpt_path=path, weights_only=False if path else None)
+        return trainer
+
+    root = str(tmp_path / "run")
+    first = run(EngineCheckpoint(root, 2))
+    with pytest.raises(InvalidState, match=r"which='best'.* goes on from the best"):
+        first.validate(ckpt_path="best")
+    with pytest.raises(IsADirectoryError) as caught:
+        run(EngineCheckpoint(root, 2), f"{root}/checkpoint-4")
+    assert "leave ckpt_path out" in caught.value.__notes__[0]
+    first.save_checkpoint(tmp_path / "stock.ckpt")
+    with pytest.raises(InvalidState, match=r"ckpt_path and .*checkpoint-6: .*leave ckpt_path"):
+        run(EngineCheckpoint(root, 2), str(tmp_path / "stock.ckpt"))
+    assert (
+        run(EngineCheckpoint(str(tmp_path / "b"), 2), str(tmp_path / "stock.ckpt")).global_step == 6
+    )
+    keeper = EngineCheckpoint(root, 1, which="checkpoint-4")
+    with pytest.warns(CheckpointWarning, match="abandoned"):
+        run(keeper)
+    assert keeper.report.step == 4 and keeper.saved == 6
 
 
 def test_the_parts_and_metrics_of_a_checkpoint(tmp_path: Path) -> None:
