@@ -362,6 +362,20 @@ def run_left(folder: Path, given: dict[str, Any]) -> Report:
     )
 
 
+def run_restart(folder: Path, given: dict[str, Any]) -> Report:
+    from . import restart
+
+    return restart.run(
+        folder,
+        size=size_of(given, cpu=48 * MIB),
+        rounds=given["rounds"] or 3,
+        device=device_of(given),
+        step_seconds=(given["step_ms"] or 40.0) / 1000,
+        window=given["window"],
+        progress=progress,
+    )
+
+
 def run_plan(folder: Path, given: dict[str, Any]) -> Report:
     from . import plan
 
@@ -594,6 +608,17 @@ def left_command(**given: Any) -> None:
     carry_out([run_left], given)
 
 
+@main.command("restart")
+@common
+@device_option
+@size_option
+@window_option
+@step_option
+def restart_command(**given: Any) -> None:
+    """Saves past the page cache and through it: their cost, and the load that follows."""
+    carry_out([run_restart], given)
+
+
 @main.command("gpu")
 @common
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
@@ -608,8 +633,8 @@ def left_command(**given: Any) -> None:
     "--part",
     "parts",
     multiple=True,
-    help="Parts whose name begins so: cost, calls, tests, load [default: these]; left, large, "
-    "stress.",
+    help="Parts whose name begins so: cost, calls, tests, load [default: these]; restart, "
+    "left, large, stress.",
 )
 @click.pass_context
 def gpu_command(context: click.Context, **given: Any) -> None:

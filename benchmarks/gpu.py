@@ -66,7 +66,7 @@ def parts_for(cards: int, device: str = "cuda", *, quick: bool = False) -> list[
     parts = [
         Part("cost", 240, cost(*stagings, "tc", "dcp-async")),
         Part("calls", 75, bench("gpu-calls")),
-        Part("tests", 150, (*tests, "tests/gpu", "-m", "not stress")),
+        Part("tests", 150, (*tests, "tests/gpu", "-m", "not stress", "-n", "6")),
     ]
     if cards > 1:
         parts += [
@@ -90,6 +90,7 @@ def _long_parts(
     lowbit += "test_fifty_steps_on_a_gpu_and_ten_more_in_a_new_process"
     some = () if quick else ("--window", "100", "--rounds", "2")
     return [
+        Part("restart", 120, bench("restart", *some), long=True),
         Part("left", 170, bench("left", *some), long=True),
         Part("large", 170, bench("large"), long=True),
         Part(

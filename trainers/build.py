@@ -237,17 +237,28 @@ def stepper(
     return step
 
 
+SPARE_SHARE = 0.1  # of GPU memory: less is not worth emptying the cache for
+
+
 def free_memory(args: Any, device: torch.device, step: int) -> None:
     """After a step."""
     if device.type != "cuda":
         return
     if args.torch_empty_cache_steps and step % args.torch_empty_cache_steps == 0:
         torch.cuda.empty_cache()
-    most = args.gc_threshold * torch.cuda.get_device_properties(device).total_memory
-    if torch.cuda.memory_allocated(device) > most:
+    total = torch.cuda.get_device_properties(device).total_memory
+    most = args.gc_threshold * total
+    if torch.cuda.memory_allocated(device) <= most:
+        return
+    # What is reserved beyond the worst moment of training is never used again. Emptying what a step
+    # needs would have the next one ask the driver for all of it, step by step.
+    spare = total * SPARE_SHARE
+    if torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device) < spare:
+        return
+    torch.cuda.empty_cache()
+    if torch.cuda.memory_reserved(device) > torch.cuda.max_memory_allocated(device) + spare:
+        gc.collect()  # blocks are held by tensors that nobody can reach any more
         torch.cuda.empty_cache()
-        if torch.cuda.memory_allocated(device) > most:
-            gc.collect()
 
 
 def compile_backend(name: str) -> str:

@@ -41,13 +41,16 @@ class LocalStorage(Storage):
     positional_writes = True
     hard_links = True
 
-    def __init__(self, root: Path, *, direct_io: bool = True) -> None:
+    def __init__(self, root: Path, *, direct_io: bool = True, keep_cached: bool = False) -> None:
         """direct_io: bytes that lie in memory as they will on the disk, page by page (those of
         background saves do), go there without a copy in the page cache, where the filesystem can do
-        that."""
+        that. keep_cached: everything is written through the page cache, and stays there as long as
+        the system has memory for it."""
         self.root = Path(os.path.abspath(root.expanduser()))
         self.url = str(self.root)
-        self.direct_flag: int = getattr(os, "O_DIRECT", 0) if direct_io else 0
+        past_cache = direct_io and not keep_cached
+        self.direct_flag: int = getattr(os, "O_DIRECT", 0) if past_cache else 0
+        self.keep_cached = keep_cached
 
     def at(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
@@ -86,7 +89,9 @@ class LocalStorage(Storage):
             self,
             path,
             fd,
-            _Stream(fd) if size >= STREAM_BYTES and _sync_range is not None else None,
+            _Stream(fd, drop=not self.keep_cached)
+            if size >= STREAM_BYTES and _sync_range is not None
+            else None,
         )
 
     def open(self, path: str) -> FileReader:
@@ -265,11 +270,11 @@ class _Stream:
     cache.
 
     Otherwise a save first fills the page cache, evicting what the training reads, and then waits
-    for the disk alone.
+    for the disk alone. drop: whether what is on the disk leaves the page cache.
     """
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, fd: int, drop: bool = True) -> None:
+        self.fd, self.drop = fd, drop
         self.lock = threading.Lock()
         self.pending: deque[tuple[int, int]] = deque()
         self.nbytes = 0
@@ -289,7 +294,8 @@ class _Stream:
             # This call reports a failed write-back once, and fsync may not repeat it: so it must
             # raise here.
             self._sync(*old, WAIT_BEFORE | WRITE | WAIT_AFTER)
-            os.posix_fadvise(self.fd, *old, os.POSIX_FADV_DONTNEED)
+            if self.drop:
+                os.posix_fadvise(self.fd, *old, os.POSIX_FADV_DONTNEED)
 
     def _sync(self, offset: int, length: int, flags: int) -> None:
         if _sync_range is not None and _sync_range(self.fd, offset, length, flags):

@@ -39,7 +39,11 @@ def open_storage(
         home = Path(path).expanduser()
     except RuntimeError as error:  # of a user that there is not
         raise InvalidState(f"{text}: {error}; write the path in full") from None
-    return LocalStorage(home, direct_io=bool(options.get("direct_io", True)))
+    return LocalStorage(
+        home,
+        direct_io=bool(options.get("direct_io", True)),
+        keep_cached=bool(options.get("keep_cached", False)),
+    )
 
 
 def _remote_storage(url: str, options: dict[str, Any]) -> Storage:

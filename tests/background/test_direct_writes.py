@@ -99,6 +99,22 @@ def test_direct_io_can_be_turned_off(tmp_path, direct):
     assert direct == []
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_to_be_kept_goes_through_the_page_cache_and_stays(
+    tmp_path, direct, monkeypatch, keeps
+):
+    dropped = []
+    monkeypatch.setattr(local, "STREAM_BYTES", 1 * MIB)
+    monkeypatch.setattr(local.os, "posix_fadvise", lambda *given: dropped.append(given))
+    options = {"keep_cached": True} if keeps else {"direct_io": False}
+    live = torch.randn(4 * MIB)
+    with CheckpointManager(tmp_path / "root", storage_options=options) as ckpt:
+        ckpt.save_async(1, {"m": {"t": live}}).result(30)
+        assert ckpt.verify(1) == []
+    assert direct == []
+    assert (dropped == []) == keeps
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT], ids=["EINVAL", "EFAULT"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_filesystem_that_refuses_gets_ordinary_writes(tmp_path, monkeypatch, number, at):

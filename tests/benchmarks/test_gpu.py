@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, the
 
 from click.testing import CliRunner  # noqa: E402
 
-from benchmarks import cost, gpu, gpu_calls, large, left  # noqa: E402
+from benchmarks import cost, gpu, gpu_calls, large, left, restart  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.frame import Check, Report, Row  # noqa: E402
 from benchmarks.ground import MIB, drop_tree, read_tree  # noqa: E402
@@ -81,7 +81,7 @@ def test_parts_are_not_begun_when_the_time_is_used_up(monkeypatch) -> None:
 def test_the_parts_on_one_card_and_on_two() -> None:
     one, two = gpu.parts_for(1), gpu.parts_for(2)
     assert [part.name for part in one if not part.long] == ["cost", "calls", "tests", "load"]
-    assert [part.name for part in one if part.long] == ["left", "large", "stress"]
+    assert [part.name for part in one if part.long] == ["restart", "left", "large", "stress"]
     assert {part.ranks for part in one} == {1}
     assert {part.name for part in two if part.ranks == 2} == {
         "cost, 2 ranks",
@@ -89,7 +89,7 @@ def test_the_parts_on_one_card_and_on_two() -> None:
         "cost of dcp.async_save, 2 ranks",
         "calls, 2 ranks",
     }
-    words = two[-4].command(Path("r.json"))
+    words = two[-5].command(Path("r.json"))
     assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     assert words[5:8] == ["-m", "benchmarks", "cost"] and words[-2:] == ["--json", "r.json"]
 
@@ -161,3 +161,10 @@ def test_what_is_left_after_the_call_is_told_by_phase(tmp_path: Path) -> None:
         "hashing and writing alone",
     }
     assert any("save_async" in line for line in report.options["call"])
+
+
+def test_a_restart_after_both_ways_of_writing(tmp_path: Path) -> None:
+    report = restart.run(tmp_path, size=MIB, rounds=1, device="cpu", step_seconds=1e-3, window=2)
+    loads = [row for row in report.rows if row.name.startswith("load right after it")]
+    assert [row.name.partition(", ")[2] for row in loads] == [*restart.WAYS]
+    assert len(report.rows) == 6 and all((row.median or 0) > 0 for row in loads)

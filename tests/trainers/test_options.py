@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument, TrainingArguments
+from ckpt_trainers.build import free_memory
 from ckpt_trainers.model import ByteGPT
 from ckpt_trainers.parallel import environment
 from ckpt_trainers.parallel.ddp import DDPTrainer
@@ -233,6 +236,55 @@ def test_cublas_is_told_before_anything_touches_a_device(
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     environment.choose_workspace(args)
     assert "CUDA was initialised before CUBLAS_WORKSPACE_CONFIG could be set" in caplog.text
+
+
+class Card:
+    """A GPU of 100 bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, allocated: int, peak: int, reserved: int):
+        self.allocated, self.reserved, self.held, self.said = allocated, reserved, 0, list[str]()
+        for name, value in {
+            "get_device_properties": lambda _: SimpleNamespace(total_memory=100),
+            "memory_allocated": lambda _: self.allocated,
+            "max_memory_allocated": lambda _: peak,
+            "memory_reserved": lambda _: self.reserved,
+            "empty_cache": self.empty,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(gc, "collect", self.collect)
+
+    def empty(self) -> None:
+        self.said.append("empty")
+        self.reserved = self.allocated + self.held
+
+    def collect(self) -> None:
+        self.said.append("collect")
+        self.held = 0
+
+
+@pytest.mark.parametrize(
+    ("allocated", "peak", "reserved", "held", "said"),
+    [
+        (40, 45, 95, 0, []),  # below the threshold
+        (70, 90, 95, 0, []),  # a full card: what it has reserved, the next step needs
+        (60, 65, 95, 0, ["empty"]),
+        (60, 65, 95, 30, ["empty", "collect", "empty"]),
+    ],
+)
+def test_the_cache_is_emptied_when_that_gives_something_back(
+    monkeypatch: pytest.MonkeyPatch,
+    allocated: int,
+    peak: int,
+    reserved: int,
+    held: int,
+    said: list[str],
+) -> None:
+    card = Card(monkeypatch, allocated, peak, reserved)
+    card.held = held
+    args = TrainingArguments(gc_threshold=0.5, torch_empty_cache_steps=None)
+    for step in range(1, 4):
+        free_memory(args, torch.device("cuda"), step)
+    assert card.said == said
 
 
 def test_full_determinism_is_switched_on(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
