@@ -165,27 +165,13 @@ def sources(kind: str) -> dict[str, str]:
     return {name: row if isinstance(row, str) else row[0] for name, row in FACTS[kind].items()}
 
 
-def test_the_counts_of_both_lists() -> None:
+def test_every_name_of_both_lists_is_known() -> None:
     native = set(FACTS["of_hugging_face"].split())
-    assert len(native) == 43 and native <= set(own_and_inherited("TrainingArguments"))
+    assert native <= set(own_and_inherited("TrainingArguments"))
     of = {kind: sources(kind) for kind in ("implement", "alias", "no_effect", "reject")}
-    of_table = {kind: sum("T" in source for source in rows.values()) for kind, rows in of.items()}
-    assert of_table == {"implement": 20, "alias": 12, "no_effect": 7, "reject": 34}
-    assert len(native) + sum(of_table.values()) == 116
-    of_reference = {
-        kind: sum("Q" in source for source in rows.values()) for kind, rows in of.items()
-    }
-    assert of_reference == {
-        "implement": 10,
-        "alias": 12,
-        "no_effect": 4,
-        "reject": 35,
-    }  # dispatch_batches among 12
-    assert 33 + sum(of_reference.values()) == 94  # 33 names of Part A only
     distinct = native | {
         name for rows in of.values() for name, source in rows.items() if source != "X"
     }
-    assert len(distinct) == 136
     elsewhere = {name for rows in of.values() for name, source in rows.items() if source == "X"}
     assert elsewhere == {
         "enable_jit_checkpoint",
