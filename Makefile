@@ -16,7 +16,7 @@ demo: $(STAMP)
 	$(BIN)/python -m ckpt_trainers.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m 'not stress'
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not stress'
 
 # A wheel in an environment of its own, which has nothing that the engine does not ask for.
 test-installed: $(STAMP)
@@ -29,6 +29,18 @@ test-installed: $(STAMP)
 	cd build && ../$(BIN)/mypy --config-file= --strict --python-executable installed/bin/python ../tests/installed.py
 	build/installed/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls build/wheel/*.whl)[cli,trainers]"
 	build/installed/bin/python tests/installed.py whole
+
+# With the oldest versions of what the engine needs. OLDEST=--torch has the oldest torch, too, which has gigabytes;
+# without it only what talks to the small libraries is asked.
+test-oldest: $(STAMP)
+	rm -rf build/oldest
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/oldest \
+		$(if $(OLDEST),,--no-deps) $$($(BIN)/python tests/oldest.py $(OLDEST))
+	PYTHONPATH=build/oldest $(BIN)/python -m pytest -n 2 -m 'not stress' -k 'not s3' $$($(BIN)/python tests/oldest.py --tests)
+
+# Faults put into the engine on purpose: each is found by a test that is named.
+mutations: $(STAMP)
+	$(BIN)/python tests/mutations.py
 
 stress: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m stress -rP

@@ -78,6 +78,31 @@ def test_b01_a_new_root_is_durable(tmp_path, monkeypatch):
     assert {str(tmp_path), f"{tmp_path}/runs", f"{tmp_path}/runs/a"} - synced == set()
 
 
+def test_b01_all_of_a_checkpoint_is_synced(tmp_path, monkeypatch):
+    """Each file before it is named, the folder before its rename, and the root after it."""
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("this system does not tell what a descriptor is of")
+    save(tmp_path, 1)
+    synced, fsync, rename = [], os.fsync, os.rename
+
+    def noted(fd):
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    def renamed(*args, **how):
+        synced.append("rename")
+        rename(*args, **how)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", renamed)
+    save(tmp_path, 2)
+    before, after = synced[: synced.index("rename")], synced[synced.index("rename") + 1 :]
+    (partial,) = {path for path in before if ".partial-" in os.path.basename(path)}
+    files = {entry.name for entry in (tmp_path / "checkpoint-2").iterdir()}
+    assert {f"{partial}/{name}" for name in files} - set(before) == set()
+    assert before[-1] == partial and str(tmp_path) in after
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.999])
 def test_a_file_that_was_cut_unnoticed_is_never_restored(tmp_path, keep):
     faults = FaultStorage(open_storage(tmp_path))

@@ -3,6 +3,8 @@ copy."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -102,3 +104,26 @@ def test_a_file_is_open_from_its_first_chunk_to_its_last() -> None:
     assert file.closed == 0 and due.opened is file
     due.done(1)
     assert file.closed == 1 and due.opened is None
+
+
+def test_a_file_that_two_threads_want_at_once_is_opened_once() -> None:
+    entered, second, release = threading.Event(), threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def open_it() -> object:
+        made.append(1)
+        (second if len(made) > 1 else entered).set()
+        assert release.wait(30)
+        return file
+
+    file = object()
+    due, got = DueFile(open_it, 2), []  # type: ignore[type-var]
+    threads = [threading.Thread(target=lambda: got.append(due.open())) for _ in range(2)]
+    threads[0].start()
+    assert entered.wait(30)
+    threads[1].start()
+    second.wait(0.2)  # never where the second one waits for the first
+    release.set()
+    for thread in threads:
+        thread.join(30)
+    assert (made, got) == ([1], [file, file])
