@@ -38,7 +38,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -561,12 +561,17 @@ class CheckpointManifest:
         return manifest
 
 
-def check_readable(encoded: bytes, name: str = "the manifest") -> CheckpointManifest:
-    """What every reader makes of a manifest, before it is published. Raises InvalidState."""
+def check_readable(
+    encoded: bytes,
+    name: str = "the manifest",
+    decode: Callable[[bytes], Any] = CheckpointManifest.decode,
+) -> Any:
+    """What every reader makes of a manifest, or of an index, before it is published. Raises
+    InvalidState."""
     try:
         if len(encoded) > SIZE_LIMIT:
             raise ValueError(f"it has {len(encoded):,} bytes, and readers take {SIZE_LIMIT:,}")
-        return CheckpointManifest.decode(encoded)
+        return decode(encoded)
     except (CheckpointCorrupt, UnsupportedVersion, ValueError) as error:
         raise InvalidState(
             f"{name} could not be read back, so it is not published: {error}"
@@ -647,11 +652,11 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: tuple[int, ...] | None
     local_shape: tuple[int, ...]
-    file: str | None
-    stored_name: str | None
-    start: int
-    digests: bytes
-    alias_of: int | None
+    file: str | None = None
+    stored_name: str | None = None
+    start: int = 0
+    digests: bytes = b""
+    alias_of: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -841,9 +846,7 @@ def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
     if alias is not None:
         if whole(alias) == number or file is not None:
             raise ValueError(f"tensor {name!r}: alias of number {alias} is not valid")
-        return TensorEntry(
-            whole(number), name, dtype, shape, None, shape, None, None, 0, b"", alias
-        )
+        return TensorEntry(whole(number), name, dtype, shape, None, shape, alias_of=alias)
     nbytes = DTYPES[dtype].itemsize * prod(shape)
     known = files[file]
     if not known.header_size <= whole(start) <= start + nbytes <= known.size:
@@ -852,16 +855,5 @@ def _entry(row: list[Any], files: dict[str, FileEntry]) -> TensorEntry:
         )
     if type(digests) is not bytes or len(digests) != DIGEST_BYTES * chunk_count(nbytes):
         raise ValueError(f"tensor {name!r}: not the digests of {nbytes} bytes of data")
-    return TensorEntry(
-        whole(number),
-        name,
-        dtype,
-        shape,
-        None,
-        shape,
-        file,
-        stored_name or name,
-        start,
-        digests,
-        None,
-    )
+    where = file, stored_name or name, start, digests
+    return TensorEntry(whole(number), name, dtype, shape, None, shape, *where)

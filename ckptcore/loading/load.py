@@ -7,7 +7,6 @@ is read into its place, and verified. `apply`: the complete states are handed ov
 from __future__ import annotations
 
 import copy
-import gc
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from ..state.component import StateComponent, check_equal, is_optimizer, metadat
 from ..state.layout import Shard, copy_into, memory_span, synchronize, words
 from ..state.modules import ModelState, one_walk
 from ..state.plain import PlainState, only_own
-from ..state.tree import capture, differences, with_versions
+from ..state.tree import capture, collector_paused, differences, with_versions
 from .broadcast import read_shared
 from .keys import Keys, Rename, Selection, chosen_components
 from .placement import (
@@ -454,19 +453,6 @@ class _Prepared:
     def last(self) -> bool:
         """Whether it is handed over after the others."""
         return bool(getattr(self.live.loaded.component.stateful, "restore_last", False))
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Thousands of small objects are made here that stay, in no cycles: the collector would walk
-    through all of the process several times, which takes longer than making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Loading:

@@ -336,19 +336,8 @@ class CheckpointView:
                 f"lacks the box at {box[0]} of tensor {key + '/' + tensor.name!r}",
                 tensor=tensor.name,
             )
-        entry = TensorEntry(
-            number,
-            tensor.name,
-            tensor.dtype,
-            tensor.shape,
-            box[0],
-            box[1],
-            piece.file,
-            tensor.name,
-            piece.start,
-            piece.digests,
-            None,
-        )
+        where = piece.file, tensor.name, piece.start, piece.digests
+        entry = TensorEntry(number, tensor.name, tensor.dtype, tensor.shape, box[0], box[1], *where)
         end = self.index(writer).files[piece.file].size
         if writer not in self._starts:
             self._starts[writer] = self.index(writer).starts()
@@ -356,9 +345,7 @@ class CheckpointView:
         after = bisect_right(starts, piece.start)
         nbytes = tensor_nbytes(tensor.dtype, box[1])
         if nbytes and after < len(starts):
-            end = starts[
-                after
-            ]  # what comes next in the file; two boxes on the same bytes would be a trick
+            end = starts[after]  # what comes next: two boxes on the same bytes would be a trick
         if len(piece.digests) != DIGEST_BYTES * chunk_count(nbytes) or piece.start + nbytes > end:
             raise self._corrupt(
                 name,
@@ -733,14 +720,8 @@ def _stored_cuts(
 def _problem(error: CheckpointCorrupt | StorageError, file: str) -> Problem:
     if isinstance(error, StorageError):
         return Problem(file, "storage", str(error))
-    return Problem(
-        error.file or file,
-        error.kind or "format",
-        str(error),
-        error.tensor,
-        error.expected,
-        error.actual,
-    )
+    where, kind = error.file or file, error.kind or "format"
+    return Problem(where, kind, str(error), error.tensor, error.expected, error.actual)
 
 
 def _whole(entries: Sequence[TensorEntry], number: int, box: Box) -> Iterator[TensorEntry]:
@@ -769,18 +750,9 @@ def _infos(component: str, stored: StoredComponent) -> list[TensorInfo]:
             else None
         )
         alias = None if t.alias_of is None else held.name
-        infos.append(
-            TensorInfo(
-                component,
-                t.name,
-                t.dtype,
-                t.shape,
-                tensor_nbytes(t.dtype, t.shape),
-                file,
-                alias,
-                None if held.layout is None else held.layout.words(),
-            )
-        )
+        layout = None if held.layout is None else held.layout.words()
+        nbytes = tensor_nbytes(t.dtype, t.shape)
+        infos.append(TensorInfo(component, t.name, t.dtype, t.shape, nbytes, file, alias, layout))
     return infos
 
 

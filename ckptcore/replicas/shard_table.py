@@ -444,12 +444,16 @@ def _check_one_tensor(key: str, name: str, claims: Sequence[_Claim]) -> None:
     first = claims[0]
     if any((c.dtype, c.shape) != (first.dtype, first.shape) for c in claims):
         forms = "; ".join(f"{c.dtype} {list(c.shape)} on ranks {c.ranks[:8]}" for c in claims)
-        raise InvalidState(
-            f"component {key!r}, key {name!r} is not one tensor: {forms}",
-            component=key,
-            key=name,
-            ranks=sorted(rank for c in claims for rank in c.ranks),
-        )
+        raise _invalid(key, name, f" is not one tensor: {forms}", sorted(_ranks_of(claims)))
+
+
+def _ranks_of(claims: Sequence[_Claim]) -> list[int]:
+    return [rank for claim in claims for rank in claim.ranks]
+
+
+def _invalid(key: str, name: str, what: str, ranks: list[int]) -> InvalidState:
+    text = f"component {key!r}, key {name!r}{what}"
+    return InvalidState(text, component=key, key=name, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,14 +531,8 @@ def _form(
         return _boxes(key, name, claims, loads[None])
     shape = claims[0].shape
     if len({_grid(c.layout) for c in claims}) > 1:
-        raise InvalidState(
-            f"component {key!r}, key {name!r} is cut one way on ranks {claims[0].ranks[:8]} and "
-            "another way on other ranks; "
-            "its boxes overlap",
-            component=key,
-            key=name,
-            ranks=claims[-1].ranks,
-        )
+        what = f" is cut one way on ranks {claims[0].ranks[:8]} and another way on other ranks"
+        raise _invalid(key, name, f"{what}; its boxes overlap", claims[-1].ranks)
     choices = []
     absent: set[int] = set()
     for claim in claims:
@@ -556,13 +554,8 @@ def _form(
             # Bytes by rank, or by replica of one mesh: what each has to write so far.
             choices.append(_Writers(writers, loads[mesh], layout))
     if not choices:
-        raise InvalidState(
-            f"component {key!r}, key {name!r}: ranks {sorted(absent)[:8]} should hold a part of "
-            "it, and do not have the key",
-            component=key,
-            key=name,
-            ranks=sorted(absent),
-        )
+        what = f": ranks {sorted(absent)[:8]} should hold a part of it, and do not have the key"
+        raise _invalid(key, name, what, sorted(absent))
     return _Form(shape, [(c.ranks, c.layout) for c in claims], choices)
 
 
@@ -590,13 +583,8 @@ def _boxes(key: str, name: str, claims: Sequence[_Claim], load: defaultdict[int,
     holders: dict[Box, list[int]] = {}
     for claim in claims:
         if not isinstance(claim.layout, bytes):
-            raise InvalidState(
-                f"component {key!r}, key {name!r} is a Shard on some ranks and not on ranks "
-                f"{claim.ranks[:8]}",
-                component=key,
-                key=name,
-                ranks=claim.ranks,
-            )
+            what = f" is a Shard on some ranks and not on ranks {claim.ranks[:8]}"
+            raise _invalid(key, name, what, claim.ranks)
         width = 2 * len(shape)
         found = struct.unpack(f"<{len(claim.layout) // 8}q", claim.layout)
         for number, ranks in enumerate(claim.by.members):
@@ -606,24 +594,14 @@ def _boxes(key: str, name: str, claims: Sequence[_Claim], load: defaultdict[int,
     if pair := overlapping(boxes):
         box, other = sorted(pair)
         ranks = [min(holders[box]), min(holders[other])]
-        raise InvalidState(
-            f"component {key!r}, key {name!r}: the box at {box[0]} of {box[1]} on rank "
-            f"{ranks[0]} and the one at "
-            f"{other[0]} of {other[1]} on rank {ranks[1]} overlap",
-            component=key,
-            key=name,
-            ranks=ranks,
-        )
+        first = f"the box at {box[0]} of {box[1]} on rank {ranks[0]}"
+        second = f"the one at {other[0]} of {other[1]} on rank {ranks[1]}"
+        raise _invalid(key, name, f": {first} and {second} overlap", ranks)
     missing = volume(shape) - sum(volume(box[1]) for box in boxes)
     if missing:
-        raise InvalidState(
-            f"component {key!r}, key {name!r}: the ranks hold boxes "
-            f"{[list(map(list, b)) for b in boxes[:8]]} of a tensor of "
-            f"shape {shape}; {missing} items are on no rank",
-            component=key,
-            key=name,
-            ranks=sorted({min(holders[box]) for box in boxes}),
-        )
+        held = f"the ranks hold boxes {[list(map(list, b)) for b in boxes[:8]]} of a tensor"
+        what = f": {held} of shape {shape}; {missing} items are on no rank"
+        raise _invalid(key, name, what, sorted({min(holders[box]) for box in boxes}))
     writers = [(box, volume(box[1]), _Writers(sorted(holders[box]), load)) for box in boxes]
     return _Form(shape, [(ranks, box) for box, ranks in holders.items()], boxes=writers)
 

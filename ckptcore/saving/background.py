@@ -38,6 +38,7 @@ from ..errors import (
 )
 from ..events import OnEvent, SaveEvent
 from ..ranks.communicator import Communicator
+from ..state.tree import collector_paused
 from ..storage.chunks import Workers, yield_to_others
 from .devices import Staging
 from .save import (
@@ -528,12 +529,12 @@ class Saves:
         if run.when_busy == "wait":
             self.wait_for_pending()
         record = SaveRecord(job.domains.catalog.storage.retries)
-        with _no_garbage_collection():
+        with collector_paused():
             joined = self._joined(job, call, run, record)
         if joined.verdict.outcome == "skip":
             self._emit("skipped", job, record)
             return SaveHandle(record.step, skipped=True)
-        with self._exclusive_pool(), _no_garbage_collection():
+        with self._exclusive_pool(), collector_paused():
             return self._begin(job, joined, record)
 
     def _begin(self, job: SaveJob, joined: JoinedSave, record: SaveRecord) -> SaveHandle:
@@ -721,16 +722,3 @@ class Saves:
                 log.warning(
                     "on_event failed with %r at %s of step %d", error, event.kind, event.step
                 )
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Many small objects are made and go again while state is save: in a large program enough
-    to start a collection of everything, a tenth of a second or more in the middle of a step."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

@@ -497,30 +497,15 @@ def _indexed(
         return ComponentIndex(
             tree, [], layouts, sorted(pieces, key=lambda shard: shard.number), versions
         )
+    specs = [leaf.spec for leaf in snapshot.tensors]
     entries = []
     for file, number, stored, digests in contents:
-        t = snapshot.tensors[number].spec
-        entries.append(
-            TensorEntry(
-                number,
-                t.name,
-                t.dtype,
-                t.shape,
-                None,
-                t.shape,
-                file,
-                stored.name,
-                stored.start,
-                digests,
-                None,
-            )
-        )
-    for number, t in enumerate(leaf.spec for leaf in snapshot.tensors):
-        if t.alias_of is not None and tree is not None:
+        t, where = specs[number], (file, stored.name, stored.start, digests)
+        entries.append(TensorEntry(number, t.name, t.dtype, t.shape, None, t.shape, *where))
+    for number, t in enumerate(specs if tree is not None else ()):
+        if (alias := t.alias_of) is not None:
             entries.append(
-                TensorEntry(
-                    number, t.name, t.dtype, t.shape, None, t.shape, None, None, 0, b"", t.alias_of
-                )
+                TensorEntry(number, t.name, t.dtype, t.shape, None, t.shape, alias_of=alias)
             )
     return ComponentIndex(tree, sorted(entries, key=lambda entry: entry.number), versions=versions)
 

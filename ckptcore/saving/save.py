@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -47,7 +48,6 @@ from ..errors import (
 )
 from ..format.digest import content_digest
 from ..format.manifest import (
-    SIZE_LIMIT,
     CheckpointManifest,
     ComponentManifest,
     Index,
@@ -1065,10 +1065,6 @@ def _check_tree(key: str, tree: bytes) -> None:
     values with tensors in them, whose codec wants real ones, only the form. Raises
     UnsupportedValue."""
     try:
-        if len(tree) > SIZE_LIMIT:
-            raise ValueError(
-                f"its plain values have {len(tree):,} bytes, and readers take {SIZE_LIMIT:,}"
-            )
         decode(tree, lenient=True, opaque=True, file="the index")
     except (CheckpointCorrupt, ValueError) as error:
         raise UnsupportedValue(
@@ -1078,16 +1074,9 @@ def _check_tree(key: str, tree: bytes) -> None:
 
 def _readable(index: Index) -> bytes:
     """The bytes of an index, after what every reader does with them. Raises InvalidState."""
-    encoded = index.encode()
-    try:
-        if len(encoded) > SIZE_LIMIT:
-            raise ValueError(f"it has {len(encoded):,} bytes, and readers take {SIZE_LIMIT:,}")
-        found = Index.decode(encoded, index_file_name(index.writer))
-        if found.file_digests() != index.file_digests():
-            raise ValueError("it says other digests than those of the files")
-    except (CheckpointCorrupt, ValueError) as error:
-        name = index_file_name(index.writer)
-        raise InvalidState(
-            f"{name} could not be read back, so it is not published: {error}"
-        ) from None
+    encoded, name = index.encode(), index_file_name(index.writer)
+    found = check_readable(encoded, name, partial(Index.decode, file=name))
+    if found.file_digests() != index.file_digests():
+        what = "it says other digests than those of the files"
+        raise InvalidState(f"{name} could not be read back, so it is not published: {what}")
     return encoded
