@@ -183,7 +183,8 @@ def test_a_word_that_is_no_step_is_told_from_a_path(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with CheckpointManager(tmp_path / "root") as ckpt:
         ckpt.save(1, {"model": model})
-        with pytest.raises(CheckpointNotFound, match="'lates' is no step: a number, 'latest' or"):
+        word = "has no entry 'lates': give a number, 'latest', 'best' or the name that a save"
+        with pytest.raises(CheckpointNotFound, match=word):
             ckpt.load({"model": model}, "lates")
         with pytest.raises(InvalidState, match=r"step is empty \(''\): is a variable not set\?$"):
             ckpt.load({"model": model}, "")
