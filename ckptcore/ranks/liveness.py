@@ -71,7 +71,8 @@ class Heart:
         self.stopped.set()
 
     def join(self, seconds: float) -> None:
-        self.thread.join(seconds)
+        if self.thread.ident is not None:  # its start may have been interrupted
+            self.thread.join(seconds)
 
 
 @dataclass(slots=True)

@@ -328,6 +328,7 @@ class Background:
             self._thread = threading.Thread(
                 target=_work, args=(self._tasks,), name=self.name, daemon=True
             )
+        if self._thread.ident is None:  # also where it was interrupted before it began
             self._thread.start()
 
     def submit(self, handle: SaveHandle, work: Callable[[], Outcome]) -> None:
@@ -340,7 +341,7 @@ class Background:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._tasks.put(None)
-            if timeout:
+            if timeout and thread.ident is not None:
                 thread.join(timeout)
 
     def __del__(self) -> None:

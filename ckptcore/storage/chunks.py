@@ -187,7 +187,8 @@ class Workers:
                     )
                     for number in range(self.count)
                 ]
-                for thread in self._threads:
+            for thread in self._threads:
+                if thread.ident is None:  # also of a start that was interrupted
                     thread.start()
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -215,7 +216,8 @@ class Workers:
                 self._jobs.put(None)
             deadline = time.monotonic() + timeout
             for thread in self._threads if timeout else ():
-                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.ident is not None:
+                    thread.join(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Workers:
         return self

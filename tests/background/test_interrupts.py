@@ -131,3 +131,33 @@ CheckpointManager(sys.argv[1]).save_async(1, {"m": {"w": torch.ones(3)}})
     assert done.returncode == -signal.SIGINT
     assert done.stderr.count("Traceback") == 1 and "KeyboardInterrupt\n" in done.stderr
     assert not os.path.exists(tmp_path / "run" / "checkpoint-1")
+
+
+def test_while_threads_are_started(tmp_path, monkeypatch):
+    """Whichever of them it is: the next save starts what lacks, and closing waits for no thread
+    that never began."""
+    start = threading.Thread.start
+    count = 0
+
+    def interrupted(thread):
+        nonlocal count
+        if thread.name.startswith("ckptcore"):
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    for at in range(1, 20):
+        count = 0
+        with CheckpointManager(tmp_path / str(at), io_threads=2) as ckpt:
+            try:
+                ckpt.save_async(1, state(1)).result(30)
+            except KeyboardInterrupt:
+                assert ckpt.save_async(2, state(2)).result(30).step == 2
+            else:
+                break
+    assert at == 5  # two threads that write, one of low priority, and the one that finishes
+    count, at = 0, 1
+    with CheckpointManager(tmp_path / "closed") as ckpt, pytest.raises(KeyboardInterrupt):
+        ckpt.save_async(1, state(1))
