@@ -217,10 +217,9 @@ def keyed(value: Any) -> Mapping[Any, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def key_names(state: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
+def key_names(state: Any, path: tuple[Any, ...] = ()) -> list[str]:
     """Names of all leaves of nested dicts; lists and everything else count as leaves."""
-    for name, _, _ in key_leaves(state, path):
-        yield name
+    return [name for name, _, _ in key_leaves(state, path)]
 
 
 def key_leaves(

@@ -16,7 +16,7 @@ import pytest
 
 LIMITS = {
     "save to the first byte": {"modules": 19, "moves": 140, "closures": 4},
-    "restore": {"modules": 21, "moves": 314, "closures": 4},
+    "restore": {"modules": 21, "moves": 310, "closures": 4},
     "talk": {
         "rounds of a save": 4,
         "messages of a save": 13,
