@@ -451,8 +451,8 @@ def _ranks_of(claims: Sequence[_Claim]) -> list[int]:
     return [rank for claim in claims for rank in claim.ranks]
 
 
-def _invalid(key: str, name: str, what: str, ranks: list[int]) -> InvalidState:
-    text = f"component {key!r}, key {name!r}{what}"
+def _invalid(key: str, name: str, reason: str, ranks: list[int]) -> InvalidState:
+    text = f"component {key!r}, key {name!r}{reason}"
     return InvalidState(text, component=key, key=name, ranks=ranks)
 
 
