@@ -4,11 +4,7 @@ of samples."""
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from ckpt_trainers.arguments import GPTArguments
 from ckpt_trainers.model import ByteGPT, next_byte_loss
 from ckpt_trainers.trainer import Trainer
@@ -24,9 +19,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ckptcore import scan_root
+from ckptcore.testing.processes import RankProcesses
 
 from .comparison import compare_checkpoints
 
+RAISED = 70  # what stands for the exit code of a rank that raised
 GPT = GPTArguments(n_layer=1, n_head=2, n_embd=8, block_size=8, dropout=0.2)
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "tok_per_sec")
 
@@ -255,23 +252,18 @@ class Tiny:
 class Ranks:
     """Jobs of several ranks, one after the other; see ddp_ranks.py."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("ddp_ranks.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    processes = RankProcesses(Path(__file__).with_name("ddp_ranks.py"))
 
     def _run(self, world_size: int, what: str, **how: Any) -> list[int]:
-        assert self.process.stdin and self.process.stdout
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        order = {"port": store.port, "world_size": world_size, "what": what, "how": how}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        codes: list[int] = json.loads(self.process.stdout.readline())
-        return codes
+        outcomes = self.processes.start(
+            "on_a_rank", world_size, {"what": what, "how": how}, survivors="live"
+        ).outcomes()
+        for outcome in outcomes:
+            print(outcome.describe())
+        return [
+            outcome.value if outcome.state == "returned" else outcome.exit_code or RAISED
+            for outcome in outcomes
+        ]
 
     def train(
         self,
@@ -292,17 +284,10 @@ class Ranks:
     def command(self, world_size: int, words: list[str], output: Path) -> list[int]:
         return self._run(world_size, "command", words=words, output=str(output))
 
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait(20)
-
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks()
-    yield started
-    started.close()
+def ranks() -> Ranks:
+    return Ranks()
 
 
 @pytest.fixture

@@ -1,9 +1,4 @@
-"""Ranks for test_ddp.py: real processes, forked as torchrun would start them from one that imported
-torch already.
-
-Reads one JSON order per line, answers with the exit codes. What the ranks saw is in
-<output_dir>.rank<N>.jsonl.
-"""
+"""Programs for the ranks of test_ddp.py. What the ranks saw is in <output_dir>.rank<N>.jsonl."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +27,6 @@ from torch.utils.data import Dataset
 from ckptcore import StateComponent
 
 DIED = 9
-SECONDS = 60  # for a job; one takes two
 
 
 def bits(value: Any) -> str:
@@ -238,53 +231,6 @@ def command(words: list[str], output: str) -> int:
     return code
 
 
-def child(order: dict[str, Any], rank: int) -> int:
-    # As under torchrun, the store belongs to the launcher and outlives the ranks.
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(order["world_size"]),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(order["port"]),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    return {"train": train, "command": command}[order["what"]](**order["how"])
-
-
-def run(order: dict[str, Any]) -> list[int]:
-    running: dict[int, int] = {}
-    for rank in range(order["world_size"]):
-        pid = os.fork()
-        if pid == 0:
-            code = 70
-            try:
-                code = child(order, rank)
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stdout.flush(), sys.stderr.flush()
-                os._exit(code)
-        running[pid] = rank
-    codes = [0] * len(running)
-    until = time.monotonic() + SECONDS
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
-        elif time.monotonic() > until:
-            for pid in running:
-                os.kill(pid, signal.SIGKILL)
-            until += SECONDS
-        else:
-            time.sleep(0.005)
-    return codes
-
-
-if __name__ == "__main__":
-    import torch._dynamo
-
-    torch.set_num_threads(1)
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        os.write(answers, json.dumps(run(json.loads(line))).encode() + b"\n")
+def on_a_rank(rank: int, world_size: int, what: str, how: dict[str, Any]) -> int:
+    """What the harness (ckptcore.testing.processes) runs; its exit code."""
+    return {"train": train, "command": command}[what](**how)

@@ -4,18 +4,14 @@ torch and the trainers."""
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import select
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptcore import open_checkpoint
+from ckptcore.testing.processes import RankProcesses, RanksDied
 
 HERE = Path(__file__).parent
 
@@ -23,40 +19,29 @@ HERE = Path(__file__).parent
 class Ranks:
     """Runs the programs of programs.py."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, str(HERE / "ranks.py")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+    processes = RankProcesses(HERE / "ranks.py")
+    with_texts = RankProcesses(HERE / "ranks.py", imports=["torch.utils.tensorboard", "texts"])
 
     def run(self, program: str, world: int, *, deadline: float = 90, **arguments: Any) -> list[Any]:
-        """What the program returned on each rank. AssertionError with the trace of the rank that
-        failed first."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        order = {"program": program, "world": world, "deadline": deadline, "arguments": arguments}
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], deadline + 30)
-        assert ready, "the ranks' parent does not answer"
-        answer = json.loads(self.process.stdout.readline())
-        results = [answer["results"].get(str(rank)) for rank in range(world)]
-        failed = [result for result in results if isinstance(result, dict) and "error" in result]
-        assert not failed, failed[0]["trace"]
-        assert not answer["late"], f"ranks {answer['late']} of {program} have not ended"
-        return results
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(20)
+        """What the program returned on each rank, None where it left. RanksDied when one raised, or
+        has not ended."""
+        ranks = self.with_texts if program == "recorded" else self.processes
+        outcomes = ranks.start(
+            "on_a_rank",
+            world,
+            {"program": program, "arguments": arguments},
+            deadline=deadline,
+            backend="gloo" if world > 1 else None,
+        ).outcomes()
+        ended = [outcome.state == "returned" or outcome.exit_code == 0 for outcome in outcomes]
+        if not all(ended) or any(outcome.error for outcome in outcomes):
+            raise RanksDied(program, outcomes)
+        return [outcome.value for outcome in outcomes]
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks()
-    yield started
-    started.close()
+def ranks() -> Ranks:
+    return Ranks()
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ import json
 import logging
 import os
 import random
-import socket
 from collections.abc import Iterator
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -59,38 +57,6 @@ def warm_up() -> None:
     for kind in (Trainer, DDPTrainer, FSDP2Trainer, PipelineTrainer, AccelTrainer):
         kind.arguments_class()
     model()
-
-
-def prepare(program: str) -> None:
-    """Before the ranks of a program are forked: what takes seconds and this one alone needs."""
-    if program == "recorded":
-        import_module("torch.utils.tensorboard")
-        import_module("texts").warm_up()
-
-
-def join(rank: int, world: int, listens: socket.socket) -> None:
-    if world == 1:
-        return
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
-    port = listens.getsockname()[1]
-    how: dict[str, Any] = {"master_listen_fd": listens.detach()} if rank == 0 else {}
-    store = dist.TCPStore(
-        "127.0.0.1", port, world, rank == 0, timedelta(seconds=60), wait_for_workers=False, **how
-    )
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-
-
-def leave() -> None:
-    if dist.is_initialized():
-        dist.barrier()  # or those who still make groups would find nobody
-        dist.destroy_process_group()
 
 
 class Windows(Dataset[dict[str, Tensor]]):

@@ -31,11 +31,6 @@ def language_model() -> nn.Module:
     )
 
 
-def warm_up() -> None:
-    """Have what transformers imports when a model is first used."""
-    language_model().generate(torch.tensor([[1]]), max_new_tokens=1)  # type: ignore[operator]
-
-
 class Letters:
     """Turns text into its bytes: for models that transformers does not know."""
 
@@ -47,3 +42,7 @@ class Letters:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return torch.tensor(ids, dtype=torch.uint8).numpy().tobytes().hex()
+
+
+# Before ranks are forked: what transformers imports when a model is first used.
+language_model().generate(torch.tensor([[1]]), max_new_tokens=1)  # type: ignore[operator]
