@@ -265,3 +265,35 @@ def test_a_world_of_many_ranks_costs_little(folder: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 4 * 1024 * 1024
+
+
+@pytest.mark.parametrize("what", ["digest", "size"])
+def test_an_index_of_other_files_than_those_of_the_manifest(folder: Path, what: str) -> None:
+    """As where the index of another save of the same state came into the folder with its entry of
+    the manifest."""
+
+    def change(document) -> None:
+        size, digest, writer = document["files"]["m.safetensors"]
+        changed = [size, "0" * 32, writer] if what == "digest" else [size + 1, digest, writer]
+        document["files"]["m.safetensors"] = changed
+
+    resign(folder, change)
+    if what == "size":
+        with (folder / "m.safetensors").open("ab") as file:
+            file.write(b"x")
+    view = open_checkpoint(folder)
+    with pytest.raises(CheckpointCorrupt, match=r"disagree about m\.safetensors"):
+        view.read("m/a")
+    assert [problem.file for problem in view.verify()] != []
+
+
+def test_a_tensor_file_that_is_cut_after_its_index_was_read(folder: Path) -> None:
+    view = open_checkpoint(folder)
+    view.tensors()
+    size = (folder / "m.safetensors").stat().st_size
+    with (folder / "m.safetensors").open("r+b") as file:
+        file.truncate(size - 1)
+    with pytest.raises(CheckpointCorrupt, match=f"has {size - 1} bytes") as caught:
+        view.read("m/b")
+    assert (caught.value.file, caught.value.kind) == ("m.safetensors", "size")
+    assert (caught.value.expected, caught.value.actual) == (size, size - 1)
