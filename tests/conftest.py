@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,12 +15,12 @@ import time as clock
 import tomllib
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, time
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -205,6 +207,86 @@ class Jobs:
 def jobs_of() -> Callable[..., Jobs]:
     """jobs_of(*files): runs the functions of these files on real ranks."""
     return Jobs
+
+
+class Scripts:
+    """Programs in processes of their own, by script_runner.py."""
+
+    def __init__(self) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            # Python 3.12 says that forking a process with threads is risky; that is the test.
+            "PYTHONWARNINGS": "ignore:This process:DeprecationWarning",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "script_runner.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+
+    def run(self, folder: Path, source: str, arguments: Iterable[Any], timeout: float) -> Done:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        number = len(list(folder.glob("script*")))
+        script, out, err = (
+            folder / f"script{number}.py",
+            folder / f"out{number}",
+            folder / f"err{number}",
+        )
+        script.write_text(source)
+        out.touch()
+        err.touch()
+        order = {
+            "script": str(script),
+            "arguments": [*map(str, arguments)],
+            "timeout": timeout,
+            "out": str(out),
+            "err": str(err),
+        }
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout + 45)
+        assert ready, "the process that starts the others does not answer"
+        code = json.loads(self.process.stdout.readline())
+        if code is None:
+            raise TimeoutError(
+                f"the program has not ended after {timeout:g} s; it said {out.read_text()!r}, "
+                f"{err.read_text()!r}"
+            )
+        return Done(code, out.read_text(), err.read_text())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(20)
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="session")
+def scripts() -> Iterator[Scripts]:
+    started = Scripts()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def run_script(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+    """run_script(source, *arguments): run a program in a process of its own; its exit code and what
+    it said."""
+    folder = tmp_path_factory.mktemp("scripts")
+
+    def run(source: str, *arguments: Any, timeout: float = 40) -> Done:
+        return scripts.run(folder, source, arguments, timeout)
+
+    return run
 
 
 # An S3 server in a process of its own, on a port that it chooses; it ends when its standard input

@@ -3,16 +3,10 @@ compare, scripts to run."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import select
-import subprocess
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +15,6 @@ from torch import nn
 
 from ckptcore import ModelState, OptimizerState, RNGState, Shard
 
-HERE = Path(__file__).parent
 KINDS = [
     torch.bool,
     torch.uint8,
@@ -260,83 +253,3 @@ class ShardedPart:
 @pytest.fixture
 def sharded_part() -> type[ShardedPart]:
     return ShardedPart
-
-
-class Scripts:
-    """Programs in processes of their own, by script_runner.py."""
-
-    def __init__(self) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            # Python 3.12 says that forking a process with threads is risky; that is the test.
-            "PYTHONWARNINGS": "ignore:This process:DeprecationWarning",
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "script_runner.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-
-    def run(self, folder: Path, source: str, arguments: Iterable[Any], timeout: float) -> Done:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        number = len(list(folder.glob("script*")))
-        script, out, err = (
-            folder / f"script{number}.py",
-            folder / f"out{number}",
-            folder / f"err{number}",
-        )
-        script.write_text(source)
-        out.touch()
-        err.touch()
-        order = {
-            "script": str(script),
-            "arguments": [*map(str, arguments)],
-            "timeout": timeout,
-            "out": str(out),
-            "err": str(err),
-        }
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout + 45)
-        assert ready, "the process that starts the others does not answer"
-        code = json.loads(self.process.stdout.readline())
-        if code is None:
-            raise TimeoutError(
-                f"the program has not ended after {timeout:g} s; it said {out.read_text()!r}, "
-                f"{err.read_text()!r}"
-            )
-        return Done(code, out.read_text(), err.read_text())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(20)
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture(scope="session")
-def scripts() -> Iterator[Scripts]:
-    started = Scripts()
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def run_script(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """run_script(source, *arguments): run a program in a process of its own; its exit code and what
-    it said."""
-    folder = tmp_path_factory.mktemp("scripts")
-
-    def run(source: str, *arguments: Any, timeout: float = 40) -> Done:
-        return scripts.run(folder, source, arguments, timeout)
-
-    return run

@@ -236,7 +236,7 @@ def test_a_forked_child_makes_its_own_connections(s3):
     assert storage.read("folder/b") == b"of the parent"
 
 
-def test_a_save_in_the_background_at_the_end_of_a_program(s3, state_of):
+def test_a_save_in_the_background_at_the_end_of_a_program(s3, run_script):
     """By the name of a host, which is looked up for each connection while the interpreter is on its
     way out."""
     root = s3.new_root()
@@ -248,8 +248,7 @@ from ckptcore import CheckpointManager
 manager = CheckpointManager(sys.argv[1], storage_options=json.loads(sys.argv[2]))
 manager.save_async(7, {"m": {"w": torch.ones(3_000_000)}})
 """
-    command = [sys.executable, "-c", program, root, json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_script(program, root, json.dumps(options))
     assert done.returncode == 0, done.stderr[-2000:]
     manager = CheckpointManager(root, storage_options=s3.options)
     assert [info.step for info in manager.list()] == [7]

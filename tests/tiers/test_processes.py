@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +29,10 @@ print("the end")
 """
 
 
-def ended(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), how],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-    )
-
-
-def test_the_end_of_a_program_waits_for_uploads(tmp_path: Path) -> None:
+def test_the_end_of_a_program_waits_for_uploads(tmp_path: Path, run_script: Any) -> None:
     """Also for those that begin only when a save in the background ends; nobody has closed
     anything."""
-    done = ended(tmp_path, "well")
+    done = run_script(PROGRAM, tmp_path, "well")
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
     assert [(info.step, info.status) for info in scan(open_storage(tmp_path / "slow"))] == [
         (10, "committed"),
@@ -54,15 +40,15 @@ def test_the_end_of_a_program_waits_for_uploads(tmp_path: Path) -> None:
     ]
 
 
-def test_a_program_whose_upload_failed_ends_with_1(tmp_path: Path) -> None:
-    done = ended(tmp_path, "fail")
+def test_a_program_whose_upload_failed_ends_with_1(tmp_path: Path, run_script: Any) -> None:
+    done = run_script(PROGRAM, tmp_path, "fail")
     assert done.returncode == 1
     assert "ckptcore: the upload of step 10 to" in done.stderr
     assert [info.step for info in scan(open_storage(tmp_path / "fast"))] == [10, 20]
 
 
-def test_a_process_that_is_killed_while_it_uploads(tmp_path: Path) -> None:
-    done = ended(tmp_path, "kill")
+def test_a_process_that_is_killed_while_it_uploads(tmp_path: Path, run_script: Any) -> None:
+    done = run_script(PROGRAM, tmp_path, "kill")
     assert done.returncode == 137
     assert [info.status for info in scan(open_storage(tmp_path / "slow"))] == ["partial"]
     with CheckpointManager(
