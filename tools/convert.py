@@ -126,6 +126,9 @@ def import_command(
 @click.option(
     "--max-shard-size", default="5GB", metavar="SIZE", help="Of a safetensors file (default 5GB)."
 )
+@click.option("--quantize", metavar="RECIPE", help="Linear layers in few bits, as torchao does it.")
+@click.option("--model", metavar="MODULE:FUNCTION", help="Makes the model, to see what is linear.")
+@repeated("--linear", "PATTERN", "Or the names of weights of linear layers")
 @shared("FOLDER")
 def export_command(
     subject: Subject,
@@ -159,6 +162,7 @@ def export_command(
     document["seconds"] = round(perf_counter() - start, 6)
     what = f"{count(found.tensors, 'tensor')} of {', '.join(found.components)}"
     cast = f", {found.cast} in another dtype" if found.cast else ""
+    cast += f", {found.quantized} quantised" if found.quantized else ""
     back = f"{count(found.verified, 'tensor')} read back and compared"
     blocks: list[Block] = [
         Line(f"{found.source}  {what}, {size(found.size_bytes)}{cast}"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save as safetensors_bytes
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -21,6 +22,7 @@ from ..storage.urls import masked_url
 from .dcp import read_dcp
 from .optimizer_names import with_parameter_lists
 from .pickles import load_file
+from .quantization import Quantizer
 from .scratch import TORCH_DTYPES, Scratch, from_numpy, torch_dtype
 from .transfer import Target, check_free, made_locally, opened_target
 
@@ -44,6 +46,7 @@ class ExportReport:
     files: sizes in bytes by name.
     left: what was not taken, and why.
     cast: how many tensors have another dtype than in the checkpoint.
+    quantized: how many weights of linear layers are in few bits.
     verified: how many tensors were read back and compared.
     """
 
@@ -56,6 +59,7 @@ class ExportReport:
     files: dict[str, int] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     cast: int = 0
+    quantized: int = 0
     verified: int = 0
 
 
@@ -91,6 +95,9 @@ def export_checkpoint(
     keys: list[str] | tuple[str, ...] = (),
     rename: Mapping[str, str] | None = None,
     max_shard_size: int | str = "5GB",
+    quantize: str | None = None,
+    model: Callable[[], torch.nn.Module] | str | None = None,
+    linear: list[str] | tuple[str, ...] = (),
     storage_options: dict[str, Any] | None = None,
     target_options: dict[str, Any] | None = None,
     dry_run: bool = False,
@@ -108,6 +115,10 @@ def export_checkpoint(
     keys: patterns of names of tensors to take (default: all).
     rename: new beginnings of names, by old ones; the first that fits counts.
     max_shard_size: of a safetensors file: bytes, or as in "5GB" (default).
+    quantize: a recipe for weights of linear layers, as `quantization_config` takes it (default
+        None); for "hf". The one file has torchao's names, and the recipe in its header.
+    model: what makes the model, or "module:function": it says which layers are linear.
+    linear: patterns of names of their weights, where there is no `model`.
     storage_options: of `source` (default None).
     target_options: of `folder` (default: those of `source`).
     dry_run: only say what would be written (default False).
@@ -126,6 +137,15 @@ def export_checkpoint(
     if not dry_run:
         check_free(target, options)
     with open_checkpoint(source, storage_options=storage_options) as view, Scratch(scratch) as held:
+        if quantize is not None:
+            if format != "hf":
+                raise InvalidState(f"what is quantised is written as 'hf', not as {format!r}")
+            quantizer = Quantizer(quantize, model, linear, view.manifest.metadata)
+            tensors = _quantized(view, component, selection, quantizer, report)
+            if not dry_run:
+                with opened_target(target, options) as into:
+                    _write_quantized(view, into, tensors, quantizer, selection, report)
+            return report
         if format == "hf":
             shards = _planned(view, component, selection, limit, report)
             if not dry_run:
@@ -208,6 +228,64 @@ def _hugging_face(
     report.files = dict(sorted(into.files.items()))
 
 
+def _quantized(
+    view: CheckpointView,
+    component: str | None,
+    selection: _Selection,
+    quantizer: Quantizer,
+    report: ExportReport,
+) -> dict[str, torch.Tensor]:
+    """All tensors, the weights of linear layers in few bits."""
+    key = _model_of(view, component)
+    report.components = [key]
+    found: dict[str, torch.Tensor] = {}
+    for name, info in _chosen(view, key, selection, report).items():
+        dtype = selection.dtype_of(torch_dtype(info.dtype))
+        tensor = torch.empty(info.shape, dtype=dtype)
+        for box, array in view.portions(info.full_name):
+            tensor[box] = from_numpy(array, info.dtype).to(dtype)
+        if quantizer.takes(_plain(info.name), tuple(tensor.shape)):
+            if (why := quantizer.misfit(tuple(tensor.shape))) is not None:
+                report.left.append(f"{name}: not quantised ({why})")
+            else:
+                tensor = quantizer.quantized(name, tensor)
+                report.quantized += 1
+        found[name] = tensor
+    if not report.quantized:
+        raise InvalidState(f"no weight of {key!r} is quantised: no linear layer fits the recipe")
+    return found
+
+
+def _write_quantized(
+    view: CheckpointView,
+    into: Target,
+    tensors: dict[str, torch.Tensor],
+    quantizer: Quantizer,
+    selection: _Selection,
+    report: ExportReport,
+) -> None:
+    parts, header = quantizer.flattened(tensors)
+    data = safetensors_bytes(parts, metadata=header)
+    into.write("model.safetensors", len(data), iter([data]))
+    report.verified = len(tensors)
+    report.size_bytes = sum(part.nbytes for part in parts.values())
+    files = _files(view, selection)
+    if "config.json" in files:
+        document = {
+            **json.loads(files["config.json"]),
+            "quantization_config": quantizer.described(),
+        }
+        files["config.json"] = (json.dumps(document, indent=2) + "\n").encode()
+    for name, content in files.items():
+        into.write(name, len(content), iter([content]))
+    report.files = dict(sorted(into.files.items()))
+
+
+def _plain(name: str) -> str:
+    """A stored name as users know it."""
+    return name.replace("/", ".").replace("~1", "/").replace("~0", "~")
+
+
 def _model_of(view: CheckpointView, component: str | None) -> str:
     known = view.manifest.components
     if component is not None and component not in known:
@@ -228,7 +306,7 @@ def _chosen(
     for info in _infos(view.values(key)):
         if not selection.takes(info.name):
             continue
-        name = selection.name(info.name.replace("/", ".").replace("~1", "/").replace("~0", "~"))
+        name = selection.name(_plain(info.name))
         if info.alias_of is not None:
             report.left.append(f"{name}: tied to {info.alias_of}, which is written")
             continue
