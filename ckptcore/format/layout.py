@@ -72,9 +72,10 @@ class Mesh:
 
     def coordinates(self, rank: int) -> tuple[int, ...] | None:
         """None when the rank is not in the mesh."""
-        if rank not in self.ranks:
+        try:
+            index = self.ranks.index(rank)
+        except ValueError:
             return None
-        index = self.ranks.index(rank)
         at = []
         for size in reversed(self.shape):
             index, here = divmod(index, size)

@@ -700,20 +700,10 @@ class Saves:
         error: BaseException | None = None,
     ) -> None:
         """Tell the watcher of one more event of a save."""
-        self.emit(
-            SaveEvent(
-                kind,
-                record.step,
-                self.comm.rank,
-                record.name,
-                record.elapsed,
-                nbytes,
-                dict(record.seconds),
-                error,
-                retries=job.domains.catalog.storage.retries - record.retries,
-                reused=record.reused,
-            )
-        )
+        retries = job.domains.catalog.storage.retries - record.retries
+        save = record.step, self.comm.rank, record.name, record.elapsed
+        timings, reused = dict(record.seconds), record.reused
+        self.emit(SaveEvent(kind, *save, nbytes, timings, error, retries=retries, reused=reused))
 
     def emit(self, event: SaveEvent) -> None:
         if self.on_event is not None:

@@ -380,18 +380,9 @@ class _Lane:
     ) -> None:
         nbytes = 0 if error is not None else info.size_bytes or 0
         seconds = time.perf_counter() - started
-        self.uploads.emit(
-            SaveEvent(
-                kind,
-                info.step or 0,
-                0,
-                info.name,
-                seconds,
-                nbytes,
-                error=error,
-                root=self.storage.url,
-            )
-        )
+        step, root = info.step or 0, self.storage.url
+        event = SaveEvent(kind, step, 0, info.name, seconds, nbytes, error=error, root=root)
+        self.uploads.emit(event)
 
     def _deleted(self, info: CheckpointInfo) -> None:
         nbytes = info.size_bytes or 0
