@@ -13,10 +13,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .pickles import Refused, load_bytes, load_metadata
-from .scratch import Scratch
+from .pickles import Refused, load_bytes, load_file, load_metadata
+from .scratch import SMALL, Scratch
 
 __all__ = ["read_dcp"]
+
+PORTION = 1 << 20  # bytes that are copied at a time
 
 
 def read_dcp(folder: Path, scratch: Scratch, left: list[str]) -> Any:
@@ -37,15 +39,14 @@ def read_dcp(folder: Path, scratch: Scratch, left: list[str]) -> Any:
 
 def _leaf(folder: Path, metadata: Metadata, fqn: str, entry: Any, scratch: Scratch) -> Any:
     if isinstance(entry, BytesStorageMetadata):
-        (only,) = _stored(metadata, fqn)
-        data = _bytes_of(folder, only[1])
-        return load_bytes(data, f"{folder}: {fqn}")
+        ((_, only),) = _stored(metadata, fqn)
+        return load_bytes(b"".join(_portions(folder, only)), f"{folder}: {fqn}")
     if not isinstance(entry, TensorStorageMetadata):
         raise Refused(f"{fqn!r} is of a kind that is not known")
     tensor = scratch.empty(tuple(entry.size), entry.properties.dtype)
     items = 0
     for offset, info in _stored(metadata, fqn):
-        piece = load_bytes(_bytes_of(folder, info), f"{folder}: {fqn}")
+        piece = _loaded(folder, info, fqn, scratch)
         if not isinstance(piece, torch.Tensor) or piece.dtype != tensor.dtype:
             raise Refused(f"{fqn!r} is not made of tensors of {tensor.dtype}")
         at = tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))
@@ -67,7 +68,22 @@ def _stored(metadata: Metadata, fqn: str) -> Iterator[tuple[tuple[int, ...], Any
             yield offset, info
 
 
-def _bytes_of(folder: Path, info: Any) -> bytes:
+def _loaded(folder: Path, info: Any, fqn: str, scratch: Scratch) -> Any:
+    """A large one is mapped from a file of its own: what torch.load reads from memory stays in the
+    heap, piece by piece."""
+    portions, about = _portions(folder, info), f"{folder}: {fqn}"
+    if info.length <= SMALL:
+        return load_bytes(b"".join(portions), about)
+    path = scratch.path()
+    try:
+        with open(path, "wb") as file:
+            file.writelines(portions)
+        return load_file(path, about)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _portions(folder: Path, info: Any) -> Iterator[bytes]:
     name = info.relative_path
     if Path(name).name != name:
         raise Refused(f"{name!r} is not a file of this folder")
@@ -75,10 +91,13 @@ def _bytes_of(folder: Path, info: Any) -> bytes:
         raise Refused(f"{name!r} is compressed or otherwise transformed, which is not read")
     with open(folder / name, "rb") as file:
         file.seek(info.offset)
-        data = file.read(info.length)
-    if len(data) != info.length:
-        raise Refused(f"{name!r} is shorter than its metadata say")
-    return data
+        left = info.length
+        while left:
+            data = file.read(min(left, PORTION))
+            if not data:
+                raise Refused(f"{name!r} is shorter than its metadata say")
+            left -= len(data)
+            yield data
 
 
 def _nested(leaves: Mapping[tuple[Any, ...], Any]) -> Any:

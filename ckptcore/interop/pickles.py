@@ -31,10 +31,11 @@ def _numpy_names() -> list[Any]:
     return [rebuild._reconstruct, rebuild.scalar, np.ndarray, np.dtype, *kinds]
 
 
-def load_file(path: Path) -> Any:
-    """What `torch.save` wrote, its tensors mapped from the file where its form allows. Raises
-    Refused."""
-    return _load(str(path), path, lambda source, **how: torch.load(source, **how))
+def load_file(path: Path, name: str | None = None) -> Any:
+    """What `torch.save` wrote, its tensors mapped from the file where its form allows. name: for
+    the message, by default the path. Raises Refused."""
+    about = path if name is None else Path(name)
+    return _load(str(path), about, lambda source, **how: torch.load(source, **how))
 
 
 def load_bytes(data: bytes, name: str) -> Any:

@@ -78,12 +78,15 @@ class Scratch:
         nbytes = prod(shape) * dtype.itemsize
         if nbytes <= SMALL:
             return torch.zeros(tuple(shape), dtype=dtype)
+        flat = torch.from_file(str(self.path()), shared=True, size=nbytes, dtype=torch.uint8)
+        return flat.view(dtype).view(tuple(shape))
+
+    def path(self) -> Path:
+        """Of a new file."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ckptcore-", dir=self._around))
         self._count += 1
-        path = str(self._folder / str(self._count))
-        flat = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-        return flat.view(dtype).view(tuple(shape))
+        return self._folder / str(self._count)
 
     def tensor_of(self, view: CheckpointView, info: TensorInfo) -> torch.Tensor:
         """A tensor of a checkpoint, read portion by portion."""

@@ -25,6 +25,8 @@ from ckptcore import (
     load_foreign,
     open_checkpoint,
 )
+from ckptcore.interop import dcp as reading
+from ckptcore.interop.scratch import SMALL
 from ckptcore.testing.processes import RankProcesses
 
 
@@ -262,6 +264,30 @@ def test_fsdp2_on_four_ranks_comes_in_and_goes_out_bit_by_bit(fsdp: Path, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_large_pieces_are_mapped_and_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch.load reads from memory stays in the heap: 0.4 GiB of a folder of 1 GiB."""
+    state = {f"w{n}": torch.randn(300, 300) for n in range(3)} | {"small": torch.ones(2)}
+    dcp.save({"model": state}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    in_memory: list[int] = []
+    load = reading.load_bytes
+
+    def counted(data: bytes, name: str) -> Any:
+        in_memory.append(len(data))
+        return load(data, name)
+
+    monkeypatch.setattr(reading, "load_bytes", counted)
+    report = import_checkpoint(tmp_path / "dcp", tmp_path / "root", scratch=tmp_path)
+    assert report.verified == 4 and max(in_memory) < SMALL
+    assert not list(tmp_path.glob("ckptcore-*"))
+    (piece,) = (tmp_path / "dcp").glob("*.distcp")
+    piece.write_bytes(piece.read_bytes()[:-400_000])
+    report = import_checkpoint(tmp_path / "dcp", tmp_path / "again", scratch=tmp_path)
+    assert any("is shorter than its metadata say" in text for text in report.left)
+
+
 def test_flat_names_as_torchtitan_writes_them(tmp_path: Path) -> None:
     state: dict[str, Any] = {"layers.0.w": torch.ones(2, 3), "norm.w": torch.ones(3)}
     for name in ("layers.0.w", "norm.w"):
