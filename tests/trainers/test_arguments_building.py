@@ -148,6 +148,20 @@ def test_settings_of_an_accelerator_work_or_are_refused(
     assert [fault.name for fault in faults] == names
 
 
+def test_settings_of_an_accelerator_that_change_nothing_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "ckpt_trainers"):
+        AccelTrainingArguments(accelerator_config={"even_batches": True, "non_blocking": False})
+        assert caplog.text == ""
+        AccelTrainingArguments(accelerator_config={"even_batches": False, "split_batches": True})
+    (line,) = caplog.messages
+    assert line == (
+        "arguments without effect: accelerator_config.even_batches (no sample comes twice, and "
+        "all ranks take equally many steps, with either)"
+    )
+
+
 # Any mapping at all.
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # a found example is short as it is

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from .errors import HIDDEN, InvalidArgument, raise_any
 from .exactness import plain
-from .hugging_face import NAMES, UNSET_IN_HF, Wish, accelerator_faults, wishes
+from .hugging_face import NAMES, UNSET_IN_HF, Wish, accelerator_faults, accelerator_silent, wishes
 from .kinds import Argument, arguments_of
 
 log = logging.getLogger("ckpt_trainers.arguments")
@@ -193,6 +193,7 @@ def _translate(cls: type[Arguments], values: dict[str, Any]) -> Iterator[Invalid
         given = values["accelerator_config"]
         values["accelerator_config"] = {k: v for k, v in given.items() if v is not None}
         yield from accelerator_faults(values["accelerator_config"])
+        silent += accelerator_silent(values["accelerator_config"])
     if silent and os.environ.get("RANK", "0") == "0":
         log.info("arguments without effect: %s", "; ".join(silent))
 

@@ -61,6 +61,12 @@ ACCELERATOR: dict[str, tuple[Any, ...]] = {
     "use_configured_state": (False,),
     "gradient_accumulation_kwargs": (),
 }
+# Those whose values change nothing, and why.
+_ACCELERATOR_SILENT = {
+    "even_batches": "no sample comes twice, and all ranks take equally many steps, with either",
+    "non_blocking": "copies to the device never block",
+    "use_stateful_dataloader": "a run goes on in the middle of an epoch with either",
+}
 _ACCELERATOR_UNTOUCHED = {
     "split_batches": False,
     "dispatch_batches": None,
@@ -203,6 +209,14 @@ def _wishes_of_fsdp_config(config: Mapping[str, Any]) -> Iterator[Wish]:
             reason, instead = "modules are not wrapped by size or class", _LAYERS
         faults.append(InvalidArgument(shown, inner, reason, instead))
     raise_any(faults)
+
+
+def accelerator_silent(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Settings that are not at their default, and change nothing."""
+    for name, why in _ACCELERATOR_SILENT.items():
+        default = _ACCELERATOR_UNTOUCHED.get(name, False)
+        if settings.get(name, default) is not default:
+            yield f"accelerator_config.{name} ({why})"
 
 
 def accelerator_faults(settings: Mapping[str, Any]) -> Iterator[InvalidArgument]:
