@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -39,15 +40,7 @@ from .boundary import (
 from .build import ModelBuilder, apply_settings, computing, free_memory, fuse_optimizer
 from .callbacks.log_paths import choose_logging_dir, relative_to_root
 from .callbacks.protocol import CallbackHandler, TrainerControl, TrainerState
-from .checkpoints import (
-    Checkpoints,
-    EpochAlone,
-    Part,
-    Progress,
-    best_rule,
-    is_elsewhere,
-    is_restorable,
-)
+from .checkpoints import Checkpoints, Part, best_rule, is_restorable
 from .data.evaluation import EvaluationBatches
 from .data.foreign import ForeignLoader
 from .data.loader import ResumableLoader, collate
@@ -293,12 +286,14 @@ class Trainer:
             self.callbacks.reset()
         self.used = True
         metadata: dict[str, Any] = {}
-        report = self.checkpoints.restore(self, type(self.optimizer).__qualname__)
+        report = self.checkpoints.restore(self, self.is_restored)
         if report is not None and report.manifest is not None:
-            if not self.is_over():
-                self.checkpoints.refuse_collision(report, self.state)
+            kind = type(self.optimizer).__qualname__
+            self.checkpoints.refuse_mismatch(report, kind, self.state)
+            if self.args.ignore_data_skip:
+                self.loader.go_to_epoch(int(self.state.epoch))
             metadata = dict(report.manifest.metadata)
-            if is_elsewhere(report, self.args.output_dir):
+            if Path(report.path or "").resolve().parent != Path(self.args.output_dir).resolve():
                 self.callbacks.resumed_elsewhere()
                 metadata.pop("logging_dir", None)
             if self.rank == 0:
@@ -313,6 +308,14 @@ class Trainer:
             self.logging_dir = choose_logging_dir(self.args, self.env, metadata)
             self.args_in_use = self.use_args()
         return None if report is None else self.state.global_step
+
+    def is_restored(self, component: str) -> bool:
+        """What a run that goes on takes from its checkpoint."""
+        if component == "loader":
+            return not self.args.ignore_data_skip
+        if component in ("callbacks", "callbacks_per_rank"):
+            return bool(self.args.restore_callback_states_from_checkpoint)
+        return True
 
     def warn_of_changes(self, ranks: int, metadata: dict[str, Any]) -> None:
         """One warning for all that makes the run another one than it was."""
@@ -559,8 +562,9 @@ class Trainer:
         }
 
     def announce(self, count: int) -> None:
-        """on_checkpoint_commit, for the first `count` saves of the run. On all ranks."""
-        for record in self.checkpoints.records(count):
+        """on_checkpoint_commit, where the last of `count` saves was not announced yet. On all
+        ranks."""
+        if (record := self.checkpoints.record(count)) is not None:
             self.fire("on_checkpoint_commit", record=record)
 
     def load_best(self) -> None:
@@ -582,8 +586,7 @@ class Trainer:
         if self.filled:
             return
         with self.open_checkpoints() as checkpoints:
-            which = checkpoints.start().which
-            checkpoints.manager.load(self.weights(), "latest" if which == "auto" else which or 0)
+            checkpoints.restore(self.weights(), "model")
         self.filled = True
 
     # Evaluation, and what is logged.
@@ -895,27 +898,33 @@ class Trainer:
         args = self.args
         goes_on = args.on_world_size_change == "continue"
         shared, own = SharingPattern.GLOBAL, SharingPattern.PER_RANK
-        restored = args.restore_callback_states_from_checkpoint
         # Always there, so that a checkpoint of a run with such callbacks can be read without them.
         kept = self.callbacks.per_rank()
-        per_rank = StateComponent("callbacks_per_rank", Part(kept, restored), own)
+        per_rank = StateComponent("callbacks_per_rank", Part(kept), own)
         per_rank.on_resize = ("keep" if goes_on else "error") if kept else (lambda *_: 0)
         found = [
             *self.model_components(),
             StateComponent("scheduler", Part(self.scheduler), shared),
             StateComponent("scaler", Part(self.scaler), shared),
-            StateComponent("trainer", Progress(self.state, self.meters), shared),
-            StateComponent("callbacks", Part(self.callbacks, restored), shared),
+            StateComponent("trainer", self, shared),
+            StateComponent("callbacks", self.callbacks, shared),
             # A position in the data means the same on every rank and for any number of ranks; a
             # random stream does not.
             StateComponent("rng", RNGState(), own, on_resize="keep" if goes_on else "error"),
             per_rank,
         ]
         if self.loader is not None:
-            loader = (EpochAlone if args.ignore_data_skip else Part)(self.loader)
             pattern = own if self.loader.state_per_rank else shared
-            found.append(StateComponent("loader", loader, pattern))
+            found.append(StateComponent("loader", self.loader, pattern))
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trainer's own numbers."""
+        return {"state": self.state.state_dict(), "meters": self.meters.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.state.load_state_dict(state["state"])
+        self.meters.load_state_dict(state["meters"])
 
     def get_process_groups(self) -> dict[str, Any]:
         return {}

@@ -17,14 +17,11 @@ import numpy as np
 import torch
 from ckpt_trainers.arguments import GPTArguments
 from ckpt_trainers.callbacks.loss_record import LossRecord
-from ckpt_trainers.checkpoints import Part
 from ckpt_trainers.main import main
 from ckpt_trainers.model import ByteGPT, next_byte_loss
 from ckpt_trainers.parallel.ddp import DDPTrainer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-
-from ckptcore import StateComponent
 
 DIED = 9
 
@@ -101,12 +98,8 @@ class Watched(DDPTrainer):
         self.watching = True
         self.notes = Path(f"{self.args.output_dir}.rank{self.rank}.jsonl")
 
-    def get_state_components(self) -> list[StateComponent]:
-        parts = super().get_state_components()
-        for part in parts:
-            if part.key == self.forgotten:
-                part.stateful = Part(part.stateful, restored=False)
-        return parts
+    def is_restored(self, component: str) -> bool:
+        return component != self.forgotten and super().is_restored(component)
 
     def training_step(self) -> None:
         if self.state.global_step == self.stop:
