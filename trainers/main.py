@@ -277,14 +277,13 @@ def build_model(words: tuple[str, ...]) -> Any:
 def make_trainer(program: Program, environment: DistributedEnvironment) -> Trainer:
     """The trainer of the kind that is wanted, with the byte-level GPT and its text."""
     from . import callbacks
-    from .callbacks.loss_record import LossRecord
     from .data.corpus import read_corpus, split_corpus
     from .model import ByteGPT, next_byte_loss
 
     args, own = program.args, program.own
     trainer: type[Trainer] = getattr(import_module(__package__ or ""), KINDS[program.kind])
     train, held_out = split_corpus(read_corpus(own.data, own.max_data_bytes), own.model.block_size)
-    called = [*trainer.default_callbacks(), LossRecord()]
+    called = trainer.default_callbacks()
     if own.control:
         called.append(callbacks.TrainerControlCallback())
     if os.environ.get("DILOCO_SERVER"):  # as `ckpt-train diloco worker` sets it

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from ckpt_trainers.arguments import GPTArguments
-from ckpt_trainers.callbacks.loss_record import LossRecord
 from ckpt_trainers.main import main
 from ckpt_trainers.model import ByteGPT, next_byte_loss
 from ckpt_trainers.parallel.ddp import DDPTrainer
+from loss_record import LossRecord
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 

@@ -15,13 +15,13 @@ import click
 import pytest
 import torch
 from ckpt_trainers.arguments import DDPTrainingArguments, InvalidArgument
-from ckpt_trainers.callbacks.loss_record import read_losses
 from ckpt_trainers.main import main
 from click.testing import CliRunner
 
 from ckptcore import open_checkpoint, scan_root
 
 from .comparison import compare_checkpoints
+from .loss_record import read_losses
 
 DIED, FAILED = 9, 70
 TIMES = ("tok_per_sec", "train_runtime", "train_samples_per_second", "train_steps_per_second")

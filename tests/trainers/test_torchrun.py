@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_trainers.callbacks.loss_record import read_losses
+from ckpt_trainers.callbacks import read_json_array
 
 from ckptcore import scan_root
 
@@ -33,7 +33,8 @@ def words(text: Path) -> list[str]:
         "data": text,
         "per_device_train_batch_size": 2,
         "use_cpu": "true",
-        "report_to": "none",
+        "report_to": "json",
+        "logging_steps": 1,
         "eval_strategy": "no",
         "save_total_limit": "null",
     }
@@ -88,12 +89,23 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     ]
 
 
+def read_losses(folder: Path) -> dict[int, float]:
+    """The loss of each step, to the last bit, from the logs of a run."""
+    path = folder.with_suffix(".logs") / "trainer_logs.json"
+    records = read_json_array(path) if path.exists() else []
+    return {record["global_step"]: record["loss"] for record in records if "loss" in record}
+
+
+def folders(output_dir: Path) -> list[str]:
+    return [f"output_dir={output_dir}", f"logging_dir={output_dir.with_suffix('.logs')}"]
+
+
 def assert_same(one: Path, other: Path, step: int) -> None:
     parts = compare_checkpoints(
         str(one / f"checkpoint-{step}"), str(other / f"checkpoint-{step}"), TIMES
     )
     assert {part.name: part.differences for part in parts if part.differences} == {}
-    assert (one / "losses.json").read_bytes() == (other / "losses.json").read_bytes()
+    assert read_losses(one) == read_losses(other) and len(read_losses(one)) == step
 
 
 @pytest.mark.timeout(400)
@@ -103,16 +115,14 @@ def test_a_rank_that_is_killed_is_started_again_and_the_result_is_the_same(
     steps = 120
     words += [f"max_steps={steps}", "save_steps=10"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    process = torchrun([f"output_dir={killed}", *words], "--max-restarts", "1")
+    process = torchrun([*folders(killed), *words], "--max-restarts", "1")
     wait_until((killed / "checkpoint-10" / "checkpoint_manifest.json").exists, process)
     os.kill(max(ranks_of(process)), signal.SIGKILL)
     out = ended(process)
     resumed = re.findall(r"resumed from step (\d+)", out)
     assert len(resumed) == 1 and int(resumed[0]) >= 10 and int(resumed[0]) % 10 == 0
     assert out.count(f"to step {steps}") == 1
-    assert ranks.command(
-        2, ["--threads", "1", f"output_dir={whole}", *words], tmp_path / "log"
-    ) == [0, 0]
+    assert ranks.command(2, ["--threads", "1", *folders(whole), *words], tmp_path / "log") == [0, 0]
     assert_same(killed, whole, steps)
     assert [info.status for info in scan_root(str(killed))] == ["committed"] * (steps // 10)
 
@@ -122,7 +132,7 @@ def terminate(words: list[str], folder: Path, step: int) -> int:
     end well."""
     process = torchrun(
         [
-            f"output_dir={folder}",
+            *folders(folder),
             "max_steps=100000",
             "save_steps=100000",
             "enable_jit_checkpoint=true",
@@ -145,9 +155,10 @@ def test_a_sigterm_to_the_launcher_is_a_checkpoint_to_go_on_from(
     stopped = tmp_path / "stopped"
     step = terminate(words, stopped, 5)
     length = [f"max_steps={step + 5}", "save_steps=100000", "lr_scheduler_type=constant", *words]
-    assert ranks.command(
-        2, ["--threads", "1", f"output_dir={stopped}", *length], tmp_path / "log"
-    ) == [0, 0]
+    assert ranks.command(2, ["--threads", "1", *folders(stopped), *length], tmp_path / "log") == [
+        0,
+        0,
+    ]
     assert sorted(read_losses(stopped)) == list(range(1, step + 6))
 
 
