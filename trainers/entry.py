@@ -7,7 +7,7 @@ from importlib import import_module
 
 USAGE = 2
 # What the extra [trainers] brings.
-EXTRA = ("click", "jsonargparse", "pydantic", "yaml", "tqdm", "tensorboard")
+EXTRA = ("click", "pydantic", "yaml", "tqdm", "tensorboard")
 
 
 def main() -> int:

@@ -321,6 +321,8 @@ def _where_it_stands(program: Program | None) -> str:
     output_dir = "" if program is None else program.args.output_dir
     try:
         found = restore_candidates(scan_root(output_dir))
+    except CheckpointNotFound:
+        found = []
     except CheckpointError as error:
         return f"the checkpoints cannot be listed: {error}"
     newest = next((entry for entry in found if entry.status == "committed"), None)

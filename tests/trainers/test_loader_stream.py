@@ -134,7 +134,9 @@ def test_data_with_a_position_of_their_own_are_not_read_again() -> None:
     loader = ResumableLoader(Resumable(100), 2, seed=4)
     whole = take(loader, 40)
     state = loader.state_dict()
-    assert "{'next': 80}" in str(state["within"])  # the batch that was read ahead does not count
+    assert "{'next': 80}" in str(
+        state["reader"]["within"]
+    )  # the batch that was read ahead does not count
     rest = take(loader, 15)
     data = Resumable(100)
     again = ResumableLoader(data, 2, seed=4)
@@ -156,7 +158,9 @@ def test_data_with_positions_of_their_own_are_not_read_again_in_workers_either()
     first = ResumableLoader(Resumable(40), 2, seed=4, num_workers=2)
     take(first, 7)
     state = first.state_dict()
-    assert "{'next': 8}" in str(state["within"]) and "{'next': 6}" in str(state["within"])
+    assert "{'next': 8}" in str(state["reader"]["within"]) and "{'next': 6}" in str(
+        state["reader"]["within"]
+    )
     again = ResumableLoader(Resumable(40), 2, seed=0, num_workers=2)
     again.load_state_dict(state)
     assert take(again, 23) == whole[7:]
@@ -167,7 +171,7 @@ def test_data_with_positions_of_their_own_are_not_read_again_in_workers_either()
 def test_a_position_that_counts_batches_alone_is_refused() -> None:
     loader = ResumableLoader(Stream(9), 2, seed=8)
     state = loader.state_dict()
-    del state["within"]
+    del state["reader"]
     with pytest.raises(StateMismatch, match="loader was with_a_state, is that counts batches"):
         loader.load_state_dict(state)
 

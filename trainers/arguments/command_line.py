@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import jsonargparse
 
 from .building import Arguments
 from .configuration import load_configuration, override, parse_value
 from .errors import DataNotFound, InvalidArgument
 from .hugging_face import NAMES
-from .kinds import Argument, arguments_of
+from .kinds import arguments_of
 
 _FLAGS = {
     "help": "Show this, and train nothing.",
@@ -52,51 +50,65 @@ def parse_command_line(words: Sequence[str], classes: Sequence[type[Arguments]])
 
     Raises InvalidArgument for what is no value, DataNotFound or OSError for the file.
     """
-    options = _options(classes)
-    flags, files, given, others = set(), [], [], []
-    waiting = list(words)
+    options = {option.name: option for option in _options(classes)}
+    flags, given, values = set(), [], dict[str, Any]()
+    has_file, waiting = False, list(words)
     while waiting:
         word = waiting.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
+        option = options.get(name)
+        alone = option is not None and option.may_stand_alone
+        following = waiting[0] if waiting else "--"
         if word == "-h" or (word.startswith("--") and not equals and name in _FLAGS):
             flags.add("help" if word == "-h" else name)
-        elif not word.startswith("-") and not equals:
-            files.append(word)
+            continue
+        if not word.startswith("-") and not equals:
+            name, text = "config", word
+        # After an option that may stand alone, name=value is the next option.
+        elif not equals and not following.startswith("--") and not (alone and "=" in following):
+            text, equals = waiting.pop(0), "="
+        if name == "config":
+            has_file = True
+            values |= {} if flags & {"help", "version"} else _read(text)
+        elif option is None:
+            given.append((name, parse_value(text, name)))
+        elif not equals and not alone:
+            raise InvalidArgument(name, None, "no value", f"write --{name} VALUE, see --help")
         else:
-            alone = name in options and options[name].may_stand_alone
-            following = waiting[0] if waiting else "--"
-            # After an option that may stand alone, name=value is the next option.
-            if not equals and not following.startswith("--") and not (alone and "=" in following):
-                text, equals = waiting.pop(0), "="
-            if name == "config":
-                files.append(text)
-            elif name in options:
-                given.append(f"--{name}{equals}{text}")
-            else:
-                others.append((name, text))
-    if flags & {"help", "version"}:
-        return CommandLine({}, False, frozenset(flags))
-    values: dict[str, Any] = {}
-    for file in files:
-        if not file:
-            raise InvalidArgument("config", None, "no file", "write --config FILE")
-        if not os.path.exists(file):
-            hint = "no such file (and no argument: these are --name value)"
-            raise DataNotFound(f"{file}: {hint}", path=file)
-        values |= load_configuration(file)
-    try:
-        spoken = _parser(options).parse_args(given, defaults=False)
-    except argparse.ArgumentError as error:
-        reason = " ".join(str(error).split())
-        raise InvalidArgument("options", " ".join(given), reason, "see --help") from None
-    for name, value in [*spoken.items(), *((n, parse_value(t, n)) for n, t in others)]:
+            given.append((name, option.read(text) if equals else True))
+    for name, value in given:
         override(values, name, value)
-    return CommandLine(values, bool(files), frozenset(flags))
+    return CommandLine(values, has_file, frozenset(flags))
+
+
+def _read(file: str) -> dict[str, Any]:
+    if not file:
+        raise InvalidArgument("config", None, "no file", "write --config FILE")
+    if not os.path.exists(file):
+        hint = "no such file (and no argument: these are --name value)"
+        raise DataNotFound(f"{file}: {hint}", path=file)
+    return load_configuration(file)
 
 
 def show_help(classes: Sequence[type[Arguments]]) -> str:
     """The text of `ckpt-train --help`."""
-    return str(_parser(_options(classes)).format_help())
+    lines, section = [f"usage: {_USAGE}", "", _TEXT, "options:"], ""
+    flags = {"config FILE": "YAML of names and values; may come again.", **_FLAGS}
+    shown = [(name, text, "") for name, text in flags.items()]
+    shown += [
+        (f"{o.name} {'[VALUE]' if o.may_stand_alone else 'VALUE'}", o.text, o.section)
+        for o in _options(classes)
+        if o.section
+    ]
+    for name, text, its_section in shown:
+        if its_section != section:
+            lines += ["", f"{its_section}:"]
+        section, indent = its_section, " " * 8
+        lines += [
+            f"  --{name}",
+            textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent),
+        ]
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -106,75 +118,35 @@ class _Option:
     name: str
     section: str
     text: str
-    argument: Argument | None = None
-
-    @property
-    def kinds(self) -> frozenset[Any]:
-        return self.argument.kinds if self.argument is not None else frozenset({bool})
+    kinds: frozenset[Any] = frozenset({bool})
 
     @property
     def may_stand_alone(self) -> bool:
         return bool in self.kinds
 
-    def add_to(self, parser: Any) -> None:
-        kinds = self.kinds
-        type_ = str if kinds == {str} else _text_or_none if kinds == {str, type(None)} else _value
-        more = {"nargs": "?", "const": True} if self.may_stand_alone else {}
-        shown = self.text.replace("%", "%%") if self.section else argparse.SUPPRESS
-        parser.add_argument(f"--{self.name}", type=type_, metavar="VALUE", help=shown, **more)
+    def read(self, text: str) -> Any:
+        """As it would be read from a file; what YAML cannot read is itself."""
+        if self.kinds <= {str, type(None)}:
+            return None if text == "null" and self.kinds != {str} else text
+        try:
+            return parse_value(text)
+        except InvalidArgument:
+            return text
 
 
-def _options(classes: Sequence[type[Arguments]]) -> dict[str, _Option]:
+def _options(classes: Sequence[type[Arguments]]) -> list[_Option]:
+    """Each name once, as the first class that has it says, section by section."""
     found: dict[str, _Option] = {}
     for cls in classes:
         section = (cls.__doc__ or "").partition("\n\n")[0].replace("\n    ", " ").rstrip(".")
         for name, argument in arguments_of(cls).items():
-            inner = arguments_of(argument.group) if argument.group is not None else {"": argument}
+            inner = {"": argument} if argument.group is None else arguments_of(argument.group)
             for key, field in inner.items():
                 path = f"{name}.{key}" if key else name
-                found.setdefault(path, _Option(path, section, _described(field), field))
-            found.setdefault(name, _Option(name, "", "", argument))
+                text = f"{field.text} ({field.allowed}; default: {field.default})"
+                found.setdefault(path, _Option(path, section, text, field.kinds))
+            found.setdefault(name, _Option(name, "", "", argument.kinds))
     for row in NAMES.values():
         alias = "Other names of the same, as Hugging Face has them" if row.kind == "alias" else ""
         found.setdefault(row.name, _Option(row.name, alias, f"sets {row.target}"))
-    return found
-
-
-def _value(text: Any) -> Any:
-    """As it would be read from a file; what YAML cannot read is itself."""
-    try:
-        return parse_value(text) if isinstance(text, str) else text
-    except InvalidArgument:
-        return text
-
-
-def _text_or_none(text: Any) -> Any:
-    return None if text == "null" else text
-
-
-def _described(argument: Argument) -> str:
-    return f"{argument.text} ({argument.allowed}; default: {argument.default})"
-
-
-def _parser(options: Mapping[str, _Option]) -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(
-        prog="ckpt-train",
-        usage=_USAGE,
-        description=_TEXT,
-        print_config=None,
-        exit_on_error=False,
-        allow_abbrev=False,
-        add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML of names and values; may come again."
-    )
-    for name, text in _FLAGS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
-    sections: dict[str, Any] = {"": parser}
-    for option in options.values():
-        if option.section not in sections:
-            sections[option.section] = parser.add_argument_group(option.section)
-        option.add_to(sections[option.section])
-    return parser
+    return list(found.values())

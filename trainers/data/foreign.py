@@ -15,6 +15,11 @@ from .position import Counted, Loader, is_stream, refuse_mismatch, rows_of, shut
 from .randomness import random_state, restored_random, seed_random, set_random_state
 
 
+def counted_by_rows(batch: Any) -> Counted:
+    rows = rows_of(batch)
+    return Counted(batch, rows, rows)
+
+
 class ForeignLoader(Loader):
     """An iterable that gives one epoch of batches each time it is iterated: torch's DataLoader,
     torchdata's StatefulDataLoader, or anything like them.
@@ -26,6 +31,9 @@ class ForeignLoader(Loader):
     for random numbers drawn in workers that persist, or that belong to a loader that has a
     `state_dict()`: these are its own affair. On several ranks every rank has its own shard: put it
     into `Agreed`.
+
+    counted: an item of the loader -> the batch with its samples (default: an item is a batch).
+    draws: whether what it gives depends on this process's random numbers (default True).
     """
 
     state_per_rank = True
@@ -36,8 +44,9 @@ class ForeignLoader(Loader):
         *,
         seed: int,
         rank: int = 0,
-        samples_of: Callable[[Any], int] = rows_of,
+        counted: Callable[[Any], Counted] = counted_by_rows,
         call_set_epoch: bool = True,
+        draws: bool = True,
     ) -> None:
         dataset = getattr(loader, "dataset", None)
         try:
@@ -48,8 +57,8 @@ class ForeignLoader(Loader):
         super().__init__(length)
         self.loader = loader
         self.seed, self.rank = seed, rank
-        self.samples_of = samples_of
-        self.call_set_epoch = call_set_epoch
+        self.counted = counted
+        self.call_set_epoch, self.draws = call_set_epoch, draws
         self.stateful = isinstance(loader, Stateful)
         self._primed = False
         self._iterator: Any = None
@@ -86,9 +95,7 @@ class ForeignLoader(Loader):
             else:
                 set_random_state(self._random)
             while len(taken) < count and self._read():
-                batch = self._ahead.pop()
-                rows = self.samples_of(batch)
-                taken.append(Counted(batch, rows, rows))
+                taken.append(self.counted(self._ahead.pop()))
                 self.position += 1
             if not taken:
                 kind = type(self.loader).__name__
@@ -131,7 +138,8 @@ class ForeignLoader(Loader):
             self.loader.load_state_dict(copy.deepcopy(resume["loader"]))
         self._iterator = iter(self.loader)
         if resume is not None:
-            set_random_state(resume["random"])
+            if resume["random"] is not None:
+                set_random_state(resume["random"])
             return
         for done in range(self.position):
             if next(self._iterator, None) is None:
@@ -150,7 +158,8 @@ class ForeignLoader(Loader):
     def _state_here(self) -> dict[str, Any] | None:
         if not self.stateful:
             return None
-        return {"loader": copy.deepcopy(self.loader.state_dict()), "random": random_state()}
+        random = random_state() if self.draws else None
+        return {"loader": copy.deepcopy(self.loader.state_dict()), "random": random}
 
     def state_dict(self) -> dict[str, Any]:
         return {

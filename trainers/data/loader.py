@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ckptcore import Stateful, StateMismatch
 
 from ..arguments import InvalidArgument
+from .foreign import ForeignLoader
 from .position import Counted, Loader, is_stream, refuse_mismatch, shut_down
 from .randomness import seed_random, seeded_random
 
@@ -325,15 +326,12 @@ class _Stream(IterableDataset[Any]):
         self.dataset, self.options = dataset, options
         self.stateful = isinstance(dataset, Stateful)
         self.beginning = copy.deepcopy(dataset.state_dict()) if self.stateful else None
-        self.made = 0
+        self.made = self.number = 0
         self.resume: dict[str, Any] | None = None
-        # Seed and which pass. Shared: workers that persist must see it change.
-        self.start = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
-    def start_at(self, *values: int) -> None:
-        """Where the next iteration starts."""
-        unsigned = np.array([value & (2**64 - 1) for value in values], np.uint64)
-        self.start.copy_(torch.from_numpy(unsigned.view(np.int64)))
+    def set_epoch(self, number: int) -> None:
+        """Which pass over the data the next iteration is."""
+        self.number = number
 
     def state_dict(self) -> dict[str, Any]:
         data = copy.deepcopy(self.dataset.state_dict()) if self.stateful else None
@@ -345,7 +343,7 @@ class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Counted]:
         options, info = self.options, get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        seed, number = self.start.tolist()
+        seed, number = options.seed, self.number
         resume, self.resume = self.resume or {"made": 0, "data": self.beginning}, None
         if self.stateful:
             self.dataset.load_state_dict(copy.deepcopy(resume["data"]))
@@ -378,8 +376,8 @@ class _Stream(IterableDataset[Any]):
 
 
 class StreamLoader(ResumableLoader):
-    """A position is the epoch and its batches so far, the pass over the data, its batches so far,
-    and what a StatefulDataLoader says of that.
+    """A position is the epoch and its batches so far, and where the reader of the stream is, whose
+    epochs are passes over the data.
 
     An epoch is a pass, or `epoch_steps` batches of passes that follow one another.
     """
@@ -392,83 +390,45 @@ class StreamLoader(ResumableLoader):
             self._length, self.epoch_steps = self.options.batches(len(self.dataset)) or None, None
         except TypeError:
             self._length = self.epoch_steps = epoch_steps
-        self.passes = self.batches = 0
-        self._stream = _Stream(self.dataset, self.options)
         # torchdata 0.11 gets the turns of workers that persist wrong from the second pass on.
-        self._loader = StatefulDataLoader(self._stream, **{**how, "persistent_workers": False})
-        self._ahead: Counted | None = None
-        self._here: Any = None  # the loader's state after the batches handed out, if it read on
-        self._resume: Any = None
+        how |= {"persistent_workers": False, "generator": None}
+        reader = StatefulDataLoader(_Stream(self.dataset, self.options), **how)
+        self.reader = ForeignLoader(reader, seed=self.options.seed, counted=_as_it_is, draws=False)
 
     def next_group(self, count: int) -> list[Counted]:
-        taken: list[Counted] = []
-        epoch = self.epoch
-        while len(taken) < count and self.epoch == epoch:
-            item, self._ahead = self._ahead, None
-            item = item or self._pull()
-            if item is None:
-                if self.batches == 0:
-                    kind = type(self.dataset).__name__
-                    raise InvalidArgument("train_dataset", kind, "gives no batch", "give it data")
-                self._next_pass()
-                epoch = self.epoch if not taken else epoch
-                continue
-            taken.append(item)
-            self._here = None
-            self.position += 1
-            self.batches += 1
-            if self.position == self.epoch_steps:
-                self.epoch, self.position = self.epoch + 1, 0
-        if taken and self.batches:
-            # Only reading on tells whether this was the end: of the epoch, and of the pass.
-            self._here = self._loader.state_dict()
-            self._ahead = self._pull()
-            if self._ahead is None:
-                self._next_pass()
+        if self.epoch_steps is None:
+            taken = self.reader.next_group(count)
+            self.epoch, self.position = self.reader.epoch, self.reader.position
+            return taken
+        taken, count = [], min(count, self.epoch_steps - self.position)
+        while len(taken) < count:
+            taken += self.reader.next_group(count - len(taken))
+        self.position += count
+        if self.position == self.epoch_steps:
+            self.epoch, self.position = self.epoch + 1, 0
         return taken
 
-    def _next_pass(self) -> None:
-        self._drop()
-        self.passes, self.batches = self.passes + 1, 0
-        if self.epoch_steps is None:
-            self.epoch, self.position = self.epoch + 1, 0
-
-    def _pull(self) -> Counted | None:
-        if self._iterator is None:
-            self._stream.start_at(self.options.seed, self.passes)
-            if self._resume is not None:
-                self._loader.load_state_dict(copy.deepcopy(self._resume))
-            self._iterator, self._resume = iter(self._loader), None
-        item: Counted | None = next(self._iterator, None)
-        return item
-
-    def _drop(self) -> None:
-        shut_down(self._iterator)
-        self._iterator = self._loader._iterator = None
-        self._ahead = self._here = self._resume = None
-
     def go_to_epoch(self, epoch: int) -> None:
-        self._drop()
-        self.epoch = self.passes = epoch
-        self.position = self.batches = 0
+        self.close()
+        self.reader.go_to_epoch(epoch)
+        self.epoch, self.position = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
-            "passes": self.passes,
-            "batches": self.batches,
             "world_size": self.options.world_size,
             "num_workers": self.num_workers,
-            "within": copy.deepcopy(self._resume or self._here) if self.batches else None,
+            "reader": self.reader.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Positions of an earlier version count batches alone.
-        kind = "with_a_state" if "within" in state else "that counts batches"
+        # Positions of an earlier version are no states of a reader.
+        kind = "with_a_state" if "reader" in state else "that counts batches"
         refuse_mismatch({"loader": "with_a_state"}, {"loader": kind})
         super().load_state_dict(state)
-        self.passes, self.batches = state["passes"], state["batches"]
-        self._resume = copy.deepcopy(state["within"])
+        self.reader.load_state_dict(state["reader"])
 
     def close(self) -> None:
-        self._drop()
+        self.reader.close()
+
+    _drop = close
