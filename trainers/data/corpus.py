@@ -26,35 +26,28 @@ def find_files(entries: Sequence[str] = ()) -> list[Path]:
     """
     if not entries:
         library = Path(sysconfig.get_path("stdlib"))
-        below = (path.relative_to(library) for path in library.rglob("*.py"))
-        names = sorted(path.as_posix() for path in below if _INSTALLED.isdisjoint(path.parts))
-        if not names:
-            raise DataNotFound(
-                f"no .py files in {library}; name the text with --data", path=str(library)
-            )
-        return [library / name for name in names]
+        files = [f for f in _below(library, "*.py") if _INSTALLED.isdisjoint(f.parts)]
+        if not files:
+            hint = "name the text with --data"
+            raise DataNotFound(f"no .py files in {library}; {hint}", path=str(library))
+        return files
     found: dict[Path, None] = {}
     for entry in entries:
-        matches = (
-            [Path(entry)]
-            if Path(entry).exists()
-            else sorted(map(Path, glob.glob(entry, recursive=True)))
-        )
-        files = [
-            file for match in matches for file in (_below(match) if match.is_dir() else [match])
-        ]
+        matches = [entry] if Path(entry).exists() else sorted(glob.glob(entry, recursive=True))
+        files = [file for match in map(Path, matches) for file in _below(match)]
         if not files:
             raise DataNotFound(f"data: {entry!r} names no file", path=entry)
-        found.update(dict.fromkeys(files))
+        found |= dict.fromkeys(files)
     return list(found)
 
 
-def _below(folder: Path) -> list[Path]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    shown = (
-        f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts)
-    )
-    return sorted(shown, key=lambda path: path.relative_to(folder).as_posix())
+def _below(path: Path, pattern: str = "*") -> list[Path]:
+    """A file itself; of a folder those in it that are not hidden."""
+    if not path.is_dir():
+        return [path]
+    inside = {f.relative_to(path): f for f in path.rglob(pattern) if f.is_file()}
+    shown = [name for name in inside if not any(part.startswith(".") for part in name.parts)]
+    return [inside[name] for name in sorted(shown, key=Path.as_posix)]
 
 
 def read_corpus(entries: Sequence[str] = (), max_bytes: int | None = None) -> Tensor:
@@ -74,12 +67,9 @@ def split_corpus(
     """Training windows from the front, validation windows from the back; no byte is in both."""
     held_out = max(int(len(corpus) * validation), block_size + 1)
     if len(corpus) < held_out + block_size + 1:
-        raise InvalidArgument(
-            "data",
-            f"{len(corpus)} bytes",
-            f"too short for one training and one validation window of {block_size} bytes",
-            "name more data or give a smaller block_size",
-        )
+        size, instead = f"{len(corpus)} bytes", "name more data or give a smaller block_size"
+        reason = f"too short for one training and one validation window of {block_size} bytes"
+        raise InvalidArgument("data", size, reason, instead)
     cut = len(corpus) - held_out
     return ByteWindows(corpus[:cut], block_size), ByteWindows(corpus[cut:], block_size)
 

@@ -3,8 +3,9 @@ epoch ends."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,26 +34,21 @@ def share_of(batch: Any, rows: int, rank: int, size: int) -> Any:
     """
     if isinstance(batch, Shares):
         return batch[rank]
-    cut = slice(rank, None, size) if rank < rows else slice(0, 1)
+    mine = slice(rank, None, size) if rank < rows else slice(0, 1)
 
     def of(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            # A view would be sent with all of the tensor that it is a view of.
-            return part[cut].clone() if part.ndim and len(part) == rows else part
         if isinstance(part, Mapping):
             return {name: of(value) for name, value in part.items()}
         if isinstance(part, tuple) and hasattr(part, "_fields"):
             return type(part)(*map(of, part))
-        if isinstance(part, list | tuple):
-            plain = not any(
-                isinstance(item, torch.Tensor | Mapping | list | tuple) for item in part
-            )
-            return (
-                part[cut] if plain and len(part) == rows else type(part)(of(item) for item in part)
-            )
-        if getattr(part, "ndim", 0) and len(part) == rows:
-            return part[cut].copy()
-        return part
+        nested = (torch.Tensor, Mapping, list, tuple)
+        if isinstance(part, list | tuple) and any(isinstance(item, nested) for item in part):
+            return type(part)(map(of, part))
+        if not (getattr(part, "ndim", 0) or isinstance(part, list | tuple)) or len(part) != rows:
+            return part
+        cut = part[mine]
+        # A view would be sent with all of the tensor that it is a view of.
+        return cut.clone() if isinstance(cut, torch.Tensor) else copy.copy(cut)
 
     return of(batch)
 
@@ -74,22 +70,6 @@ class CollateShares:
         return Shares(map(self.collate, dealt))
 
 
-@dataclass(frozen=True)
-class _Standing:
-    """How far the loader of rank 0 is."""
-
-    epoch: int = 0
-    epoch_ended: bool = False
-    batches_per_epoch: int | None = None
-    batches_left: int | None = None
-    state: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, loader: Loader) -> _Standing:
-        length, left = loader.batches_per_epoch, loader.batches_left
-        return cls(loader.epoch, loader.epoch_ended, length, left, loader.state_dict())
-
-
 class DispatchedLoader(Loader):
     """Rank 0 reads the batches of all ranks at once and hands each rank its share.
 
@@ -101,9 +81,11 @@ class DispatchedLoader(Loader):
     """
 
     def __init__(self, loader: Any, env: Exchange) -> None:
+        super().__init__()
         self.env = env
         self.loader: Any = loader if env.rank == 0 else None
-        self._standing = _Standing()
+        self._left: int | None = None
+        self._state: dict[str, Any] = {}
         self._lead(lambda: None)
 
     def _lead(self, act: Callable[[], list[Counted] | None]) -> list[Counted]:
@@ -122,11 +104,13 @@ class DispatchedLoader(Loader):
                 env.scatter_objects([raised] * env.world_size)
                 raise
             message = env.scatter_objects(messages)
-        shares, self._standing = message
+        shares, (self.epoch, self.position, self._length, self._left, self._state) = message
         return list(shares)
 
-    def _messages(self, group: list[Counted]) -> list[tuple[list[Counted], _Standing]]:
-        size, standing = self.env.world_size, _Standing.of(self.loader)
+    def _messages(self, group: list[Counted]) -> list[tuple[list[Counted], Any]]:
+        """For each rank: its shares, and how far the loader is."""
+        size, of = self.env.world_size, self.loader
+        standing = (of.epoch, of.position, of.batches_per_epoch, of.batches_left, of.state_dict())
         return [
             (
                 [
@@ -139,20 +123,8 @@ class DispatchedLoader(Loader):
         ]
 
     @property
-    def epoch(self) -> int:  # type: ignore[override]
-        return self._standing.epoch
-
-    @property
-    def epoch_ended(self) -> bool:
-        return self._standing.epoch_ended
-
-    @property
-    def batches_per_epoch(self) -> int | None:
-        return self._standing.batches_per_epoch
-
-    @property
     def batches_left(self) -> int | None:
-        return self._standing.batches_left
+        return self._left
 
     def next_group(self, count: int) -> list[Counted]:
         return self._lead(lambda: self.loader.next_group(count))
@@ -161,7 +133,7 @@ class DispatchedLoader(Loader):
         self._lead(lambda: self.loader.go_to_epoch(epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        return self._standing.state
+        return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._lead(lambda: self.loader.load_state_dict(state))

@@ -108,12 +108,12 @@ class DistributedEnvironment:
         node_rank = int(os.environ.get("GROUP_RANK", "0"))
         return cls(dist.get_rank(), local_rank, world_size, node_rank, device, started, store=store)
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """A rank's value, on every rank."""
         if self.world_size == 1:
             return value
         held = [value]
-        dist.broadcast_object_list(held, 0, group=self.cpu_group)
+        dist.broadcast_object_list(held, source, group=self.cpu_group)
         return held[0]
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -130,49 +130,36 @@ class Stages:
     def fill(self, whole: nn.Module | None) -> None:
         """Give every stage its values out of a whole model, which is on rank 0."""
         values = {} if whole is None else dict(_named(whole))
-        mine, rank = self.tensors(), self.env.rank
+        mine = self.tensors()
         with torch.no_grad():
-            for name, holders in self.holders.items():
-                for holder in holders:
-                    if rank == 0 == holder:
-                        mine[name].copy_(values[name])
-                    elif rank == 0:
-                        dist.send(_bytes(values[name].cpu()), holder, group=self.env.cpu_group)
-                    elif rank == holder:
-                        mine[name].copy_(self._received(mine[name], 0))
+            for name in self.holders:
+                value = self._broadcast(values.get(name), 0)
+                if name in mine:
+                    mine[name].copy_(value)
 
     def gather(self) -> dict[str, Tensor]:
         """The parameters and kept buffers of all stages, on the CPU of rank 0; nothing on other
         ranks."""
-        kept, mine, rank = (
-            {name for module in self.modules.values() for name in module.state_dict()},
-            self.tensors(),
-            self.env.rank,
-        )
-        told = self.env.gather_objects(
-            {n: (t.shape, t.dtype) for n, t in mine.items() if n in kept}
-        )
+        mine, rank = self.tensors(), self.env.rank
+        kept = {name for module in self.modules.values() for name in module.state_dict()}
+        kept = set().union(*self.env.gather_objects(kept & mine.keys()))
         found: dict[str, Tensor] = {}
-        sent: set[str] = set()
         for name, (holder, *_) in self.holders.items():
             first = self.first_name[name]
-            if name not in told[holder]:
-                continue
-            if first in sent:
-                found |= {name: found[first]} if rank == 0 else {}
-            elif rank == holder == 0:
-                found[name] = mine[name].detach().cpu()
-            elif rank == holder:
-                dist.send(_bytes(mine[name].detach().cpu()), 0, group=self.env.cpu_group)
-            elif rank == 0:
-                shape, dtype = told[holder][name]
-                found[name] = self._received(torch.empty(shape, dtype=dtype, device="meta"), holder)
-            sent.add(name)
-        return found
+            if name in kept and first not in found:
+                value = self._broadcast(mine[name].detach() if rank == holder else None, holder)
+                found[first] = value if rank == 0 else torch.empty(0)
+            if name in kept:
+                found[name] = found[first]
+        return found if rank == 0 else {}
 
-    def _received(self, like: Tensor, source: int) -> Tensor:
-        value = torch.empty(like.shape, dtype=like.dtype)
-        dist.recv(_bytes(value), source, group=self.env.cpu_group)
+    def _broadcast(self, value: Tensor | None, source: int) -> Tensor:
+        """The value of one rank, on the CPU of all: gloo does not send every dtype, but bytes."""
+        shape, dtype = self.env.broadcast_object(
+            value is not None and (value.shape, value.dtype), source
+        )
+        value = torch.empty(shape, dtype=dtype) if value is None else value.cpu().contiguous()
+        dist.broadcast(value.reshape(-1).view(torch.uint8), source, group=self.env.cpu_group)
         return value
 
     # Gradients of what several ranks have a copy of.
@@ -255,8 +242,3 @@ def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
         model.named_buffers(remove_duplicate=False),
     )
     return [*((name, p.detach()) for name, p in parameters), *buffers]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a CPU tensor: gloo does not send every dtype."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
