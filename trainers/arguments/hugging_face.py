@@ -38,56 +38,19 @@ class Name:
     instead: str = ""
 
     def is_untouched(self, value: object) -> bool:
+        if isinstance(value, Mapping):
+            rows = [INSIDE.get(self.inside(key)) for key in value]
+            each = zip(rows, value.values(), strict=True)
+            return all(row is not None and row.is_untouched(inner) for row, inner in each)
         return value is None or any(_same(value, default) for default in self.untouched)
+
+    def inside(self, key: Any) -> str:
+        """The name of what is inside its value, in `INSIDE`."""
+        return f"{self.name}.{str(key).removeprefix('fsdp_')}"
 
 
 def _same(value: object, default: object) -> bool:
-    """Equal and of one type; a mapping also where it holds a part of the default."""
-    if isinstance(value, Mapping) and isinstance(default, Mapping):
-        return all(key in default and _same(value[key], default[key]) for key in value)
     return type(value) is type(default) and value == default
-
-
-# Keys of accelerator_config, and the values that hold in AccelTrainer. Its loaders are this
-# project's: no sample comes twice, all processes take equally many steps, the order has a seed,
-# copies do not block, and a run goes on in the middle of an epoch.
-ACCELERATOR: dict[str, tuple[Any, ...]] = {
-    "split_batches": (True, False),
-    "dispatch_batches": (True, False),
-    "even_batches": (True, False),
-    "use_seedable_sampler": (True,),
-    "non_blocking": (True, False),
-    "use_stateful_dataloader": (True, False),
-    "use_configured_state": (False,),
-    "gradient_accumulation_kwargs": (),
-}
-# Those whose values change nothing, and why.
-_ACCELERATOR_SILENT = {
-    "even_batches": "no sample comes twice, and all ranks take equally many steps, with either",
-    "non_blocking": "copies to the device never block",
-    "use_stateful_dataloader": "a run goes on in the middle of an epoch with either",
-}
-_ACCELERATOR_UNTOUCHED = {
-    "split_batches": False,
-    "dispatch_batches": None,
-    "even_batches": True,
-    "use_seedable_sampler": True,
-    "non_blocking": False,
-    "gradient_accumulation_kwargs": None,
-    "use_configured_state": False,
-}
-_FSDP_UNTOUCHED = {
-    "min_num_params": 0,
-    "transformer_layer_cls_to_wrap": [],
-    "xla": False,
-    "xla_fsdp_v2": False,
-    "xla_fsdp_grad_ckpt": False,
-}
-_UNTOUCHED: dict[str, list[Any]] = {
-    "accelerator_config": [_ACCELERATOR_UNTOUCHED],
-    "fsdp_config": ["", _FSDP_UNTOUCHED],
-}
-_LAYERS = "set fsdp2.transformer_layers_path"
 
 
 def _read_table() -> Iterator[Name]:
@@ -96,7 +59,7 @@ def _read_table() -> Iterator[Name]:
         if line.startswith("#"):
             continue
         name, untouched, what, more = [*map(str.strip, line.split("|")), ""][:4]
-        silent = ast.literal_eval(f"[{untouched}]") + _UNTOUCHED.get(name, [])
+        silent = ast.literal_eval(f"[{untouched}]")
         kind, what_for = _KINDS.get(what[0], "refused"), what.lstrip("=~ ")
         if kind != "alias":
             yield Name(name, kind, silent, reason=what_for, instead=more)
@@ -108,7 +71,9 @@ def _read_table() -> Iterator[Name]:
 
 
 _KINDS: dict[str, Kind] = {"=": "alias", "~": "no effect"}
-NAMES = {row.name: row for row in _read_table()}
+_TABLE = {row.name: row for row in _read_table()}
+INSIDE = {name: row for name, row in _TABLE.items() if "=" in name or "." in name}
+NAMES = {name: row for name, row in _TABLE.items() if name not in INSIDE}
 
 # Native names that Hugging Face leaves open: None is no value there, and leaves our default.
 _UNSET = (
@@ -140,7 +105,7 @@ def wishes(row: Name, value: Any) -> Iterator[Wish]:
     if name == "fsdp":
         yield from _wishes_of_fsdp(value)
     elif name == "fsdp_config":
-        yield from _wishes_of_fsdp_config(_read_mapping(name, value))
+        yield from _wishes_of_fsdp_config(row, _read_mapping(name, value))
     elif name == "accelerator_config":
         yield Wish(name, value, name, _read_mapping(name, value))
     elif row.values:
@@ -161,80 +126,65 @@ def _wishes_of_fsdp(value: Any) -> Iterator[Wish]:
     instead = "give full_shard, shard_grad_op, hybrid_shard, offload, auto_wrap, or set fsdp2"
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise InvalidArgument("fsdp", value, f"is of type {type(value).__name__}", instead)
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    meanings: dict[str, tuple[str, Any]] = {
-        "full_shard": ("reshard_after_forward", True),
-        "shard_grad_op": ("reshard_after_forward", False),
-        "hybrid_shard": ("reshard_after_forward", int(local) if local.isdigit() else None),
-        "offload": ("cpu_offload", True),
-        "auto_wrap": ("shard_transformer_layers", True),
-    }
     faults = []
     for word in words:
-        target, meaning = meanings.get(word, ("", None))
-        reason = "unknown"
-        if word == "no_shard":
-            reason, instead = "nothing would be sharded", "use DDPTrainer"
-        elif target and meaning is None:
+        row = INSIDE.get(f"fsdp={word}")
+        meaning = None if row is None else row.values.get(True)
+        if word == "hybrid_shard" and (ranks := os.environ.get("LOCAL_WORLD_SIZE", "")).isdigit():
+            meaning = int(ranks)
+        if row is not None and meaning is not None:
+            yield Wish(row.name, meaning, row.target, meaning, firm=True)
+        elif word == "hybrid_shard":
             reason = "the launcher does not say the ranks per node (LOCAL_WORLD_SIZE)"
-            instead = "set fsdp2.reshard_after_forward to their number"
-        elif target:
-            yield Wish(f"fsdp={word}", meaning, f"fsdp2.{target}", meaning, firm=True)
-            continue
-        faults.append(InvalidArgument("fsdp", word, reason, instead))
+            other = "set fsdp2.reshard_after_forward to their number"
+            faults.append(InvalidArgument("fsdp", word, reason, other))
+        else:
+            reason, other = ("unknown", instead) if row is None else (row.reason, row.instead)
+            faults.append(InvalidArgument("fsdp", word, reason, other))
     raise_any(faults)
 
 
-def _wishes_of_fsdp_config(config: Mapping[str, Any]) -> Iterator[Wish]:
+def _wishes_of_fsdp_config(of: Name, config: Mapping[str, Any]) -> Iterator[Wish]:
     faults = []
-    for key, inner in config.items():
-        name, shown = key.removeprefix("fsdp_"), f"fsdp_config.{key}"
-        if inner is None or inner == "" or _same(inner, _FSDP_UNTOUCHED.get(name)):
+    for key, value in config.items():
+        row, shown = INSIDE.get(of.inside(key)), f"fsdp_config.{key}"
+        silent = value in (None, "") or (row is not None and row.is_untouched(value))
+        if silent or (key in ("version", "fsdp_version") and _same(value, 2)):
             continue
-        reason, instead = "FSDP2Trainer has no such setting", "leave it out, or set fsdp2"
-        if name in ("reshard_after_forward", "cpu_offload"):
-            yield Wish(shown, inner, f"fsdp2.{name}", inner, firm=True)
+        if row is None or row.kind != "alias":
+            known = (
+                INSIDE["fsdp_config.xla"] if row is None else row
+            )  # which says what all others do
+            reason, instead = known.reason, known.instead
+        elif row.values and not isinstance(value, bool):
+            reason, instead = f"is of type {type(value).__name__}", "give True or False"
+        else:
+            yield Wish(shown, value, row.target, value, firm=not row.values)
             continue
-        if name == "activation_checkpointing":
-            if inner is True:
-                yield Wish(shown, inner, "gradient_checkpointing", True)
-            if isinstance(inner, bool):
-                continue
-            reason, instead = f"is of type {type(inner).__name__}", "give True or False"
-        elif name == "version":
-            if _same(inner, 2):
-                continue
-            reason, instead = "only FSDP2 is supported", "set version 2, or leave it out"
-        elif name in ("min_num_params", "transformer_layer_cls_to_wrap"):
-            reason, instead = "modules are not wrapped by size or class", _LAYERS
-        faults.append(InvalidArgument(shown, inner, reason, instead))
+        faults.append(InvalidArgument(shown, value, reason, instead))
     raise_any(faults)
 
 
 def accelerator_silent(settings: Mapping[str, Any]) -> Iterator[str]:
     """Settings that are not at their default, and change nothing."""
-    for name, why in _ACCELERATOR_SILENT.items():
-        default = _ACCELERATOR_UNTOUCHED.get(name, False)
-        if settings.get(name, default) is not default:
-            yield f"accelerator_config.{name} ({why})"
+    for name, value in settings.items():
+        row = INSIDE.get(f"accelerator_config.{name}")
+        if row is not None and row.kind == "no effect" and not row.is_untouched(value):
+            yield f"{row.name} ({row.reason})"
 
 
 def accelerator_faults(settings: Mapping[str, Any]) -> Iterator[InvalidArgument]:
     """Settings of the Accelerator's loaders that AccelTrainer cannot follow."""
     for name, value in settings.items():
-        allowed = ACCELERATOR.get(name)
-        if allowed is not None and any(_same(value, one) for one in allowed):
-            continue
-        if allowed is None:
+        shown, is_flag = f"accelerator_config.{name}", isinstance(value, bool)
+        row = INSIDE.get(shown)
+        if row is None:
+            known = [each.rpartition(".")[2] for each in INSIDE if each.startswith("accelerator")]
             reason = "AccelTrainer's loaders have no such setting"
-            instead = f"there are {', '.join(ACCELERATOR)}"
-        else:
-            reason = "not supported" if value else "AccelTrainer's loaders always do it"
-            if not isinstance(value, bool):
-                reason = f"is of type {type(value).__name__}"
-            choices = " or ".join(map(str, allowed))
-            instead = f"give {choices}" if choices else "leave it out"
-        yield InvalidArgument(f"accelerator_config.{name}", value, reason, instead)
+            yield InvalidArgument(shown, value, reason, f"there are {', '.join(known)}")
+        elif not row.is_untouched(value) and not (is_flag and row.kind != "refused"):
+            reason = row.reason if is_flag else f"is of type {type(value).__name__}"
+            yield InvalidArgument(shown, value, reason, row.instead or "give True or False")
 
 
 def _read_mapping(name: str, value: Any) -> dict[str, Any]:

@@ -7,46 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .errors import InvalidArgument
+from .hugging_face import INSIDE
 
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit")
 OPTIMIZERS = (*ADAM, "adafactor", "sgd", "adagrad", "rmsprop")
 
-# What is needed for it, what could be used instead, names.
-_REFUSED = (
-    ("torch_xla", "adamw_torch", "adamw_torch_xla"),
-    ("torch_npu", "adamw_torch_fused", "adamw_torch_npu_fused"),
-    ("apex", "adamw_torch_fused", "adamw_apex_fused"),
-    ("torchdistx", "adamw_torch", "adamw_anyprecision"),
-    (
-        "bitsandbytes",
-        "adamw_torch_8bit",
-        "adamw_bnb_8bit adamw_8bit paged_adamw_32bit paged_adamw_8bit",
-    ),
-    (
-        "bitsandbytes",
-        "",
-        "lion_32bit lion_8bit paged_lion_32bit paged_lion_8bit "
-        "rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit",
-    ),
-    ("bitsandbytes >= 0.44", "", "ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit"),
-    ("schedulefree", "", "schedule_free_adamw schedule_free_radam schedule_free_sgd"),
-    (
-        "galore_torch",
-        "",
-        "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise "
-        "galore_adamw_8bit_layerwise galore_adafactor_layerwise",
-    ),
-    ("apollo_torch", "", "apollo_adamw apollo_adamw_layerwise"),
-    ("lomo-optim", "", "lomo adalomo"),
-    ("grokadamw", "", "grokadamw"),
-    ("torch-optimi and torchdistx", "", "stable_adamw"),
-)
 # Name -> (reason, what to use besides optimizer_factory).
 REFUSED_OPTIMIZERS = {
-    name: (f"needs the package {package}, which is not used here", instead)
-    for package, instead, names in _REFUSED
-    for name in names.split()
-} | {"adamw_hf": ("removed upstream", "adamw_torch")}
+    name.partition("=")[2]: (row.reason, row.instead)
+    for name, row in INSIDE.items()
+    if name.startswith("optim=")
+}
 
 _OWN_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 _OWN_FIELDS_OF_ADAM = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
