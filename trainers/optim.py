@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .arguments.native import SCHEDULES
 from .arguments.optimizer_options import ADAM, options_in
 
 logger = logging.getLogger(__name__)
+debugging = logging.getLogger("ckpt_trainers.debugging")
 
 DEFAULT_GROUP = "default"
 
@@ -83,7 +84,9 @@ def make_optimizer(
     """
     made_of = parameter_groups(model, groups, keep_empty=not isinstance(model, nn.Module))
     if getattr(args, "debug_optimizer_groups", False):
-        _log_groups(model, made_of)
+        of = {id(p): group["name"] for group in made_of for p in group["params"]}
+        for name, p in parameter_names(model):
+            debugging.info("optimizer group %s: %s %s", of[id(p)], name, list(p.shape))
     if factory is not None:
         optimizer = factory(made_of)
     else:
@@ -176,13 +179,6 @@ def _unwrapped(module: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def _log_groups(model: Models, groups: Iterable[Mapping[str, Any]]) -> None:
-    of = {id(parameter): group["name"] for group in groups for parameter in group["params"]}
-    debugging = logging.getLogger("ckpt_trainers.debugging")
-    for name, parameter in parameter_names(model):
-        debugging.info("optimizer group %s: %s %s", of[id(parameter)], name, list(parameter.shape))
-
-
 Factor = Callable[[int], float]
 
 
@@ -212,7 +208,10 @@ def schedule(
         raise InvalidArgument("lr_scheduler_kwargs", kwargs, reason, "leave it out")
     span = max(1, total_steps - warmup_steps)
 
-    def decay(done: int) -> float:
+    def factor(step: int) -> float:
+        if step < warmup_steps and kind != "constant":
+            return step / warmup_steps
+        done = step - warmup_steps
         progress = min(max(done / span, 0.0), 1.0)
         if kind == "linear":
             return 1.0 - progress
@@ -226,11 +225,6 @@ def schedule(
             return float((1.0 - progress) ** options["power"])
         return 1.0
 
-    def factor(step: int) -> float:
-        if step < warmup_steps and kind != "constant":
-            return step / warmup_steps
-        return decay(step - warmup_steps)
-
     return factor
 
 
@@ -241,9 +235,6 @@ class StepSchedule(LambdaLR):
     total number of steps nor the old base rates come back with the state. Rates that are tensors
     are changed in place.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
-        super().__init__(optimizer, factor)
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch}
@@ -282,9 +273,7 @@ def make_scheduler(
         return factory(optimizer)
     warmup = args.warmup(total_steps)
     if args.lr_scheduler_type == "constant" and warmup:
-        logger.info(
-            "the schedule 'constant' has no warm-up: %d warm-up steps have no effect", warmup
-        )
-    return StepSchedule(
-        optimizer, schedule(args.lr_scheduler_type, warmup, total_steps, args.lr_scheduler_kwargs)
-    )
+        text = "the schedule 'constant' has no warm-up: %d warm-up steps have no effect"
+        logger.info(text, warmup)
+    kind, kwargs = args.lr_scheduler_type, args.lr_scheduler_kwargs
+    return StepSchedule(optimizer, schedule(kind, warmup, total_steps, kwargs))

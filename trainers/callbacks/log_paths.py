@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +55,7 @@ def choose_logging_dir(args: Any, env: Any, metadata: Mapping[str, Any]) -> str:
     The same on all ranks."""
     if args.logging_dir is not None:
         return str(args.logging_dir)
-    chosen = os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{env.host}")
+    chosen = os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{socket.gethostname()}")
     stored = metadata.get("logging_dir")
     if env.rank == 0 and stored is not None and path_in_root(stored, args.output_dir) is not None:
         chosen = stored

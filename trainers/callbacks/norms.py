@@ -22,17 +22,6 @@ def _is_spread(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
-def is_shell(model: Any) -> bool:
-    """Whether there are no weights in it: a pipeline trainer's model."""
-    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return first is None or first.is_meta
-
-
-def is_spread(model: nn.Module) -> bool:
-    """Whether all ranks have to take part in a norm."""
-    return any(map(_is_spread, model.parameters()))
-
-
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of squares of each, on the device. Collective, on all ranks, where tensors are spread
     over ranks."""
@@ -71,9 +60,11 @@ class _Watcher(TrainerCallback):
         self._off = True
 
     def _takes_part(self, state: TrainerState, model: Any) -> bool:
-        if not self._off and is_shell(model):
+        parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+        if not self._off and (not parameters or parameters[0].is_meta):  # a pipeline's shell
             self._turn_off(state, "the model has no weights here")
-        return not self._off and (state.is_world_process_zero or is_spread(model))
+        # All ranks, where parameters are spread over them.
+        return not self._off and (state.is_world_process_zero or any(map(_is_spread, parameters)))
 
 
 class WeightNormLogger(_Watcher):
@@ -157,15 +148,12 @@ class ParameterNormLogger(_NormFile):
         if not self._takes_part(state, model):
             return
         parameters = dict(model.named_parameters())
-        record: dict[str, Any] = {}
         norms = squared_norms(list(parameters.values())).sqrt().tolist()
         found = dict(zip(parameters, norms, strict=True))
-        if self.log_norms:
-            record["norms"] = found
+        record = {"norms": found} if self.log_norms else {}
         if self.log_spectral_norms:
-            record["spectral_norms"] = self._spectral_norms(
-                parameters, found, state.is_world_process_zero
-            )
+            wanted = state.is_world_process_zero
+            record["spectral_norms"] = self._spectral_norms(parameters, found, wanted)
         self.write(state, record)
 
     @torch.no_grad()

@@ -5,16 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from operator import length_hint
 from typing import Any, TextIO
+
+from tqdm import tqdm
 
 from ..arguments import InvalidArgument
 from .metrics import largest_in_gib
 from .protocol import TrainerCallback, TrainerState
-
-
-def _gib(value: Any) -> str:
-    return f"{largest_in_gib(value):.2f} GiB"
-
 
 # metric -> label, width, fmt: a format specification or a function.
 STEP_COLUMNS: dict[str, dict[str, Any]] = {
@@ -114,8 +112,6 @@ class ProgressCallback(TrainerCallback):
             self.stream.flush()
 
     def _bar(self, **kwargs: Any) -> Any:
-        from tqdm import tqdm
-
         return tqdm(file=self.stream, dynamic_ncols=True, **kwargs)
 
     def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
@@ -129,8 +125,7 @@ class ProgressCallback(TrainerCallback):
     def _wants_bars(self, args: Any) -> bool:
         if self.use_tqdm is not None:
             return self.use_tqdm
-        isatty = getattr(self.stream, "isatty", None)
-        on_terminal = isatty is not None and isatty()
+        on_terminal = getattr(self.stream, "isatty", bool)()
         return bool(on_terminal and not getattr(args, "disable_tqdm", None))
 
     def on_step_end(self, state: TrainerState, **kwargs: Any) -> None:
@@ -182,10 +177,8 @@ class ProgressCallback(TrainerCallback):
             return
         if self._eval_bar is None and self._wants_bars(args):
             total = self._eval_batches
-            if total is None:
-                total = _length(eval_dataloader)
-                if total is not None and state.max_eval_steps > 0:
-                    total = min(total, state.max_eval_steps)
+            if total is None and (length := length_hint(eval_dataloader, -1)) >= 0:
+                total = min(length, state.max_eval_steps if state.max_eval_steps > 0 else length)
             self._eval_bar = self._bar(total=total, unit="batch", desc="eval", leave=False)
         if self._eval_bar is not None:
             self._eval_bar.update()
@@ -217,10 +210,3 @@ class ProgressCallback(TrainerCallback):
             if bar is not None:
                 bar.close()
         self._eval_bar = self._train_bar = None
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return None if loader is None else len(loader)
-    except (TypeError, NotImplementedError):
-        return None

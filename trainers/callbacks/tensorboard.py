@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,12 @@ log = logging.getLogger(__name__)
 
 
 def _summary_writer() -> Any:
+    """The class: a second of imports, only for who wants it."""
     try:
-        from torch.utils.tensorboard import (
-            SummaryWriter,
-        )  # a second of imports, only for who wants it
+        return import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError as error:
-        raise ImportError(
-            "ResumableSummaryWriter needs tensorboard: pip install tensorboard"
-        ) from error
-    return SummaryWriter
+        text = "ResumableSummaryWriter needs tensorboard: pip install tensorboard"
+        raise ImportError(text) from error
 
 
 class ResumableSummaryWriter(KeptLog):
@@ -73,9 +71,8 @@ class ResumableSummaryWriter(KeptLog):
         if self._writer is None:
             make, where = _summary_writer(), self.log_dir
             if where is None:
-                raise ValueError(
-                    "ResumableSummaryWriter: no log_dir, and the trainer has no logging_dir"
-                )
+                text = "ResumableSummaryWriter: no log_dir, and the trainer has no logging_dir"
+                raise ValueError(text)
             path, step = self.find(Path(where))
             # Events of the step itself were there when the checkpoint was made.
             self._writer = make(str(path), purge_step=step + 1 if step else None)
@@ -145,12 +142,9 @@ class TBLogger(TrainerCallback):
             if changes is None:
                 self.scalars.pop(tag, None)
             else:
-                unknown = changes.keys() - {"source", "transform"}
-                if unknown:
-                    raise ValueError(
-                        f"scalars[{tag!r}] has {sorted(unknown)}; it may have 'source' and "
-                        "'transform'"
-                    )
+                if unknown := sorted(changes.keys() - {"source", "transform"}):
+                    may = "it may have 'source' and 'transform'"
+                    raise ValueError(f"scalars[{tag!r}] has {unknown}; {may}")
                 self.scalars[tag] = {**self.scalars.get(tag, {}), **changes}
         self._written: dict[str, int] = {}  # tag -> step: each step has one value
 
@@ -158,8 +152,14 @@ class TBLogger(TrainerCallback):
         self, args: Any, state: TrainerState, model: Any = None, **kwargs: Any
     ) -> None:
         self._written.clear()
-        if isinstance(self.writer, ResumableSummaryWriter):
-            self._note_written(state)
+        # What the step that a run is resumed at has in its curves: an evaluation at the start is
+        # not added again.
+        goes_on = isinstance(self.writer, ResumableSummaryWriter)
+        for entry in state.log_history if goes_on else ():
+            if entry["step"] == state.global_step:
+                sources = {tag: how.get("source", tag) for tag, how in self.scalars.items()}
+                there = {tag for tag, source in sources.items() if entry.get(source) is not None}
+                self._written |= dict.fromkeys(there, state.global_step)
         if not state.is_world_process_zero:
             return
         if self.experiment_info is not None:
@@ -172,15 +172,6 @@ class TBLogger(TrainerCallback):
         }
         self._text("training_info", facts, state)
         self.writer.flush()
-
-    def _note_written(self, state: TrainerState) -> None:
-        """What the step that a run is resumed at has in its curves: an evaluation at the start is
-        not added again."""
-        for entry in state.log_history:
-            if entry["step"] == state.global_step:
-                for tag, options in self.scalars.items():
-                    if entry.get(options.get("source", tag)) is not None:
-                        self._written[tag] = state.global_step
 
     def _text(self, tag: str, content: Any, state: TrainerState) -> None:
         text = content if isinstance(content, str) else json.dumps(plain(content), indent=2)
@@ -207,9 +198,7 @@ class TBLogger(TrainerCallback):
             self.writer.flush()
 
     def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self._scalars(metrics, state.global_step)
-            self.writer.flush()
+        self.on_log(state, metrics)
 
     def on_train_end(self, state: TrainerState, **kwargs: Any) -> None:
         if state.is_world_process_zero:

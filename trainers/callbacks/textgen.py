@@ -124,9 +124,8 @@ def _prompts(prompts: Any) -> list[str]:
         where = f" ({prompts})"
         prompts = yaml.safe_load(Path(prompts).read_text(encoding="utf-8"))
     if not isinstance(prompts, list | tuple) or not all(isinstance(p, str) for p in prompts):
-        raise ValueError(
-            f"prompts{where}: give a list of texts, or the path of a YAML file that holds one"
-        )
+        instead = "give a list of texts, or the path of a YAML file that holds one"
+        raise ValueError(f"prompts{where}: {instead}")
     return list(prompts)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -96,13 +95,8 @@ class DistributedEnvironment:
             # there.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
-            dist.init_process_group(
-                _backend(args, device),
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timeout,
-            )
+            how = {"rank": rank, "world_size": world_size, "timeout": timeout}
+            dist.init_process_group(_backend(args, device), store=store, **how)
         elif args.ddp_timeout != type(args)().ddp_timeout:
             log.warning("ddp_timeout has no effect: the process group is running already")
         node_rank = int(os.environ.get("GROUP_RANK", "0"))
@@ -134,10 +128,9 @@ class DistributedEnvironment:
 
     def max_flags(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over the ranks."""
-        result: list[int] = self.begin_max(values)()
-        return result
+        return self.begin_max(values)()
 
-    def begin_max(self, values: Sequence[int]) -> Any:
+    def begin_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Begin `max_flags` in the background; call what is returned for the result."""
         if self.world_size == 1:
             return lambda: list(values)
@@ -166,14 +159,10 @@ class DistributedEnvironment:
             dist.destroy_process_group()
         self.started = False
 
-    @property
-    def host(self) -> str:
-        return socket.gethostname()
-
 
 def _backend(args: Any, device: torch.device) -> str:
     """A CPU group must exist beside that of the device: for flags, and for what is offloaded."""
-    wanted = args.ddp_backend or ("nccl" if device.type == "cuda" else "gloo")
+    wanted: str = args.ddp_backend or ("nccl" if device.type == "cuda" else "gloo")
     return (
-        f"cpu:gloo,{device.type}:{wanted}" if device.type != "cpu" and wanted != "gloo" else wanted
+        wanted if "cpu" in device.type or wanted == "gloo" else f"cpu:gloo,{device.type}:{wanted}"
     )
