@@ -114,6 +114,7 @@ class Trainer:
     arguments_class: ClassVar[type[Any]] = TrainingArguments
     evaluates_in_step: ClassVar[bool] = False  # ranks must run equally many evaluation batches
     fixed_shapes: ClassVar[bool] = False  # batches shorter than the others cannot be used
+    pipe_schedule_factory: Any = None
 
     # What is not there until something makes it.
     optimizer: Any = None
@@ -188,23 +189,21 @@ class Trainer:
         if not self.args.save_safetensors and self.rank == 0:
             why = "nothing here pickles, so weights are safetensors always"
             log.warning("save_safetensors=False has no effect: %s", why)
-        parts = self.parts()
-        self.args.check_parts(self.kind, **parts)
-        if parts["optimizer_factory"] is None and parts["optimizer_cls_and_kwargs"] is None:
+        factory, kwargs = self.optimizer_choice["factory"], self.optimizer_choice["cls_and_kwargs"]
+        self.args.check_parts(
+            self.kind,
+            model=self.builder.model,
+            model_init=self.builder.model_init,
+            eval_dataset=self.eval_dataset,
+            compute_loss_func=self.compute_loss_func,
+            fused_loss_factory=self.fused_loss_factory,
+            optimizer_factory=factory,
+            optimizer_cls_and_kwargs=kwargs,
+            enable_activation_checkpoint_fn=self.builder.enable_checkpointing,
+            pipe_schedule=self.pipe_schedule_factory,
+        )
+        if factory is None and kwargs is None:
             optimizer_class(self.args)  # its package is there, and its class has the options
-
-    def parts(self) -> dict[str, Any]:
-        """What was given besides the arguments and has to go with them."""
-        return {
-            "model": self.builder.model,
-            "model_init": self.builder.model_init,
-            "eval_dataset": self.eval_dataset,
-            "compute_loss_func": self.compute_loss_func,
-            "fused_loss_factory": self.fused_loss_factory,
-            "optimizer_factory": self.optimizer_choice["factory"],
-            "optimizer_cls_and_kwargs": self.optimizer_choice["cls_and_kwargs"],
-            "enable_activation_checkpoint_fn": self.builder.enable_checkpointing,
-        }
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
@@ -245,7 +244,7 @@ class Trainer:
         per_epoch = args.epoch_train_steps
         if batches is not None:
             per_epoch = -(-batches // args.gradient_accumulation_steps)
-        return math.ceil(float(args.num_train_epochs) * int(per_epoch))
+        return math.ceil(args.num_train_epochs * per_epoch)
 
     # The run.
 
@@ -257,11 +256,11 @@ class Trainer:
             self.checkpoints = until_the_end.enter_context(self.open_checkpoints())
             resumed_from = self.go_on()
             if self.is_over():
+                done, last = self.state.global_step, self.state.max_steps
                 if self.rank == 0:
-                    done, last = self.state.global_step, self.state.max_steps
                     log.info("nothing to do: step %d of %d is reached", done, last)
                 self.load_best()
-                return TrainResult(self.state.global_step, 0, resumed_from, self.state.log_history)
+                return TrainResult(done, 0, resumed_from, self.state.log_history)
             until_the_end.callback(self.loader.close)
             self.check_interrupt = until_the_end.enter_context(lasting_interrupt())
             try:
@@ -324,11 +323,9 @@ class Trainer:
             now = f"{self.world_size} (random streams start anew)"
             changed.append(f"number of ranks {ranks} -> {now}")
         if changed:
-            log.warning(
-                "changed since the checkpoint: %s. The states of optimizer, schedule and data "
-                "position come from the checkpoint all the same",
-                ", ".join(changed),
-            )
+            kept = "The states of optimizer, schedule and data position come from the checkpoint"
+            text = "changed since the checkpoint: %s. %s all the same"
+            log.warning(text, ", ".join(changed), kept)
 
     def is_over(self) -> bool:
         """Whether there is nothing left to do: the last step is reached, or a callback had ended
@@ -554,12 +551,9 @@ class Trainer:
         """What was measured at this step, for the manifest."""
         history = self.state.log_history
         found = history[-1] if history and history[-1]["step"] == self.state.global_step else {}
-        names = ("loss", "grad_norm", "learning_rate", "epoch")
-        return {
-            name: value
-            for name, value in found.items()
-            if isinstance(value, int | float) and (name in names or name.startswith("eval_"))
-        }
+        kept = ("loss", "grad_norm", "learning_rate", "epoch", "eval_")
+        numbers = {name: v for name, v in found.items() if isinstance(v, int | float)}
+        return {name: v for name, v in numbers.items() if name.startswith(kept)}
 
     def announce(self, count: int) -> None:
         """on_checkpoint_commit, where the last of `count` saves was not announced yet. On all
@@ -597,12 +591,16 @@ class Trainer:
         if dataset is None:
             raise InvalidArgument("eval_dataset", None, "nothing to evaluate", "give one")
         self.fill_weights()
-        return self.complete_metrics(self.measure(dataset, "eval"))
+        metrics: dict[str, Any] = self.measure(dataset, "eval")
+        self.fire("on_evaluate", metrics=metrics)
+        metrics = plain_numbers(metrics, "on_evaluate")  # with what callbacks have added
+        self.state.note(metrics)
+        return metrics
 
     def evaluate_now(self, counts: bool = True) -> bool:
         """Evaluate as a part of training. Whether it was the best so far; counts: whether it may
         be."""
-        metrics = self.complete_metrics(self.measure(self.eval_dataset, "eval"))
+        metrics = self.evaluate()
         self.measured_step = self.state.global_step
         return counts and self.note_best(metrics)
 
@@ -661,14 +659,6 @@ class Trainer:
             },
         )
 
-    def complete_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The metrics of an evaluation with what callbacks add, as plain numbers, in the history
-        too."""
-        self.fire("on_evaluate", metrics=metrics)
-        metrics = plain_numbers(metrics, "on_evaluate")
-        self.state.note(metrics)
-        return metrics
-
     def note_best(self, metrics: Mapping[str, Any]) -> bool:
         """Whether these metrics, those of rank 0, are the best so far. On all ranks.
 
@@ -677,10 +667,8 @@ class Trainer:
         state, args, rule = self.state, self.args, best_rule(self.args)
         # What callbacks add may be known on rank 0 alone.
         value, names = self.env.broadcast_object((metrics.get(rule.metric), sorted(metrics)))
-        matters = (
-            args.load_best_model_at_end or args.preserve_best_model or args.save_strategy == "best"
-        )
-        if value is None and matters:
+        keeps = args.load_best_model_at_end or args.preserve_best_model
+        if value is None and (keeps or args.save_strategy == "best"):
             given, reason = args.metric_for_best_model, f"evaluations give {', '.join(names)}"
             instead = f"name one of these, or let a callback add {rule.metric} in on_evaluate"
             raise InvalidArgument("metric_for_best_model", given, reason, instead)
@@ -716,11 +704,9 @@ class Trainer:
 
     def use_args(self) -> Any:
         """The arguments as callbacks see them: with what was left open filled in."""
-        env, size = self.env, self.data_parallel[1]
-        here = Process(
-            env.rank, env.local_rank, env.world_size, size, self.device, self.logging_dir
-        )
-        return self.args.as_seen_by_callbacks(here)
+        env, ranks = self.env, self.data_parallel[1]
+        here = (env.rank, env.local_rank, env.world_size, ranks, self.device, self.logging_dir)
+        return self.args.as_seen_by_callbacks(Process(*here))
 
     def callback_extras(self) -> dict[str, Any]:
         return {
@@ -880,7 +866,8 @@ class Trainer:
     # and who shares which state.
 
     def model_components(self) -> list[StateComponent]:
-        shared = SharingPattern.GLOBAL if self.world_size == 1 else SharingPattern.REPLICATED
+        alone = self.world_size == 1
+        shared = SharingPattern.GLOBAL if alone else SharingPattern.REPLICATED
         return self.components_of(self.model, self.model, shared)
 
     def components_of(

@@ -116,32 +116,27 @@ def native_name(name: str) -> str:
     return row.target if row is not None and row.kind == "alias" else name
 
 
-@cache
-def _adapter(cls: type) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
+adapter = cache(TypeAdapter)
 
 
 def _build(cls: type[Arguments], given: Mapping[str, Any]) -> Any:
     values = {name: _plain(value) for name, value in given.items()}
     faults = list(_translate(cls, values))
     try:
-        made = _adapter(cls).validate_python(values)
+        made = adapter(cls).validate_python(values)
     except ValidationError as error:
-        faults += _faults_of(error, cls, values)
-    else:
-        if not faults:
-            faults += _conflicts(made)
+        raise_any([*faults, *_faults_of(error, cls, values)])
+        raise
+    if not faults:
+        faults += made.conflicts()
+        for name in arguments_of(cls):
+            group = getattr(made, name)
+            faults += [
+                InvalidArgument(f"{name}.{fault.name}", fault.value, fault.reason, fault.instead)
+                for fault in (group.conflicts() if isinstance(group, Arguments) else ())
+            ]
     raise_any(faults)
     return made
-
-
-def _conflicts(made: Arguments) -> Iterator[InvalidArgument]:
-    yield from made.conflicts()
-    for name in arguments_of(type(made)):
-        if isinstance(group := getattr(made, name), Arguments):
-            for fault in group.conflicts():
-                path = f"{name}.{fault.name}"
-                yield InvalidArgument(path, fault.value, fault.reason, fault.instead)
 
 
 def _plain(value: Any) -> Any:
@@ -253,7 +248,7 @@ def _not_ours(cls: type[Arguments], name: str, value: Any) -> InvalidArgument:
         if name in owner.__annotations__ or target in owner.__annotations__
     ]
     if owners:
-        listed = " and ".join([", ".join(owners[:-1]), owners[-1]] if owners[1:] else owners)
+        listed = " and ".join([", ".join(owners[:-1]), *owners[-1:]]).removeprefix(" and ")
         instead = f"use {listed.replace(' and ', ' or ')}, or leave it out"
         return InvalidArgument(name, value, f"an argument of {listed} only", instead)
     return unknown_name(name, value, arguments_of(cls))

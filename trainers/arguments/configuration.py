@@ -58,16 +58,15 @@ def load_configuration(
     """
     values: dict[str, Any] = {}
     if path is not None:
-        instead = "write name: value lines"
+        loaded, reason = None, "holds no mapping of names to values"
         try:
-            loaded = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+            loaded = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader) or {}
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             reason = f"is not YAML: {error}"
-            raise InvalidArgument("configuration", str(path), reason, instead) from None
-        if loaded is not None and not isinstance(loaded, Mapping):
-            reason = "holds no mapping of names to values"
+        if not isinstance(loaded, Mapping):
+            instead = "write name: value lines"
             raise InvalidArgument("configuration", str(path), reason, instead)
-        values = {str(name): value for name, value in (loaded or {}).items()}
+        values = {str(name): value for name, value in loaded.items()}
     for word in overrides:
         name, equals, text = word.partition("=")
         if not equals:

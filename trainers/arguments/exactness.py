@@ -77,33 +77,24 @@ def computed(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in ("ddp", "post_local_sgd", "fsdp2") and isinstance(value, Mapping):
             found.update({f"{name}.{inner}": given for inner, given in value.items()})
-        elif name == "device":
-            found[name] = (
-                None if value is None else str(value).partition(":")[0]
-            )  # which of the GPUs does not matter
+        elif name == "device":  # which of the GPUs does not matter
+            found[name] = None if value is None else str(value).partition(":")[0]
         else:
             found[name] = value
     if isinstance(found.get("optim_args"), str):
         with suppress(InvalidArgument):
             found["optim_args"] = plain(options_in(found["optim_args"]))
     # What another argument overrules does nothing, and some values say the same as others.
-    limited = _number(found.get("max_steps")) > 0
-    same = {
-        "num_train_epochs": None if limited else found.get("num_train_epochs"),
-        "max_steps": found.get("max_steps") if limited else -1,
-        "warmup_ratio": None
-        if _number(found.get("warmup_steps")) > 0
-        else found.get("warmup_ratio"),
-        "mixed_precision": None
-        if found.get("mixed_precision") == "no"
-        else found.get("mixed_precision"),
-        "optim_args": found.get("optim_args") or None,
-    }
-    return found | {name: value for name, value in same.items() if name in found}
+    overruled: dict[str, Any] = {"optim_args": None} if not found.get("optim_args") else {}
+    overruled |= {"mixed_precision": None} if found.get("mixed_precision") == "no" else {}
+    overruled |= {"warmup_ratio": None} if _above_0(found.get("warmup_steps")) else {}
+    limited = _above_0(found.get("max_steps"))
+    overruled |= {"num_train_epochs": None} if limited else {"max_steps": -1}
+    return found | {name: value for name, value in overruled.items() if name in found}
 
 
-def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) else 0
+def _above_0(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 def digest(values: Mapping[str, Any]) -> str:

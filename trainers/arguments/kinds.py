@@ -77,9 +77,8 @@ class Argument:
     def allowed(self) -> str:
         """What may be given, in words."""
         words = [_spelled(member) for member in _members(self.hint)]
-        whole = {"a whole number above 0", "a number above 0"}
-        if whole <= {*words}:
-            words = ["a number above 0", *(word for word in words if word not in whole)]
+        if "a number above 0" in words:
+            words = [word.replace("a whole number above 0", "a number above 0") for word in words]
         return " or ".join(dict.fromkeys(words)) if words[1:] else words[0].removesuffix(" of them")
 
     def reason_against(self, value: Any) -> str:

@@ -90,14 +90,13 @@ class PipelineTrainer(RanksTrainer):
         args, data = self.args, self.train_dataset
         loss = self.compute_loss_func or self.fused_loss_factory or args.label_smoothing_factor
         if self.model_splitter is None:
-            reason, instead = (
-                "where to cut a model is not known by itself",
-                "such as ByteGPTSplitter()",
-            )
-            raise InvalidArgument("model_splitter", None, reason, f"give one, {instead}")
+            reason = "where to cut a model is not known by itself"
+            instead = "give one, such as ByteGPTSplitter()"
+            raise InvalidArgument("model_splitter", None, reason, instead)
         if not loss:
-            reason, instead = "the last stage's output is no loss", "a splitter with a `loss`"
-            raise InvalidArgument("compute_loss_func", None, reason, f"give one, or {instead}")
+            reason = "the last stage's output is no loss"
+            instead = "give one, or a splitter with a `loss`"
+            raise InvalidArgument("compute_loss_func", None, reason, instead)
         if isinstance(data, DataLoader) and not data.drop_last:
             reason = "its last batch may be shorter than the others"
             instead = "make it with drop_last=True"
@@ -106,9 +105,6 @@ class PipelineTrainer(RanksTrainer):
         if args.pp_stage_type == "v" and args.stages_per_rank != 2:
             reason, given = "a V has two stages a rank", args.stages_per_rank
             raise InvalidArgument("stages_per_rank", given, reason, "set 2")
-
-    def parts(self) -> dict[str, Any]:
-        return {**super().parts(), "pipe_schedule": self.pipe_schedule_factory}
 
     @property
     def data_parallel(self) -> tuple[int, int]:

@@ -107,20 +107,14 @@ class ByteGPTSplitter:
         group: dist.ProcessGroup | None,
     ) -> tuple[list[nn.Module], list[PipelineStage]]:
         if not isinstance(model, ByteGPT):
-            raise InvalidArgument(
-                "model_splitter",
-                "ByteGPTSplitter",
-                f"the model is a {type(model).__name__}",
-                "give one for it",
-            )
+            reason = f"the model is a {type(model).__name__}"
+            raise InvalidArgument("model_splitter", "ByteGPTSplitter", reason, "give one for it")
         blocks, last = len(model.blocks), n_stages - 1
         if blocks < n_stages:
-            raise InvalidArgument(
-                "stages_per_rank",
-                n_stages // dist.get_world_size(group),
-                f"{n_stages} stages, and the model has {blocks} blocks",
-                "use fewer ranks or stages, or a model with more blocks",
-            )
+            stages = n_stages // dist.get_world_size(group)
+            reason = f"{n_stages} stages, and the model has {blocks} blocks"
+            instead = "use fewer ranks or stages, or a model with more blocks"
+            raise InvalidArgument("stages_per_rank", stages, reason, instead)
         modules: list[nn.Module] = [
             ByteGPTStage(
                 model,
@@ -131,8 +125,7 @@ class ByteGPTSplitter:
             )
             for index in stage_indices
         ]
-        stages = [
+        return modules, [
             PipelineStage(module, index, n_stages, device, group=group)
             for module, index in zip(modules, stage_indices, strict=True)
         ]
-        return modules, stages

@@ -31,9 +31,8 @@ class Stages:
         self.modules, self.place, self.env = dict(modules), list(place), env
         told = env.gather_objects((list(self.tensors()), list(self.parameters())))
         self.holders: dict[str, list[int]] = {}  # name of a tensor -> the ranks that have it
-        self.trained_by: dict[
-            str, list[int]
-        ] = {}  # the same for parameters, each under its first name only
+        # The same for parameters, each under its first name only.
+        self.trained_by: dict[str, list[int]] = {}
         for rank, (tensors, parameters) in enumerate(told):
             for names, by_name in ((tensors, self.holders), (parameters, self.trained_by)):
                 for name in names:
@@ -57,12 +56,8 @@ class Stages:
             for named in (module.named_parameters, module.named_buffers):
                 for name, tensor in named(remove_duplicate=False):
                     if found.setdefault(name, tensor) is not tensor:
-                        raise InvalidArgument(
-                            "model_splitter",
-                            name,
-                            "two stages of one rank have different tensors of this name",
-                            "let them share it",
-                        )
+                        reason = "two stages of one rank have different tensors of this name"
+                        raise InvalidArgument("model_splitter", name, reason, "let them share it")
         return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -92,21 +87,16 @@ class Stages:
             for n in group[1:]
             if n in self.trained_by and group[0] in self.trained_by
         ]
-        for wrong, reason, instead in (
-            (
-                sorted(unknown),
-                "the model has no tensor of this name",
-                "give stages the names of the model",
-            ),
-            (lost, "is in no stage", "put it in one"),
-            (
-                twice,
-                "is another name of a parameter of another rank",
-                "have it under its first name there too",
-            ),
-        ):
-            if wrong:
-                raise InvalidArgument("model_splitter", wrong[0], reason, instead)
+        if unknown:
+            reason = "the model has no tensor of this name"
+            instead = "give stages the names of the model"
+            raise InvalidArgument("model_splitter", min(unknown), reason, instead)
+        if lost:
+            raise InvalidArgument("model_splitter", lost[0], "is in no stage", "put it in one")
+        if twice:
+            reason = "is another name of a parameter of another rank"
+            instead = "have it under its first name there too"
+            raise InvalidArgument("model_splitter", twice[0], reason, instead)
 
     # Memory and values.
 
@@ -202,11 +192,8 @@ class Stages:
                 before = self.place[number - 1] if number else rank
                 if before != rank:
                     x = self._receive((number - 1, first.shape), before)
-                x = (
-                    modules[number](*x, **others)
-                    if isinstance(x, tuple)
-                    else modules[number](x, **others)
-                )
+                inputs = x if isinstance(x, tuple) else (x,)
+                x = modules[number](*inputs, **others)
                 if number + 1 == len(self.place):
                     outputs.append(x)
                 elif self.place[number + 1] != rank:
@@ -227,18 +214,14 @@ class Stages:
             told: list[Any] = [None]
             dist.recv_object_list(told, source, group=self.env.cpu_group)
             self._metas[key] = told[0]
-        tensors = [
-            torch.empty(shape, dtype=dtype, device=self.env.device)
-            for shape, dtype in self._metas[key]
-        ]
+        metas, device = self._metas[key], self.env.device
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in metas]
         for tensor in tensors:
             dist.recv(tensor, source)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
-    parameters, buffers = (
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    )
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
     return [*((name, p.detach()) for name, p in parameters), *buffers]
