@@ -244,7 +244,7 @@ class Trainer:
         per_epoch = args.epoch_train_steps
         if batches is not None:
             per_epoch = -(-batches // args.gradient_accumulation_steps)
-        return math.ceil(args.num_train_epochs * per_epoch)
+        return math.ceil(float(args.num_train_epochs) * int(per_epoch))
 
     # The run.
 
