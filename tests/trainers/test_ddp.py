@@ -15,6 +15,7 @@ import click
 import pytest
 import torch
 from ckpt_trainers.arguments import DDPTrainingArguments, InvalidArgument
+from ckpt_trainers.callbacks import read_json_array
 from ckpt_trainers.main import main
 from click.testing import CliRunner
 
@@ -343,15 +344,17 @@ def test_a_step_on_ranks_is_the_step_of_one_process_on_all_their_samples(
         "eval_steps=4",
     ]
     words += ["gradient_accumulation_steps=2", "per_device_eval_batch_size=1", "max_data_bytes=264"]
+    words += ["report_to=json", "logging_steps=1"]
     four, one = tmp_path / "four", tmp_path / "one"
-    assert ranks.command(4, [*words, f"output_dir={four}"], tmp_path / "log") == [0] * 4
-    assert ranks.command(
-        1, [*words, f"output_dir={one}", "per_device_train_batch_size=8"], tmp_path / "log"
-    ) == [0]
-    ours, theirs = read_losses(four), read_losses(one)
-    assert [ours[step] for step in range(1, 9)] == pytest.approx(
-        [theirs[step] for step in range(1, 9)], rel=1e-5
+    folders = [f"output_dir={four}", f"logging_dir={four}.logs"]
+    assert ranks.command(4, [*words, *folders], tmp_path / "log") == [0] * 4
+    folders = [f"output_dir={one}", f"logging_dir={one}.logs", "per_device_train_batch_size=8"]
+    assert ranks.command(1, [*words, *folders], tmp_path / "log") == [0]
+    ours, theirs = (
+        [r["loss"] for r in read_json_array(f"{root}.logs/trainer_logs.json") if "loss" in r]
+        for root in (four, one)
     )
+    assert len(ours) == 8 and ours == pytest.approx(theirs, rel=1e-5)
     (evaluated,), (alone,) = scan_root(str(four)), scan_root(str(one))
     assert evaluated.metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"], rel=1e-5)
 
