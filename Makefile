@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Tests start hundreds of processes: without bytecode each of them compiles the packages anew.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo test test-installed stress bench gpu docs lint clean
+.PHONY: env demo test test-installed test-oldest mutations stress bench gpu docs lint clean
 
 env: $(STAMP)
 
@@ -16,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/python -m ckpt_trainers.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not stress'
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not stress'
 
 # A wheel in an environment of its own, which has nothing that the engine does not ask for.
 test-installed: $(STAMP)
