@@ -140,6 +140,16 @@ def explain(comm: Communicator, replicas: Replicas, verdict: ReplicaVerdict) -> 
             _explain_parts(comm, replicas, component, tags)
 
 
+def compared_leaves(replicas: Replicas, component: StateComponent) -> Sequence[TensorLeaf]:
+    """The tensors of this rank's state that other ranks may hold too."""
+    if component.key not in replicas.snapshots:
+        return []
+    leaves = replicas.snapshots[component.key].tensors
+    if not component.sharded:
+        return leaves
+    return [leaves[at] for at, *_ in _shared(replicas, component)]
+
+
 def take_digests(component: StateComponent, leaves: Iterable[TensorLeaf]) -> None:
     """Give leaves that have none yet what they are compared by, where that is quicker for many at
     once: all that lie on accelerators, and of QUICK the small ones on the host."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -30,23 +31,21 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 def fingerprints(tensors: Sequence[torch.Tensor], *, sampled: bool) -> list[bytes]:
     """One for each of `tensors`, which are on one or more accelerators. sampled: of items spread
     over each, both ends included; else of every byte."""
-    parts: list[torch.Tensor] = []
-    counts: list[int] = []
+    batches: dict[Any, list[tuple[int, list[torch.Tensor]]]] = {}
+    result = [b""] * len(tensors)
     with torch.no_grad():
-        for tensor in tensors:
-            found = _sampled(tensor) if sampled else _sums(tensor)
-            parts.append(found)
-            counts.append(found.numel())
-    by_device: dict[torch.device, list[int]] = {}
-    for number, part in enumerate(parts):
-        by_device.setdefault(part.device, []).append(number)
-    result: list[bytes] = [b""] * len(parts)
-    for numbers in by_device.values():
-        host = torch.cat([parts[n] for n in numbers]).cpu().numpy()
-        at = 0
-        for n in numbers:
-            result[n] = content_hash(host[at : at + counts[n]].tobytes())
-            at += counts[n]
+        for number, tensor in enumerate(tensors):
+            parts = _samples(tensor) if sampled else [_sums(tensor)]
+            kind = parts[0].device, parts[0].dtype, parts[0].ndim
+            batches.setdefault(kind, []).append((number, parts))
+        for batch in batches.values():
+            # One kernel and one copy to the host for all of them.
+            items = torch.cat([part for _, parts in batch for part in parts]).cpu().numpy()
+            data, at = items.reshape(-1).view("uint8").data, 0
+            for number, parts in batch:
+                nbytes = sum(part.nbytes for part in parts)
+                result[number] = content_hash(data[at : at + nbytes])
+                at += nbytes
     return result
 
 
@@ -82,11 +81,12 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=tensor.device)
 
 
-def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Items of SAMPLES places of equal distance, and the last ones, as 64-bit integers."""
+def _samples(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Items of SAMPLES places of equal distance, and the last ones, as rows of words; a small
+    tensor as it is."""
     flat = words(tensor).reshape(-1)
     if flat.numel() <= SAMPLES * SAMPLE_ITEMS:
-        return flat.to(torch.int64)
+        return [flat]
     distance = (flat.numel() - SAMPLE_ITEMS) // (SAMPLES - 1)
     spread = flat.as_strided((SAMPLES, SAMPLE_ITEMS), (distance, 1), flat.storage_offset())
-    return torch.cat([spread.reshape(-1), flat[-SAMPLE_ITEMS:]]).to(torch.int64)
+    return [spread, flat[-SAMPLE_ITEMS:].view(1, SAMPLE_ITEMS)]

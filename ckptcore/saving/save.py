@@ -61,7 +61,7 @@ from ..format.values import decode
 from ..ranks.communicator import Communicator, group_index, partitions, view_of_group
 from ..ranks.messages import message
 from ..replicas import compare, shard_table
-from ..replicas.compare import ReplicaReport, Replicas, ReplicaVerdict
+from ..replicas.compare import ReplicaReport, Replicas, ReplicaVerdict, compared_leaves
 from ..replicas.shard_table import Description, PlainValues, ShardTable, StructureVerdict
 from ..state.component import (
     SharingPattern,
@@ -601,9 +601,12 @@ def stage(save: SnapshottedSave, pool: HostPool) -> StagedSave:
     plan: WritePlan | None = None
     try:
         plan = _planned(save)
-        compared = save.compared
+        replicas = save.replicas(save.job.comm)
+        compared = (
+            [(c, compared_leaves(replicas, c)) for c in replicas.components] if replicas else []
+        )
         # They may have to be compared item by item, so everything of them is kept.
-        whole = {c.key for c in compared if c.validated is ValidationLevel.FULL}
+        whole = {c.key for c, _ in compared if c.validated is ValidationLevel.FULL}
         with save.record.phase("stage"):
             copy = copy_into_pool(
                 pool, plan, save.stored, save.snapshots, compared, whole, save.job.workers

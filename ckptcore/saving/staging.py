@@ -152,20 +152,20 @@ def stage(
     plan: WritePlan,
     stored: Mapping[str, StateSnapshot],
     snapshots: Mapping[str, StateSnapshot],
-    compared: Sequence[StateComponent],
+    compared: Sequence[tuple[StateComponent, Sequence[TensorLeaf]]],
     whole: set[str],
     workers: Workers,
 ) -> StagedCopy:
     """Put a copy in the place of every tensor that this rank writes.
 
     stored: what is written of each component; snapshots: this rank's state of it.
-    compared: components whose replicas are compared later. Of what this rank does not write only
-    the digest is kept that they are compared by; but everything of those in `whole`, which may have
-    to be compared item by item.
+    compared: components whose replicas are compared later, each with the tensors that other ranks
+    may hold too. Of what this rank does not write only the digest is kept that they are compared
+    by; but everything of those in `whole`, which may have to be compared item by item.
     """
     copied, size = _offsets(plan, stored, snapshots, whole)
     wanted = {id(t) for t, _ in copied}
-    _keep_digests(compared, snapshots, wanted)
+    _keep_digests(compared, wanted)
     on_devices = any(t.tensor.is_cuda for t, _ in copied)
     block = pool.reserve(size, pinned=on_devices, workers=workers)
     targets = pool.targets(block, copied)
@@ -234,14 +234,14 @@ def _offsets(
 
 
 def _keep_digests(
-    compared: Sequence[StateComponent], snapshots: Mapping[str, StateSnapshot], wanted: set[int]
+    compared: Sequence[tuple[StateComponent, Sequence[TensorLeaf]]], wanted: set[int]
 ) -> None:
     """Digests, taken now, of what is compared and not copied, and of all that is compared on its
     accelerator."""
-    for c in compared:
-        leaves = snapshots[c.key].tensors if c.key in snapshots else []
+    for c, leaves in compared:
         left = [t for t in leaves if id(t) not in wanted and t.spec.alias_of is None]
-        take_digests(c, [*left, *(t for t in leaves if on_accelerator(t.tensor))])
+        away = [t for t in leaves if id(t) in wanted and on_accelerator(t.tensor)]
+        take_digests(c, left + away)
         for t in left:
             if t.digest is None:
                 t.digest = compared_digest(c, t)
