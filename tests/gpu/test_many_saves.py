@@ -1,6 +1,7 @@
 """Memory of the device and pinned memory of the host after a thousand saves, many of which
 fail."""
 
+import gc
 import random
 import shutil
 import tempfile
@@ -73,6 +74,7 @@ def test_memory_is_flat_over_saves_that_fail_at_random(root, device, staging, mo
             faults.log.clear()
             assert not devices._fences
             if number % 100 == 0:
+                gc.collect()  # the state of the test before, too
                 torch.cuda.synchronize()
                 found.append((torch.cuda.memory_allocated(), resident(), locked()))
                 print(staging, number, failed, *found[-1])
