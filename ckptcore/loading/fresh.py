@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
+from collections.abc import Callable, Collection, KeysView, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -15,7 +15,6 @@ from ..arguments import check_threads, checked_options, shown
 from ..errors import InvalidState, UnknownName
 from ..format.layout import Box, LogicalTensor, MeshLayout, volume
 from ..format.manifest import MALFORMED, malformed
-from ..format.tensorfile import tensor_nbytes
 from ..format.values import Opaque, TensorRef, decode, key_leaves, revived
 from ..state.containers import check_parts
 from ..state.layout import (
@@ -32,15 +31,12 @@ from ..state.tree import with_versions
 from ..storage.chunks import default_threads
 from .keys import matches
 from .load import module_versions
-from .placement import known_dtype, reads_into, substituted
+from .placement import Conversion, known_dtype, read_converted, reads_into, substituted
 from .reader import TensorRead
-from .view import CheckpointView, StoredComponent, open_checkpoint, portions_of
+from .view import CheckpointView, StoredComponent, open_checkpoint
 
 Names = str | Collection[str] | Callable[[str], bool]
 Placements = Sequence[Any] | Callable[[str, torch.Size], Sequence[Any] | None]
-
-# Read at a time in the saved dtype, where another one is wanted.
-CONVERTED_BYTES = 64 << 20
 
 
 def load_state(
@@ -269,9 +265,8 @@ class _Layout:
 
 @dataclass(slots=True)
 class _Fresh:
-    """New tensors for stored ones, and what is to be read into them. made: by number; memory: what
-    of them this rank holds, and the box that it is; converted: the numbers of tensors that are
-    read in their own dtype first."""
+    """New tensors for stored ones, and what is to be read into them. made: by number; devices: of
+    what is read into; converted: tensors that are wanted in another dtype."""
 
     view: CheckpointView
     key: str
@@ -280,9 +275,9 @@ class _Fresh:
     dtype: torch.dtype | None
     layout: _Layout | None = None
     made: dict[int, torch.Tensor] = field(default_factory=dict)
-    memory: dict[int, tuple[torch.Tensor, Box]] = field(default_factory=dict)
+    devices: set[torch.device] = field(default_factory=set)
     direct: list[TensorRead] = field(default_factory=list)
-    converted: list[int] = field(default_factory=list)
+    converted: list[Conversion] = field(default_factory=list)
 
     def leaf(self, ref: TensorRef) -> Any:
         if not 0 <= ref.index < len(self.stored.tensors):
@@ -317,47 +312,17 @@ class _Fresh:
             self.view.check_files(p.file for p in self.stored.pieces(number, box) if p.file)
         made = torch.empty(box[1], dtype=dtype, device="cpu" if array else self.device)
         if self.device.type != "meta" and volume(box[1]):
-            self.memory[number] = made, box
+            self.devices.add(made.device)
             if dtype == saved:
                 self.direct += reads_into(self.key, self.stored, number, box, made)
             else:
-                self.converted.append(number)
+                self.converted.append(Conversion(self.key, self.stored, number, saved, box, made))
         if self.layout is None or codes is None:
             return made
         whole: torch.Tensor = self.layout.dtensor(made, codes, tensor.shape)
         return whole
 
     def read(self, threads: int) -> None:
-        synchronize({tensor.device for tensor, _ in self.memory.values()})
+        synchronize(self.devices)
         self.view.files.read(self.direct, threads)
-        for batch in self._batches():
-            staged = [torch.empty(box[1], dtype=dtype) for _, box, dtype in batch]
-            reads: list[TensorRead] = []
-            for (number, box, _), part in zip(batch, staged, strict=True):
-                reads += reads_into(self.key, self.stored, number, box, part)
-            self.view.files.read(reads, threads)
-            for (number, (offset, shape), _), part in zip(batch, staged, strict=True):
-                tensor, (start, _) = self.memory[number]
-                ranges = zip(offset, start, shape, strict=True)
-                tensor[tuple(slice(o - s, o - s + n) for o, s, n in ranges)].copy_(part)
-
-    def _batches(self) -> Iterator[list[tuple[int, Box, torch.dtype]]]:
-        """Boxes of tensors that are converted, as many at a time as may be in memory twice."""
-        batch: list[tuple[int, Box, torch.dtype]] = []
-        nbytes = 0
-        for number in self.converted:
-            tensor = self.stored.tensors[number]
-            dtype = known_dtype(self.view, self.key, tensor)
-            itemsize = tensor_nbytes(tensor.dtype, (1,))
-            start, held = self.memory[number][1]
-            for slices in portions_of(held, itemsize, CONVERTED_BYTES):
-                shape = tuple(part.stop - part.start for part in slices)
-                size = volume(shape) * itemsize
-                if batch and nbytes + size > CONVERTED_BYTES:
-                    yield batch
-                    batch, nbytes = [], 0
-                offset = tuple(s + part.start for s, part in zip(start, slices, strict=True))
-                batch.append((number, (offset, shape), dtype))
-                nbytes += size
-        if batch:
-            yield batch
+        read_converted(self.view.files, self.converted, threads)

@@ -49,6 +49,7 @@ from .placement import (
     RankPosition,
     ReadPlan,
     SharedMemory,
+    read_converted,
     same_bytes,
     shared_memory,
     state_with,
@@ -229,6 +230,8 @@ def load(
     with comm.round("read"), loading.touching():
         synchronize(loading.plan.devices)
         view.files.read(reads, job.io_threads)
+        if converted := loading.plan.converted:
+            read_converted(view.files, converted, job.io_threads)
     try:
         with comm.round("apply"):
             loading.apply()
@@ -579,6 +582,7 @@ class _Loading:
             self.plan,
             skip=skip,
             cast=self.request.cast or getattr(owner, "casts", False),
+            in_portions=not self.request.broadcast,
             host_first=self.request.host_first or self.request.transactional,
         )
         state = state_with(destinations, values, file)

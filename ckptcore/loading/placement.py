@@ -35,9 +35,10 @@ from ..state.modules import ModelState
 from ..state.plain import PlainState, has_other_owner
 from ..state.tree import StateSnapshot, TensorLeaf
 from ..storage.chunks import MakeMemory
-from .reader import TensorRead, Words, read_of
-from .view import CheckpointView, StoredComponent
+from .reader import StoredFiles, TensorRead, Words, read_of
+from .view import CheckpointView, StoredComponent, portions_of
 
+CONVERTED_BYTES = 64 << 20  # read at a time in the saved dtype, where another one is wanted
 ALLOCATED_UNSEEN = 16 << 20  # larger tensors are allocated only after a look at their files
 
 # One state for all ranks.
@@ -366,16 +367,31 @@ def _same_stored(one: Held, first: int, other: Held, second: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversion:
+    """A tensor that is read in its own dtype, portion by portion, into `memory` of another one,
+    which holds `box` of it."""
+
+    key: str
+    stored: StoredComponent
+    number: int
+    dtype: torch.dtype
+    box: Box
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ReadPlan:
     """What is read, and where to.
 
-    overwritten: components whose live tensors are read into. staged: by component, live tensors and
+    converted: what is read in portions, after the rest. overwritten: components whose live tensors
+    are read into. staged: by component, live tensors and
     the host memory that is copied into them after all was read; contested: those of them whose
     memory others have too, by name. cast: full name -> "saved dtype -> live dtype"; mismatched:
     full name -> forms, saved and live, that do not fit.
     """
 
     reads: list[TensorRead] = field(default_factory=list)
+    converted: list[Conversion] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
     overwritten: set[str] = field(default_factory=set)
     staged: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
@@ -405,7 +421,8 @@ class HostMemory:
 
 class Destinations:
     """Where the tensors of one component go. skip: those that this rank does not have belong to
-    others. cast: dtypes may differ; host_first: no live tensor is read into before all is verified.
+    others. cast: dtypes may differ; in_portions: what is converted is read a portion at a time;
+    host_first: no live tensor is read into before all is verified.
     """
 
     def __init__(
@@ -417,10 +434,12 @@ class Destinations:
         *,
         skip: bool,
         cast: bool,
+        in_portions: bool,
         host_first: bool,
     ) -> None:
         self.view, self.entry, self.shared, self.plan = view, live, shared, plan
         self.skip, self.cast, self.host_first = skip, cast, host_first
+        self.in_portions = in_portions
         self.key, self.stored, self.owner = live.key, live.loaded.stored, live.owner
         self.live = {t.spec.name: t for t in live.snapshot.tensors}
         self.held = dict(_held_names(live.state) if live.loaded.sharded else ())
@@ -542,6 +561,14 @@ class Destinations:
         if fits and self._free_for_reading(live):
             self.plan.overwritten.add(self.key)
             self._read_into(number, live.tensor, live.spec.box)
+        elif not fits and self.in_portions and self._free_for_reading(live):
+            if live.spec.box is not None:
+                self.plan.overwritten.add(self.key)
+                self.plan.converted.append(
+                    Conversion(
+                        self._key(number), self.stored, number, dtype, live.spec.box, live.tensor
+                    )
+                )
         else:
             self._stage(number, tensor, live, dtype)
         return live.live
@@ -586,9 +613,11 @@ class Destinations:
         """Read `box` of a saved tensor into `tensor`."""
         if box is None:
             return
-        key = self.stored.of[number] if self.stored.of else self.key
         self.plan.devices.add(tensor.device)
-        self.plan.reads.extend(reads_into(key, self.stored, number, box, tensor))
+        self.plan.reads.extend(reads_into(self._key(number), self.stored, number, box, tensor))
+
+    def _key(self, number: int) -> str:
+        return self.stored.of[number] if self.stored.of else self.key
 
     def _castable(self, tensor: LogicalTensor, live: TensorLeaf, dtype: torch.dtype) -> bool:
         name = f"{self.key}/{tensor.name}"
@@ -633,6 +662,38 @@ def known_dtype(view: CheckpointView, key: str, tensor: LogicalTensor) -> torch.
             kind="format",
         )
     return dtype
+
+
+def read_converted(files: StoredFiles, parts: Iterable[Conversion], threads: int) -> None:
+    """As many bytes at a time as may be in memory twice."""
+    for batch in _batches(parts):
+        staged = [torch.empty(shape, dtype=part.dtype) for part, (_, shape) in batch]
+        reads: list[TensorRead] = []
+        for (part, box), memory in zip(batch, staged, strict=True):
+            reads += reads_into(part.key, part.stored, part.number, box, memory)
+        files.read(reads, threads)
+        for (part, (offset, shape)), memory in zip(batch, staged, strict=True):
+            ranges = zip(offset, part.box[0], shape, strict=True)
+            here = tuple(slice(o - s, o - s + n) for o, s, n in ranges)
+            part.memory.detach()[here].copy_(memory)
+
+
+def _batches(parts: Iterable[Conversion]) -> Iterator[list[tuple[Conversion, Box]]]:
+    batch: list[tuple[Conversion, Box]] = []
+    nbytes = 0
+    for part in parts:
+        start, held = part.box
+        for slices in portions_of(held, part.dtype.itemsize, CONVERTED_BYTES):
+            shape = tuple(each.stop - each.start for each in slices)
+            size = volume(shape) * part.dtype.itemsize
+            if batch and nbytes + size > CONVERTED_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+            offset = tuple(s + each.start for s, each in zip(start, slices, strict=True))
+            batch.append((part, (offset, shape)))
+            nbytes += size
+    if batch:
+        yield batch
 
 
 def reads_into(

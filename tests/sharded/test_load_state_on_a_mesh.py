@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptcore import CheckpointManager, InvalidState, SharingPattern, StateComponent, load_state
 from ckptcore.format.layout import Mesh, MeshLayout
-from ckptcore.loading import fresh
+from ckptcore.loading import placement
 from ckptcore.loading.reader import StoredFiles
 from ckptcore.testing.ranks import run_ranks
 
@@ -112,7 +112,7 @@ def test_what_was_not_cut_is_whole_and_ties_stay(url: str) -> None:
 
 
 def test_converted_in_portions(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh, "CONVERTED_BYTES", 16)
+    monkeypatch.setattr(placement, "CONVERTED_BYTES", 16)
     _, whole = loaded(url, 2, 2, keys=[*SAVED], dtype=torch.float64)
     assert all(torch.equal(whole[name], FULL[name].double()) for name in SAVED)
 

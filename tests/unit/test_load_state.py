@@ -25,7 +25,7 @@ from ckptcore import (
     UnknownName,
     load_state,
 )
-from ckptcore.loading import fresh
+from ckptcore.loading import placement
 from ckptcore.loading.reader import StoredFiles
 from ckptcore.testing.ranks import run_ranks
 
@@ -95,7 +95,7 @@ def test_another_dtype_is_for_floating_point_tensors(saved: tuple[str, Tied]) ->
 
 
 def test_conversion_in_bounded_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh, "CONVERTED_BYTES", 256)
+    monkeypatch.setattr(placement, "CONVERTED_BYTES", 256)
     tensors = {"a": torch.randn(5, 7, 3), "b": torch.randn(3), "c": torch.randn(2, 100)}
     tensors |= {"none": torch.empty(0, 3), "one": torch.tensor(2.0)}
     with CheckpointManager(tmp_path) as ckpt:
