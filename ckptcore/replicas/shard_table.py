@@ -17,6 +17,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapreplace
 from reprlib import Repr
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -459,16 +460,27 @@ def _invalid(key: str, name: str, reason: str, ranks: list[int]) -> InvalidState
 @dataclass(frozen=True, slots=True)
 class _Writers:
     """Those that hold a part alike, each of which could write it: ranks, or replicas of a mesh
-    layout. load: items that each of them has to write so far, in bytes. made: layouts, by
-    writer."""
+    layout. load: bytes that each of them has to write so far. queue: a heap of (load as it was,
+    number in `of`). made: layouts, by writer."""
 
     of: Sequence[int]
     load: defaultdict[int, int]
     layout: MeshLayout | None = None
+    queue: list[tuple[int, int]] = field(default_factory=list)
     made: dict[int, Layout] = field(default_factory=dict)
 
     def least(self, spread: bool) -> int:
-        return min(self.of, key=self.load.__getitem__) if spread else self.of[0]
+        """The first with the least to write; the first of all where the work is not spread."""
+        if not spread:
+            return self.of[0]
+        if not self.queue:
+            self.queue.extend((0, number) for number in range(len(self.of)))
+        while True:  # loads only grow, so whoever is first and has what it had has the least
+            load, number = self.queue[0]
+            writer = self.of[number]
+            if load == self.load[writer]:
+                return writer
+            heapreplace(self.queue, (self.load[writer], number))
 
     def layout_of(self, writer: int) -> Layout:
         if writer not in self.made:

@@ -271,10 +271,10 @@ class Place:
         assert report.step == 1
         assert torch.equal(live["m"]["w"], torch.full((3,), 1.0))
 
-    def check_saved(self, where: Any, expected: float) -> None:
+    def check_saved(self, where: Any, expected: float, mode: Any = "shared") -> None:
         assert open_checkpoint(where).verify() == []
         live = state(0.0)
-        CheckpointCoordinator(live).load_checkpoint(where)
+        CheckpointCoordinator(live, storage_mode=mode).load_checkpoint(where)
         assert torch.equal(live["m"]["w"], torch.full((3,), expected))
         assert live["m"]["n"].item() == int(expected)
 
@@ -397,7 +397,7 @@ def coordinator(at: Place, call: Any) -> None:
     made = CheckpointCoordinator(**{"state_components": state(2.0), **call})
     info = made.save_checkpoint(os.path.join(at.folder, "one"))
     if "state_components" not in call:
-        at.check_saved(info.url, 2.0)
+        at.check_saved(info.url, 2.0, made.storage_mode)
     assert open_checkpoint(info.url).verify() == []
 
 
