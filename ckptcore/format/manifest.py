@@ -562,16 +562,14 @@ class CheckpointManifest:
 
 
 def check_readable(
-    encoded: bytes,
-    name: str = "the manifest",
-    decode: Callable[[bytes], Any] = CheckpointManifest.decode,
+    encoded: bytes, name: str = "the manifest", decode: Callable[[bytes], Any] | None = None
 ) -> Any:
-    """What every reader makes of a manifest, or of an index, before it is published. Raises
-    InvalidState."""
+    """What every reader makes of a manifest, or of what `decode` reads, before it is published.
+    Raises InvalidState."""
     try:
         if len(encoded) > SIZE_LIMIT:
             raise ValueError(f"it has {len(encoded):,} bytes, and readers take {SIZE_LIMIT:,}")
-        return decode(encoded)
+        return (decode or CheckpointManifest.decode)(encoded)
     except (CheckpointCorrupt, UnsupportedVersion, ValueError) as error:
         raise InvalidState(
             f"{name} could not be read back, so it is not published: {error}"

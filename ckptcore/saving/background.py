@@ -322,14 +322,16 @@ class Background:
         self.name = name
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.RLock()  # a signal handler may save, too
 
     def start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_work, args=(self._tasks,), name=self.name, daemon=True
-            )
-        if self._thread.ident is None:  # also where it was interrupted before it began
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_work, args=(self._tasks,), name=self.name, daemon=True
+                )
+            if self._thread.ident is None:  # also where it was interrupted before it began
+                self._thread.start()
 
     def submit(self, handle: SaveHandle, work: Callable[[], Outcome]) -> None:
         """Do `work`, which raises nothing, and end `handle` with what comes of it."""

@@ -10,6 +10,7 @@ import torch
 
 import ckptcore.saving.save
 from ckptcore import AsyncSaveError, CheckpointManager, SharingPattern, StateComponent
+from ckptcore.saving.background import Background
 from ckptcore.testing.ranks import run_ranks
 
 stage = ckptcore.saving.save.copy_into_pool
@@ -161,3 +162,28 @@ def test_while_threads_are_started(tmp_path, monkeypatch):
     count, at = 0, 1
     with CheckpointManager(tmp_path / "closed") as ckpt, pytest.raises(KeyboardInterrupt):
         ckpt.save_async(1, state(1))
+
+
+def test_threads_that_begin_the_background_at_once_begin_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As uploads of three threads do: the second start of a thread ends in a KeyError of its own."""
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        if thread.name == "ckptcore-race":
+            started.append(thread)
+            entered.set()
+            other.join(0.2)  # the other one is at the same point, if nothing keeps it away
+        start(thread)
+
+    background = Background("ckptcore-race")
+    entered = threading.Event()
+    other = threading.Thread(target=lambda: entered.wait(10) and background.start())
+    other.start()
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    background.start()
+    other.join()
+    background.close(10)
+    assert len(started) == 1
