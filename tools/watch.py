@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from json import dumps
+from textwrap import wrap
 from typing import Any
 
 import click
@@ -17,7 +18,7 @@ from . import facts
 from .cli import LOCATION, SCHEMA, command, number
 from .failures import BAD, GOOD, not_found
 from .lookup import normal, scan
-from .render import Report, Screen, for_programs, metrics, printable, seconds, size, strict
+from .render import NARROW, Report, Screen, for_programs, metrics, printable, seconds, size, strict
 from .subject import Options
 
 Listing = dict[str, tuple[str, str]]  # status, and digest of the manifest, by name
@@ -180,6 +181,10 @@ def text_of(event: dict[str, Any], screen: Screen) -> str:
     for word in map(printable, filter(None, words)):
         column += 2 + len(word)
         if screen.width and column > screen.width:
-            text, column = f"{text}\n{' ' * indent}", indent + 2 + len(word)
-        text += f"  {word}"
+            room = max(NARROW, screen.width - indent - 2)
+            lines = wrap(word, room, break_long_words=False, break_on_hyphens=False) or [""]
+            text += "".join(f"\n{' ' * indent}  {line}" for line in lines)
+            column = indent + 2 + len(lines[-1])
+        else:
+            text += f"  {word}"
     return text
