@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-STACKS = signal.SIGRTMAX  # a rank that gets it prints the stack of each of its threads
+STACKS = signal.SIGRTMAX  # a rank that gets it prints the stack of each of its threads and ends
 OUTPUT = 20_000  # characters of what a rank printed that are kept
 POLL_SECONDS = 0.5  # between two checks whether all ranks that run are stopped
 
@@ -125,7 +125,7 @@ def be_rank(order: Order, programs: list[Any], number: int, port: int, folder: P
     os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.enable(file=2)
-    faulthandler.register(STACKS, file=2, all_threads=True)
+    faulthandler.register(STACKS, file=2, all_threads=True, chain=True)  # then the default: it ends
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         os.environ |= as_torchrun(order, number, port)
@@ -184,16 +184,18 @@ def watch(order: Order, ranks: list[Rank]) -> list[dict[str, Any]]:
 
 
 def print_stacks(ranks: Iterable[Rank]) -> None:
-    """Let ranks that do not end say where they are; wait a little until they have."""
-    asked = list(ranks)
-    for rank in asked:
+    """End ranks that do not end by themselves, each once it has printed where it is.
+
+    The death of a rank says that its stacks are whole. One that cannot take the signal is not
+    waited for longer than a minute; `watch` kills it.
+    """
+    asked = {rank.pidfd: rank for rank in ranks}
+    for rank in asked.values():
         os.kill(rank.pid, STACKS)
-    # As long as `patience` says; a machine whose cores are busy needs more.
-    end = time.monotonic() + 2.0 * float(os.environ.get("CKPTCORE_TEST_PATIENCE", "1"))
-    for rank in asked:
-        output = rank.folder / "output"
-        while b"most recent call first" not in output.read_bytes() and time.monotonic() < end:
-            time.sleep(0.02)
+    end = time.monotonic() + 60.0
+    while asked and (left := end - time.monotonic()) > 0:
+        for ended in select.select(list(asked), [], [], left)[0]:
+            del asked[ended]
 
 
 def run_job(order: Order, programs: list[Any], answers: int) -> None:

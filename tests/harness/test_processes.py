@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptcore.testing.process_server import STACKS
 from ckptcore.testing.processes import RankCrashed, RankProcesses, RanksDied
 
 PROGRAMS = Path(__file__).with_name("programs.py")
@@ -47,7 +48,7 @@ def test_the_error_of_a_rank_ends_the_others(ranks: RankProcesses) -> None:
 
 def test_a_deadline_ends_the_job_and_shows_the_stacks(ranks: RankProcesses) -> None:
     returned, late = ranks.outcomes("wait", 2, deadline=2)
-    assert (returned.state, late.state, late.exit_code) == ("returned", "late", -signal.SIGKILL)
+    assert (returned.state, late.state, late.exit_code) == ("returned", "late", -STACKS)
     assert "waiting" in late.output and "in wait_for_ever" in late.output
 
 
