@@ -227,10 +227,13 @@ class CheckpointView:
         return self.files.corrupt(file, f" {message}", kind, **facts)
 
     def read_file(self, name: str) -> bytes:
-        """All of a file that is no tensor file, verified. Raises CheckpointCorrupt, StorageError.
+        """All of a file that is no tensor file, verified.
 
         name: text, as in the manifest.
+
+        Raises UnknownName, InvalidState for a tensor file, CheckpointCorrupt, StorageError.
         """
+        self._check_file(name)
         record = self.manifest.files[name]
         if record.size > SIZE_LIMIT:
             raise self._corrupt(
@@ -247,6 +250,22 @@ class CheckpointView:
                 actual=actual,
             )
         return bytes(data)
+
+    def _check_file(self, name: Any) -> None:
+        """Whether it may be read as it is."""
+        users = self.manifest.user_files
+        if not isinstance(name, str) or name not in self.manifest.files:
+            raise UnknownName(
+                f"{self.url} has no file {shown(name)}; the save was given "
+                f"{', '.join(users) or 'no files'}",
+                path=self.url,
+                key=shown(name),
+                available=users,
+            )
+        if name.endswith(".safetensors") and name not in users:
+            raise InvalidState(
+                f"{self.url}: {name} is a file of tensors; read(name) reads each of them"
+            )
 
     def component(self, key: str, copy: int = 0) -> StoredComponent:
         """Values and tensors of one stored copy of a component. Of a sharded one, only the first

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..arguments import check_flag, check_flags, check_mapping, check_name, check_number, shown
 from ..errors import InvalidState, RanksDisagree
-from ..format.values import PLAIN_TYPES, encode, only_plain
+from ..format.values import MAX_DEPTH, PLAIN_TYPES, encode, only_plain
 from .layout import Shard, is_dtensor_class
 from .modules import ModelState, one_walk, parameter_table, tensors_in
 from .optimizers import OptimizerState, OwnOptimizerState, inside, is_ordinary, split_over_ranks
@@ -488,8 +488,8 @@ def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any
         kinds = set(map(type, items))
         if all(issubclass(kind, torch.Tensor | Shard) for kind in kinds):
             yield from items
-        # What contains itself is refused by name by whoever takes it apart.
-        elif not kinds <= PLAIN_TYPES and id(value) not in above:
+        # What contains itself, or is nested too deeply, is refused by whoever takes it apart.
+        elif not kinds <= PLAIN_TYPES and id(value) not in above and len(above) <= MAX_DEPTH:
             within = above | {id(value)}
             for item in items:
                 if type(item) not in (list, tuple) or not only_plain(item):

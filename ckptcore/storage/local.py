@@ -129,6 +129,8 @@ class LocalStorage(Storage):
         # or to delete.
         if path and os.path.islink(self.at(path)):
             raise StorageError(self._linked(path), path=path, errno=errno.ENOTDIR)
+        if not path:
+            self._check_root()
         with self.doing(path, "listing the folder"), os.scandir(self.at(path)) as found:
             entries = []
             for item in found:
@@ -171,7 +173,20 @@ class LocalStorage(Storage):
             f"{target} by its path"
         )
 
+    def _check_root(self) -> None:
+        """A root that is missing is an empty one, but not where a link to it leads nowhere: the
+        disk that has the checkpoints may not be mounted yet."""
+        there = next(f for f in (self.root, *self.root.parents) if os.path.lexists(f))
+        if there.is_symlink() and not os.path.exists(there):
+            raise StorageError(
+                f"{there} is a symbolic link to {os.readlink(there)}, which is not "
+                "there; mount the disk that it is on, or make that folder",
+                path=self.url,
+                errno=errno.ENXIO,
+            )
+
     def make_folder(self, path: str) -> None:
+        self._check_root()
         with self.doing(path, "creating the folder"):
             # Names below the root are synced by those who need them; nobody else can see to the
             # root itself.

@@ -112,8 +112,10 @@ class FsspecStorage(Storage):
         fs, root = fsspec.core.url_to_fs(
             self._opened, **{"skip_instance_cache": True, **self._options}
         )
-        if hasattr(_real(fs), "dircache"):
-            _real(fs).dircache.use_listings_cache = False
+        # Some keep listings in a dict of their own, which `_now` empties before each question.
+        cache: Any = getattr(_real(fs), "dircache", None)
+        if hasattr(cache, "use_listings_cache"):
+            cache.use_listings_cache = False
         return fs, root
 
     @property

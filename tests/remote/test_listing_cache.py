@@ -23,7 +23,7 @@ class Cached(AbstractFileSystem):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.seen = {}
+        self.dircache = self.seen = {}  # a plain dict, as that of hf:// is
 
     @classmethod
     def _strip_protocol(cls, path):

@@ -18,6 +18,7 @@ from ckptcore import (
     StorageError,
     copy_checkpoint,
     open_checkpoint,
+    scan_root,
 )
 
 
@@ -52,6 +53,29 @@ def test_a_root_that_is_a_file(tmp_path: Path, below: str) -> None:
                 work()
             assert refused.value.errno == errno.ENOTDIR
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("below", ["", "/runs/a"])
+def test_a_link_to_a_disk_that_is_not_mounted_is_no_empty_root(tmp_path: Path, below: str) -> None:
+    disk, link = tmp_path / "disk", tmp_path / "link"
+    link.symlink_to("disk")
+    says = r"link is a symbolic link to disk, which is not there; mount the disk"
+    with CheckpointManager(f"{link}{below}") as ckpt:
+        for work in (
+            lambda: ckpt.restore(state()),
+            lambda: ckpt.save(1, state()),
+            ckpt.latest,
+            ckpt.find,
+            lambda: scan_root(f"{link}{below}"),
+        ):
+            with pytest.raises(StorageError, match=says) as refused:
+                work()
+            assert refused.value.errno == errno.ENXIO
+        assert os.listdir(tmp_path) == ["link"]
+        disk.mkdir()
+        assert ckpt.restore(state()).fresh
+        assert ckpt.save(1, state()).step == 1
+        assert os.listdir(f"{disk}{below}") == ["checkpoint-1"]
 
 
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckptcore import (
     KeepLast,
     SingleProcess,
     Tier,
+    UnknownName,
     copy_checkpoint,
     delete_checkpoint,
     find_leftovers,
@@ -120,6 +121,23 @@ def test_they_are_copied_and_uploaded(tmp_path: Path) -> None:
         with open_checkpoint(target) as view:
             assert {name: view.read_file(name) for name in FILES} == FILES
             assert view.verify() == [] and view.manifest.user_files == sorted(FILES)
+
+
+def test_a_file_that_cannot_be_read_as_it_is_is_refused_by_name(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(1, state(), files=FILES)
+        bare = ckpt.save(2, state())
+    with open_checkpoint(tmp_path / "checkpoint-1") as view:
+        with pytest.raises(UnknownName) as caught:
+            view.read_file("vocab.json")
+        assert (caught.value.key, caught.value.available) == ("'vocab.json'", sorted(FILES))
+        assert str(caught.value) == (
+            f"{view.url} has no file 'vocab.json'; the save was given config.json, empty, vocab.txt"
+        )
+        with pytest.raises(InvalidState, match=r"model.safetensors is a file of tensors; read"):
+            view.read_file("model.safetensors")
+    with open_checkpoint(bare) as view, pytest.raises(UnknownName, match="was given no files"):
+        view.read_file(None)  # type: ignore[arg-type]
 
 
 def test_one_checkpoint_by_its_path(tmp_path: Path) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import datetime as dt
 import threading
 from collections import OrderedDict, defaultdict, namedtuple
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from ckptcore import CheckpointManager, CheckpointNotFound, InvalidState, UnsupportedValue
+from ckptcore import (
+    CheckpointManager,
+    CheckpointNotFound,
+    InvalidState,
+    UnsupportedValue,
+    preflight,
+)
 from ckptcore.format.values import encode
 
 Point = namedtuple("Point", "x y")
@@ -127,6 +134,23 @@ def test_deep_nesting_is_refused(wrap) -> None:
         value = wrap(value)
     with pytest.raises(UnsupportedValue):
         encode(value)
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}])
+def test_deep_nesting_is_refused_by_every_call(tmp_path, wrap) -> None:
+    """Deeper than Python's own limit, and without anything that it contains again."""
+    value = wrap(1)
+    for _ in range(3000):
+        value = wrap(value)
+    with CheckpointManager(tmp_path) as ckpt:
+        ckpt.save(1, {"log": {"v": 1}})
+        for call in (partial(ckpt.save, 2), partial(ckpt.save_async, 2), ckpt.load, ckpt.restore):
+            with pytest.raises(UnsupportedValue, match=r"'log'.*nested deeper than 64") as caught:
+                call({"log": {"v": value}})
+            assert caught.value.component == "log"
+        (refusal,) = preflight({"log": {"v": value}}).refusals
+        assert refusal.component == "log" and "nested deeper than 64 levels" in refusal.message
+        assert [info.step for info in ckpt.list()] == [1]
 
 
 def test_deep_nesting_is_refused_however_deep_the_caller_is() -> None:
