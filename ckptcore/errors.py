@@ -10,6 +10,7 @@ CheckpointError(Exception)
 ├── UnknownName               (KeyError, IndexError)  no such component, copy or tensor
 ├── UnsupportedValue          (TypeError)          a leaf that cannot be stored; nothing was written
 ├── InvalidState              (ValueError)         an argument or the state is not valid
+│   └── InvalidArgument                            an argument is not, whatever the state is
 ├── StateMismatch             (ValueError)         checkpoint and live state do not match
 │   └── LoadFailed                                 found by the component itself, in its load
 ├── ReplicationMismatch       (ValueError)         state declared equal differs between ranks
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointWarning",
     "CoordinationError",
+    "InvalidArgument",
     "InvalidState",
     "JoinTimeout",
     "LoadFailed",
@@ -170,6 +172,10 @@ class InvalidState(CheckpointError, ValueError):
     component: str | None
     key: str | None
     ranks: list[int] | None
+
+
+class InvalidArgument(InvalidState):
+    """What was passed in is not valid, whatever the state is: a usage error."""
 
 
 class StateMismatch(CheckpointError, ValueError):

@@ -28,13 +28,13 @@ SCHEMA = 1  # of what --json prints: see docs/cli.md
 
 # Each with its module, and what it answers.
 COMMANDS = {
-    "ls": ("ls", "Which checkpoints are there, which is the latest, why is one not usable."),
-    "inspect": ("inspection", "What does a checkpoint hold: an overview, or one question."),
+    "ls": ("contents", "Which checkpoints are there, which is the latest, why is one not usable."),
+    "inspect": ("contents", "What does a checkpoint hold: an overview, or one question."),
     "show": ("show", "One tensor or one value, whole."),
     "diff": ("diff", "What changed from one checkpoint to another."),
     "plan": ("plan", "What would a restore on N ranks read, what would it refuse."),
-    "verify": ("verification", "Is every byte as it was saved."),
-    "doctor": ("doctor", "What is wrong here, and the command that mends it."),
+    "verify": ("health", "Is every byte as it was saved."),
+    "doctor": ("health", "What is wrong here, and the command that mends it."),
     "watch": ("watch", "What is being saved now, at which rate."),
     "report": ("report", "All of it as one HTML page."),
     "cp": ("cp", "Copy a checkpoint, verified on the way."),

@@ -15,27 +15,42 @@ from ckptcore import CheckpointWarning, export_checkpoint, import_checkpoint
 from . import facts
 from .cli import LOCATION, Decorator, Pair, choice, command, flag, number, repeated, storage_option
 from .failures import not_found, writing
-from .lookup import on_checkpoint
+from .lookup import Options, Subject, on_checkpoint
 from .render import Block, Line, Report, count, size, table
-from .subject import Options, Subject
 
-FORMATS = ["auto", "dcp", "hf", "hf-trainer", "accelerate", "lightning", "torch", "legacy"]
-FORMATS += ["deepspeed-universal"]
+FORMATS = ["auto", "dcp", "hf", "hf-trainer", "accelerate", "lightning", "safetensors", "torch"]
+FORMATS += ["legacy", "deepspeed-universal"]
 TARGETS = {"hf": "A Hugging Face folder (default)", "torch": "a file of torch.save"}
 TARGETS |= {"dcp": "a folder of torch.distributed.checkpoint."}
-DRY = Line("nothing was written: leave --dry-run out to write it", "yellow")
 
 
-def shared(target: str) -> Decorator:
-    """The options of both. target: that is there in the way."""
+def shared(target: str, model: str) -> Decorator:
+    """The options of both. target: that is there in the way; model: what it says."""
 
     def made(function: Any) -> Any:
         flag("--dry-run", "Only say what would be done.")(function)
         storage_option("--target-option", f"As --storage-option, for {target} alone.")(function)
         what = "Names of tensors that begin with OLD begin with NEW."
-        return repeated("--map", "OLD=NEW", what, "maps", type=Pair())(function)
+        repeated("--map", "OLD=NEW", what, "maps", type=Pair())(function)
+        what = f"Makes the model, without memory, to see {model}."
+        return click.option("--model", metavar="MODULE:FUNCTION", help=what)(function)
 
     return made
+
+
+def ended(
+    document: dict[str, Any], start: float, head: str, columns: str, rows: str, done: str
+) -> Report:
+    """What both say. head, done: the first and the last line; columns, rows: of the table."""
+    document["seconds"] = round(perf_counter() - start, 6)
+    what = f"{count(document['verified'], 'tensor')} read back and compared"
+    last = Line(f"{done}, {what}", "green")
+    if document["dry_run"]:
+        last = Line("nothing was written: leave --dry-run out to write it", "yellow")
+    blocks: list[Block] = [Line(head), *[table("", columns, document[rows])] * bool(document[rows])]
+    blocks += [Line(f"checked: {text}", "dim") for text in document.get("checks", ())]
+    blocks += [Line(f"left out: {text}", "yellow") for text in document["left"]]
+    return Report(document, [*blocks, last])
 
 
 @command(
@@ -54,7 +69,7 @@ def shared(target: str) -> Decorator:
     type=Pair(),
 )
 @flag("--overwrite", "Replace a checkpoint that is there.")
-@shared("ROOT")
+@shared("ROOT", "which parameters an optimizer numbers")
 def import_command(
     source: str,
     root: str,
@@ -67,12 +82,12 @@ def import_command(
 ) -> Report:
     """Make a checkpoint in ROOT of what another library wrote in SOURCE: a Hugging Face folder, a
     checkpoint of its Trainer, what Accelerate or Lightning saved, a folder of
-    torch.distributed.checkpoint, a file of torch.save or a folder of them, a universal folder of
-    DeepSpeed. What is remote is downloaded to a temporary folder.
+    torch.distributed.checkpoint, a safetensors file, a file of torch.save or a folder of them, a
+    universal folder of DeepSpeed. What is remote is downloaded to a temporary folder.
 
-    An optimizer that numbers its parameters is stored by their names, where config.json and
-    transformers, or the file itself, say them. No pickle is ever executed; what is not understood
-    is listed. When the last name of ROOT is checkpoint-<number>, that is the folder.
+    An optimizer that numbers its parameters is stored by their names, where --model, config.json
+    and transformers, or the file itself, say them. No pickle is ever executed; what is not
+    understood is listed. When the last name of ROOT is checkpoint-<number>, that is the folder.
     """
     if not source or not root:
         raise not_found("the path is empty", path="")
@@ -94,23 +109,15 @@ def import_command(
             storage_options=dict(target_option) or options,
             **how,
         )
-    info = found.info
     document = facts.fields(found, "source format step left checks verified") | {
         "components": [asdict(component) for component in found.components],
-        "checkpoint": None if info is None else facts.head(info),
-        "dry_run": info is None,
-        "seconds": round(perf_counter() - start, 6),
+        "checkpoint": None if found.info is None else facts.head(found.info),
+        "dry_run": found.info is None,
     }
-    what = f"{count(found.verified, 'tensor')} read back and compared; no pickle was executed"
+    head = f"{found.source}  is of the format {found.format}, step {found.step}"
     columns = "component=key, pattern, tensors>, size>=size_bytes, from=origin"
-    blocks: list[Block] = [
-        Line(f"{found.source}  is of the format {found.format}, step {found.step}"),
-        table("", columns, document["components"]),
-        *(Line(f"checked: {text}", "dim") for text in found.checks),
-        *(Line(f"left out: {text}", "yellow") for text in found.left),
-        DRY if info is None else Line(f"{info.url}  imported, {what}", "green"),
-    ]
-    return Report(document, blocks)
+    done = f"{found.info and found.info.url}  imported, no pickle was executed"
+    return ended(document, start, head, columns, "components", done)
 
 
 @command(
@@ -127,9 +134,8 @@ def import_command(
     "--max-shard-size", default="5GB", metavar="SIZE", help="Of a safetensors file (default 5GB)."
 )
 @click.option("--quantize", metavar="RECIPE", help="Linear layers in few bits, as torchao does it.")
-@click.option("--model", metavar="MODULE:FUNCTION", help="Makes the model, to see what is linear.")
+@shared("FOLDER", "which layers are linear")
 @repeated("--linear", "PATTERN", "Or the names of weights of linear layers")
-@shared("FOLDER")
 def export_command(
     subject: Subject,
     folder: str,
@@ -155,19 +161,11 @@ def export_command(
             target_options=dict(target_option) or None,
             **how,
         )
-    found.source = subject.url
     files = [{"name": name, "size_bytes": nbytes} for name, nbytes in found.files.items()]
-    dry = bool(how["dry_run"])
-    document = asdict(found) | {"files": files, "dry_run": dry}
-    document["seconds"] = round(perf_counter() - start, 6)
+    document = asdict(found) | {"source": subject.url, "files": files, "dry_run": how["dry_run"]}
     what = f"{count(found.tensors, 'tensor')} of {', '.join(found.components)}"
     cast = f", {found.cast} in another dtype" if found.cast else ""
     cast += f", {found.quantized} quantised" if found.quantized else ""
-    back = f"{count(found.verified, 'tensor')} read back and compared"
-    blocks: list[Block] = [
-        Line(f"{found.source}  {what}, {size(found.size_bytes)}{cast}"),
-        *([table("", "file=name, size>=size_bytes", files)] if files else []),
-        *(Line(f"left out: {text}", "yellow") for text in found.left),
-        DRY if dry else Line(f"{found.folder}  written, {back}", "green"),
-    ]
-    return Report(document, blocks)
+    head = f"{subject.url}  {what}, {size(found.size_bytes)}{cast}"
+    columns, done = "file=name, size>=size_bytes", f"{found.folder}  written"
+    return ended(document, start, head, columns, "files", done)

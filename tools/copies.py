@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -63,10 +63,10 @@ class StoredCopy(NamedTuple):
         another = f"; --{self.option} shows another" if self.total > 1 else ""
         return f" for {self.name}{members}: one of {self.total}{another}"
 
-    def is_meant(self, option: str, wanted: Any) -> bool:
+    def answers(self, option: str, wanted: Any) -> bool:
         if option == "rank":
             return wanted in self.ranks
-        return wanted in (self.number, str(self.number), f"{self.number:05d}")
+        return wanted in (self.key, self.number, str(self.number), f"{self.number:05d}")
 
 
 def stored_copies(manifest: CheckpointManifest, key: str) -> list[StoredCopy]:
@@ -92,26 +92,24 @@ def choose_copy(view: CheckpointView, key: str, which: Which) -> StoredCopy:
     the component's is ignored here.
     """
     held = stored_copies(view.manifest, key)
-    asked = ((option, wanted) for option, wanted in which._asdict().items() if wanted is not None)
-    for option, wanted in asked:
-        if option not in ("rank", held[0].option):
+    for option, wanted in which._asdict().items():
+        if wanted is None or option not in ("rank", held[0].option):
             continue
-        by_key = [copy for copy in held if option == "group" and copy.key == wanted]
-        if fits := by_key or [copy for copy in held if copy.is_meant(option, wanted)]:
-            return fits[0]
+        fits = [copy for copy in held if copy.answers(option, wanted)]
+        if fits:  # the key of one group may be the number of another
+            return next((copy for copy in fits if copy.key == wanted), fits[0])
         there = ", ".join(copy.name for copy in held[:16]) + ", ..." * (len(held) > 16)
         what = f"component {key!r} of {view.url} has nothing for {option} {wanted}: it has {there}"
         raise not_found(what, path=view.url)
     return held[0]
 
 
-def check_fits(view: CheckpointView, components: tuple[str, ...], which: Which) -> None:
+def check_fits(view: CheckpointView, components: Iterable[str], which: Which) -> None:
     """Raises Failure when `--group` or `--node` is given and no component has a copy for each of
     them."""
     patterns = {name: str(view.manifest.components[name].pattern) for name in components}
     for option in ("group", "node"):
-        fitting = [name for name, pattern in patterns.items() if OPTIONS.get(pattern) == option]
-        if getattr(which, option) is not None and not fitting:
+        if getattr(which, option) is not None and option not in map(OPTIONS.get, patterns.values()):
             kinds = ", ".join(f"{name} is {pattern}" for name, pattern in patterns.items())
             what = f"--{option} is for components with a copy for each {option}: {kinds}"
             raise Failure("usage", USAGE, what)

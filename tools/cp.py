@@ -10,14 +10,13 @@ from typing import Any
 
 import click
 
-from ckptcore import CheckpointError, CheckpointWarning, copy_checkpoint, join_url, open_checkpoint
+import ckptcore as engine
 
 from . import facts
 from .cli import LOCATION, command, flag, number, storage_option
-from .failures import GOOD, not_found, writing
-from .lookup import Found, normal, on_path, opened, passed_over, split, warning_of
+from .failures import GOOD, writing
+from .lookup import Found, Options, Subject, normal, on_path, split
 from .render import Block, Line, Progress, Report, size
-from .subject import Options, Subject
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
 
@@ -44,27 +43,27 @@ def cp_command(found: Found, target: str, target_option: tuple[Any, ...], **how:
     SRC is refused. When DST is the same checkpoint already, nothing is done; with --overwrite every
     byte of it is checked.
     """
-    subject, options = opened(found), found.options
-    subject.__exit__(None, None, None)
-    url, targets = _target(target, subject), dict(target_option) or None
+    with found.opened() as subject:
+        url = target_of(target, subject)
+    sources, targets = found.options, dict(target_option) or None
     counts = [0, 0]
-    before = _digest(url, targets or options)
+    before = digest_at(url, targets or sources)
     start = perf_counter()
     with (
         warnings.catch_warnings(record=True) as caught,
         writing(),
         Progress(subject.name) as progress,
     ):
-        warnings.simplefilter("always", CheckpointWarning)
+        warnings.simplefilter("always", engine.CheckpointWarning)
 
         def advance(copied: int, kept: int, total: int) -> None:
             counts[:] = copied, kept
             progress(copied + kept, total)
 
-        info = copy_checkpoint(
+        info = engine.copy_checkpoint(
             subject.typed,
             url,
-            storage_options=options,
+            storage_options=sources,
             target_options=targets,
             progress=advance,
             **how,
@@ -73,43 +72,36 @@ def cp_command(found: Found, target: str, target_option: tuple[Any, ...], **how:
         "source": subject.url,
         "target": info.url,
         "checkpoint": facts.checkpoint(info),
-        "already": counts[0] == 0 and before == _digest(subject.typed, options),
+        "already": counts[0] == 0 and before == digest_at(subject.typed, sources),
         "copied_bytes": counts[0],
         "kept_bytes": counts[1],
         "warnings": [str(warning.message) for warning in caught],
-        "newer": [facts.entry(info) for info in passed_over(found)],
+        "newer": [facts.entry(info) for info in found.newest()[1]],
         "seconds": round(perf_counter() - start, 6),
     }
-    return Report(document, describe(document), GOOD, warning_of(found, subject))
+    said = f"{info.name}  is there already: {info.url}"
+    if not document["already"]:
+        rest = f", {size(counts[1])} were there" if counts[1] else ""
+        said = f"{info.name}  copied and verified, {size(counts[0])}{rest}: {info.url}"
+    blocks: list[Block] = [Line(said, "green")]
+    blocks += [Line(str(warning.message), "yellow") for warning in caught]
+    return Report(document, blocks, GOOD, found.warning(subject))
 
 
-def _target(url: str, subject: Subject) -> str:
-    if not url:
-        raise not_found("the path to copy to is empty", path=url)
-    url = normal(url)
+def target_of(url: str, subject: Subject) -> str:
+    url, label = normal(url), subject.info.label
     last = split(url)[1]
-    if CHECKPOINT_NAME.fullmatch(last) or (subject.info.label and last == subject.name):
+    if CHECKPOINT_NAME.fullmatch(last) or (label and last == subject.name):
         return url
+    if CHECKPOINT_NAME.fullmatch(subject.name):
+        return engine.join_url(url, subject.name)
     # One that was renamed, or put aside by an overwrite, is found in a root by this name only.
-    name = f"checkpoint-{subject.info.step}"
-    if label := subject.info.label:
-        name += f"-{label}"
-    return join_url(url, subject.name if CHECKPOINT_NAME.fullmatch(subject.name) else name)
+    return engine.join_url(url, f"checkpoint-{subject.info.step}" + f"-{label}" * bool(label))
 
 
-def _digest(url: str, options: Options) -> str | None:
+def digest_at(url: str, options: Options) -> str | None:
     """That of the manifest of the checkpoint there; None where there is none that can be read."""
     try:
-        return open_checkpoint(url, storage_options=options).manifest.digest
-    except CheckpointError:
+        return engine.open_checkpoint(url, storage_options=options).manifest.digest
+    except engine.CheckpointError:
         return None
-
-
-def describe(document: dict[str, Any]) -> list[Block]:
-    name, target = document["checkpoint"]["name"], document["target"]
-    copied, kept = size(document["copied_bytes"]), size(document["kept_bytes"])
-    rest = f", {kept} were there" if document["kept_bytes"] else ""
-    said = f"{name}  copied and verified, {copied}{rest}: {target}"
-    if document["already"]:
-        said = f"{name}  is there already: {target}"
-    return [Line(said, "green"), *(Line(text, "yellow") for text in document["warnings"])]

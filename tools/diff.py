@@ -16,9 +16,8 @@ from . import facts, render
 from .cli import LOCATION, command, flag
 from .copies import stored_copies
 from .failures import BAD, GOOD, USAGE, Failure, bad
-from .lookup import Root, opened, resolve
+from .lookup import Options, Subject, resolve
 from .render import Block, Cell, Facts, Line, Report, count, first_rows
-from .subject import Options, Subject
 
 Row = dict[str, Any]
 CHUNK, DIGEST = 4 << 20, 8  # bytes that one digest stands for, and its own
@@ -35,26 +34,26 @@ def diff_command(a: str, b: str | None, stats: bool, exit_code: bool, options: O
 
     By digests: no tensor is read unless --stats is given.
     """
-    left, right = _pair(a, b, options)
+    left, right = pair_of(a, b, options)
     with left, right:
         document = compared(left, right, stats)
     code = BAD if exit_code and not document["same"] else GOOD
     return Report(document, describe(document), code)
 
 
-def _pair(url: str, other: str | None, options: Options) -> tuple[Subject, Subject]:
+def pair_of(url: str, other: str | None, options: Options) -> tuple[Subject, Subject]:
     found = resolve(url, options)
     if other is not None:
-        return opened(found), opened(resolve(other, options))
-    if not isinstance(found, Root):
-        found.readable()
+        return found.opened(), resolve(other, options).opened()
+    if found.one is not None:
+        found.one.readable()
         what = f"{found.url} is one checkpoint: give another to compare it with"
         raise Failure("usage", USAGE, what)
     usable = [info for info in restore_candidates(found.entries) if info.status == "committed"]
     if len(usable) < 2:
         there = count(len(usable), "usable checkpoint")
         raise bad(f"{found.url} has {there} of the run that saved last: give two")
-    new, old = (opened(found.subject(info)) for info in usable[:2])
+    new, old = (found.subject(info) for info in usable[:2])
     return old, new
 
 
@@ -120,9 +119,8 @@ def side(view: CheckpointView, key: str, copy: int | None) -> Side:
     if copy is None:
         return Side(view, {}, {}, {})
     leaves = list(facts.leaves(view.values(key, copy)))
-    held = (facts.tensor_in(leaf) for _, leaf in leaves)
-    tensors = {tensor.name: tensor for tensor in held if tensor is not None}
-    values = {path: leaf for path, leaf in leaves if not facts.is_tensor(leaf)}
+    tensors = {held.name: held for _, leaf in leaves if (held := facts.tensor_in(leaf))}
+    values = {path: leaf for path, leaf in leaves if not isinstance(leaf, TensorInfo)}
     return Side(view, tensors, view.boxes(key, copy), values)
 
 
@@ -131,12 +129,12 @@ def changed_tensor(name: str, a: Side, b: Side, stats: bool) -> Row | None:
     one, other = a.tensors.get(name), b.tensors.get(name)
     there = one or other
     assert there is not None
-    row: Row = {"name": name, "dtype": there.dtype, "shape": list(there.shape)}
+    row: Row = {"name": name, "dtype": there.dtype, "shape": there.shape}
     row |= {"size_bytes": there.nbytes, "changed_bytes": there.nbytes}
     if one is None or other is None:
         return row | {"change": "only_b" if one is None else "only_a"}
     if one.shape != other.shape:
-        return row | {"change": "shape", "to": list(other.shape)}
+        return row | {"change": "shape", "to": [*other.shape]}
     left, right = ({(box.offset, box.shape): box for box in s.boxes[name]} for s in (a, b))
     if one.dtype != other.dtype:
         row |= {"change": "dtype", "to": other.dtype}
@@ -168,9 +166,8 @@ def _bytes_that_differ(a: StoredBox, b: StoredBox) -> int:
 def changed_values(a: Side, b: Side) -> Iterator[Row]:
     """Plain values of a component that are not the same in both."""
     for path in dict.fromkeys([*a.values, *b.values]):
-        change = (
-            "only_b" if path not in a.values else "only_a" if path not in b.values else "changed"
-        )
+        only = "only_a" if path in a.values else "only_b"
+        change = "changed" if path in a.values and path in b.values else only
         one, other = facts.value(a.values.get(path)), facts.value(b.values.get(path))
         if change != "changed" or _text(one) != _text(other):
             yield {"path": path, "change": change, "a": one, "b": other}

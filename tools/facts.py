@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptcore import CheckpointInfo, CheckpointManifest, Problem, Sharing, TensorInfo
+from ckptcore import CheckpointInfo, CheckpointManifest, Opaque, Problem, Sharing, TensorInfo
 
 
 def fields(source: Any, names: str) -> dict[str, Any]:
@@ -77,8 +77,17 @@ def files(manifest: CheckpointManifest) -> list[dict[str, Any]]:
 
 
 def tensor(info: TensorInfo) -> dict[str, Any]:
-    known = fields(info, "component name full_name dtype file alias_of layout")
-    return known | {"shape": list(info.shape), "size_bytes": info.nbytes}
+    return {  # of ten thousand: not through `fields`
+        "component": info.component,
+        "name": info.name,
+        "full_name": info.full_name,
+        "dtype": info.dtype,
+        "file": info.file,
+        "alias_of": info.alias_of,
+        "layout": info.layout,
+        "shape": info.shape,
+        "size_bytes": info.nbytes,
+    }
 
 
 def problem(found: Problem, manifest: CheckpointManifest | None) -> dict[str, Any]:
@@ -102,20 +111,11 @@ LONG_INT = 13_000  # bits; Python writes no longer ones in decimal
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
-def is_tensor(value: Any) -> bool:
-    return hasattr(value, "full_name") and hasattr(value, "dtype")
-
-
-def is_opaque(value: Any) -> bool:
-    """Whether it is a value whose codec is not registered here, or large bytes or text, which lie
-    among the tensors."""
-    return hasattr(value, "codec") and hasattr(value, "payload")
-
-
-def tensor_in(value: Any) -> Any:
-    """The tensor that a value is, or is stored as; None where it is neither."""
-    value = value.payload if is_opaque(value) else value
-    return value if is_tensor(value) else None
+def tensor_in(value: Any) -> TensorInfo | None:
+    """The tensor that a value is, or is stored as (large bytes or text); None where it is
+    neither."""
+    value = value.payload if isinstance(value, Opaque) else value
+    return value if isinstance(value, TensorInfo) else None
 
 
 def _type_name(value: Any) -> str:
@@ -135,23 +135,21 @@ def value(item: Any) -> Any:
         return [value(each) for each in item]
     if kind is dict and all(type(key) is str for key in item) and "$type" not in item:
         return {key: value(each) for key, each in item.items()}
-    if is_tensor(item):
-        known = {"name": item.full_name, "dtype": item.dtype, "shape": list(item.shape)}
+    if isinstance(item, TensorInfo):
+        known = {"name": item.full_name, "dtype": item.dtype, "shape": item.shape}
         return {"$type": "tensor"} | known
-    if is_opaque(item):
-        return {"$type": str(item.codec), "value": value(item.payload)}
+    if isinstance(item, Opaque):
+        return {"$type": item.codec, "value": value(item.payload)}
     tagged: dict[str, Any] = {"$type": _type_name(item)}
     if isinstance(item, dict):
         tagged["items"] = [[value(key), value(each)] for key, each in item.items()]
-    elif isinstance(item, (set, frozenset)):
-        tagged["items"] = [value(each) for each in sorted(item, key=_written)]
-    elif isinstance(item, tuple):
-        tagged["items"] = [value(each) for each in item]
+    elif isinstance(item, (tuple, set, frozenset)):
+        ordered = item if isinstance(item, tuple) else sorted(item, key=_written)
+        tagged["items"] = [value(each) for each in ordered]
     elif isinstance(item, (bytes, bytearray)):
         tagged["hex"] = item.hex()
     elif kind.__module__ == "numpy":
-        tagged |= {"dtype": str(item.dtype), "shape": list(item.shape)}
-        tagged["items"] = value(item.tolist())
+        tagged |= {"dtype": str(item.dtype), "shape": item.shape, "items": value(item.tolist())}
     else:
         tagged["value"] = _written(item, str)
     return tagged
@@ -188,16 +186,16 @@ def _written(item: Any, form: Any = repr) -> str:
 
 def text(item: Any, limit: int = 100) -> str:
     """A leaf, on one line."""
-    if is_tensor(item):
-        return f"tensor {item.dtype} {list(item.shape)}"
-    if is_opaque(item):
+    if isinstance(item, TensorInfo):
+        return f"tensor {item.dtype} {[*item.shape]}"
+    if isinstance(item, Opaque):
         held = tensor_in(item)
         if held is None:
             return shortened(f"{item.codec}: {text(item.payload, limit)}", limit)
-        return f"{item.codec}, stored as tensor {held.full_name} {held.dtype} {list(held.shape)}"
+        return f"{item.codec}, stored as tensor {held.full_name} {held.dtype} {[*held.shape]}"
     if type(item).__module__ == "numpy":
         values = shortened(str(item.tolist()), limit)
-        return f"{_type_name(item)} {item.dtype} {list(item.shape)} {values}"
+        return f"{_type_name(item)} {item.dtype} {[*item.shape]} {values}"
     many = isinstance(item, (list, tuple, set, frozenset))
     full = _written(item)
     more = f" ({len(item)} items)" if many and len(full) > limit else ""

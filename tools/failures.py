@@ -61,6 +61,7 @@ KINDS: tuple[tuple[type[Exception], str, int], ...] = (
     (engine.UnknownName, "not_found", NOT_FOUND),
     (engine.CheckpointCorrupt, "damaged", BAD),
     (engine.UnsupportedVersion, "unsupported_version", BAD),
+    (engine.InvalidArgument, "usage", USAGE),
     (engine.StorageError, "storage", STORAGE),
     (engine.CheckpointError, "bad", BAD),
     (FileNotFoundError, "not_found", NOT_FOUND),

@@ -11,9 +11,8 @@ from ckptcore import CheckpointView, StoredBox
 from .cli import choice, command, number
 from .facts import head
 from .failures import BAD, GOOD
-from .lookup import on_checkpoint
+from .lookup import Subject, on_checkpoint
 from .render import Block, Cell, Line, Report, count, size, table
-from .subject import Subject
 
 CHUNK = 4 << 20  # bytes that are verified, and so read, together
 WORK = 400_000  # tensors times ranks beyond which some ranks stand for all

@@ -25,11 +25,17 @@ NAME_WIDTH = 48  # names longer than this do not push the facts of all others to
 NARROW = 8  # a column is folded to no less than this
 SHOWN = 20  # rows of a long table that people get
 METRICS = 5  # of one checkpoint that fit on a line
+STATUS_STYLES = {
+    "committed": "green",
+    "damaged": "bold red",
+    "uncommitted": "yellow",
+    "partial": "yellow",
+}
 
 
 class Cell(NamedTuple):
-    """terminal: shown instead on a terminal: such as an age, which plain text cannot repeat
-    tomorrow."""
+    """A text with a style. terminal: shown instead on a terminal: such as an age, which plain text
+    cannot repeat tomorrow."""
 
     text: str
     style: str = ""
@@ -73,37 +79,35 @@ class Report(NamedTuple):
 
 # ---------------------------------------------------------------- values
 
-STATUS_STYLES = {
-    "committed": "green",
-    "damaged": "bold red",
-    "uncommitted": "yellow",
-    "partial": "yellow",
-}
 
-
-def cell(key: str, value: Any) -> Cell:
+def cell(key: str, value: Any) -> Cell | str:
     """A value of a document as a person reads it."""
     if isinstance(value, Cell):
         return value
     if key == "created":
         return moment(value)
     if isinstance(value, str):
-        return Cell(value or "-")
+        return value or "-"
     if key == "shape":
-        return Cell("x".join(map(str, value)) or "scalar")
+        return "x".join(map(str, value)) or "scalar"
     if value is None or value == [] or value == {}:
-        return Cell("-")
+        return "-"
     if key.endswith("bytes"):
-        return Cell(size(value))
+        return size(value)
     if key in ("writers", "ranks"):
-        return Cell(ranks(value))
+        return ranks(value)
     if isinstance(value, dict):
-        return Cell(metrics(value))
+        return metrics(value)
     if isinstance(value, list):
-        return Cell(("," if key == "dtypes" else ", ").join(map(str, value)))
-    if isinstance(value, bool):
-        return Cell("yes" if value else "no")
-    return Cell(number(value))
+        return ("," if key == "dtypes" else ", ").join(map(str, value))
+    return ("no", "yes")[value] if isinstance(value, bool) else number(value)
+
+
+def cells(key: str, values: list[Any]) -> list[Any]:
+    """The same of a column, which may have many thousand rows: texts are as they are."""
+    if key != "created" and {*map(type, values)} == {str} and "" not in values:
+        return values
+    return [cell(key, value) for value in values]
 
 
 def status_cell(status: str, note: str = "") -> Cell:
@@ -120,9 +124,10 @@ def named(names: str) -> Iterator[tuple[str, str]]:
 def table(title: str, columns: str, rows: Iterable[Mapping[str, Any]]) -> Table:
     """Documents as rows. columns: "name, name=key, ..."; that of one of numbers ends in ">", of one
     that is not folded in "!"."""
-    pairs = list(named(columns))
+    pairs, rows = list(named(columns)), list(rows)
     made = [Column(name.rstrip(">!"), ">" in name, "!" in name) for name, _ in pairs]
-    return Table(title, made, [[cell(key, row.get(key)) for _, key in pairs] for row in rows])
+    texts = (cells(key, [row.get(key) for row in rows]) for _, key in pairs)
+    return Table(title, made, list(zip(*texts, strict=True)))
 
 
 def pairs_of(document: Mapping[str, Any], names: str) -> list[tuple[str, Cell | str]]:
@@ -144,12 +149,13 @@ def size(nbytes: float | None) -> str:
     """Bytes in the unit that a person would choose."""
     if nbytes is None:
         return "-"
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        nbytes /= 1024
+        if nbytes < 1024:
+            return f"{nbytes:.1f} {unit}"
+    return f"{nbytes / 1024:.2f} TiB"
 
 
 def count(number: int, what: str) -> str:
@@ -188,8 +194,8 @@ def moment(created: str | None) -> Cell:
         when = when.astimezone(UTC) if when.tzinfo else when.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         return Cell(created or "-")
-    seconds = (datetime.now(UTC) - when).total_seconds()
-    return Cell(f"{when:%Y-%m-%d %H:%M:%S}", "", f"{age(seconds)} ago" if seconds >= 0 else "")
+    past = (datetime.now(UTC) - when).total_seconds()
+    return Cell(f"{when:%Y-%m-%d %H:%M:%S}", "", f"{age(past)} ago" if past >= 0 else "")
 
 
 def age(seconds: float) -> str:
@@ -248,14 +254,22 @@ class Screen(NamedTuple):
 
     @classmethod
     def of(cls, stream: TextIO) -> Screen:
-        forced = bool(os.environ.get("FORCE_COLOR"))
-        if not stream.isatty() and not forced:
+        if not stream.isatty() and not os.environ.get("FORCE_COLOR"):
             return cls()
-        return cls(_columns(stream), not os.environ.get("NO_COLOR"))
+        given = os.environ.get("COLUMNS", "")
+        try:
+            width = int(given) if given.isdecimal() else os.get_terminal_size(stream.fileno())[0]
+        except OSError:  # colours were asked for where there is no terminal
+            width = 0
+        return cls(width or 80, not os.environ.get("NO_COLOR"))
 
-    def text(self, value: Cell | str) -> str:
-        found = value.terminal if self.width and isinstance(value, Cell) else ""
-        return printable(found) or text_of(value)
+    def texts(self, values: Sequence[Cell | str]) -> Sequence[str]:
+        """What is shown of the cells of a column."""
+        found = [
+            value if isinstance(value, str) else (self.width and value.terminal) or value.text
+            for value in values
+        ]
+        return found if "".join(found).isprintable() else [*map(printable, found)]
 
     def styled(self, text: str, style: str) -> str:
         if not self.colour or not style:
@@ -263,15 +277,6 @@ class Screen(NamedTuple):
         words = style.split()
         colour = next((word for word in words if word not in ("bold", "dim")), None)
         return click.style(text, colour, bold="bold" in words or None, dim="dim" in words or None)
-
-
-def _columns(stream: TextIO) -> int:
-    if (told := os.environ.get("COLUMNS", "")).isdecimal():
-        return int(told) or 80
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except OSError:  # colours were asked for where there is no terminal
-        return 80
 
 
 def drawn(blocks: Sequence[Block], screen: Screen) -> str:
@@ -282,45 +287,55 @@ def drawn(blocks: Sequence[Block], screen: Screen) -> str:
             continue
         out += [""] * bool(at)
         out += _facts(block, screen) if isinstance(block, Facts) else _table(block, screen)
-    return "".join(f"{line}\n" for line in out)
+    return "\n".join([*out, ""])
 
 
 def _facts(block: Facts, screen: Screen) -> Iterator[str]:
     if block.title.text:
         yield screen.styled(printable(block.title.text), block.title.style)
-    pairs = [(printable(name), value) for name, value in block.pairs]
-    width = max((len(name) for name, _ in pairs if len(name) <= NAME_WIDTH), default=0)
-    for name, value in pairs:
+    names = screen.texts([name for name, _ in block.pairs])
+    values = [value for _, value in block.pairs]
+    width = max((len(name) for name in names if len(name) <= NAME_WIDTH), default=0)
+    for name, text, value in zip(names, screen.texts(values), values, strict=True):
         style = value.style if isinstance(value, Cell) else ""
         label = screen.styled(f"  {name:{width}}", "dim")
-        yield f"{label}  {screen.styled(screen.text(value), style)}".rstrip()
+        yield f"{label}  {screen.styled(text, style)}".rstrip()
 
 
 def _table(block: Table, screen: Screen) -> Iterator[str]:
     """Columns; folded where the terminal is narrower, and one below the other where it is too
-    narrow for that."""
+    narrow for that. Each step is one of a whole column: there may be many thousand rows."""
     heads = [column.name for column in block.columns]
-    rows = [heads, *([screen.text(value) for value in row] for row in block.rows)]
-    widths = [max(map(_width, texts)) for texts in zip(*rows, strict=True)]
+    cells: list[Any] = [*zip(*block.rows, strict=True)] or [()] * len(heads)
+    texts = [[head, *screen.texts(values)] for head, values in zip(heads, cells, strict=True)]
+    widths = [_width(column) for column in texts]
     indent = "  " if block.title else ""
     if block.title:
         yield screen.styled(printable(block.title), "bold")
     room = screen.width and screen.width - len(indent) - 2 * (len(heads) - 1)
-    folded = room is not None and sum(widths) > room
-    if folded and not _fit(widths, block.columns, room or 0):
-        for row in block.rows:
-            yield from _facts(Facts(Cell(""), list(zip(heads, row, strict=True))), screen)
-        return
-    styles = [["bold"] * len(heads)]
-    styles += [[v.style if isinstance(v, Cell) else "" for v in row] for row in block.rows]
-    for at, (texts, looks) in enumerate(zip(rows, styles, strict=True)):
-        lines = zip_longest(*map(wrap, texts, widths), fillvalue="") if folded else [texts]
-        for line in lines:
-            padded = map(_padded, line, widths, block.columns)
-            parts = map(screen.styled, padded, looks)
-            yield (indent + "  ".join(parts)).rstrip()
-        if at == 0 and screen.width:
-            yield indent + screen.styled("─" * (sum(widths) + 2 * (len(heads) - 1)), "dim")
+    rows = [*range(len(block.rows) + 1)]  # of the table, by line
+    if room is not None and sum(widths) > room:
+        if not _fit(widths, block.columns, room):
+            for row in block.rows:
+                yield from _facts(Facts(Cell(""), list(zip(heads, row, strict=True))), screen)
+            return
+        folded = [
+            (at, line)
+            for at, row in enumerate(zip(*texts, strict=True))
+            for line in zip_longest(*map(wrap, row, widths), fillvalue="")
+        ]
+        rows = [at for at, _ in folded]
+        texts = [*map(list, zip(*(line for _, line in folded), strict=True))]
+    padded = [*map(_padded, texts, widths, block.columns)]
+    if screen.colour:
+        for column, values in zip(padded, cells, strict=True):
+            styles = ["bold", *(getattr(value, "style", "") for value in values)]
+            column[:] = [screen.styled(t, styles[at]) for t, at in zip(column, rows, strict=True)]
+    lines = [(indent + "  ".join(row)).rstrip() for row in zip(*padded, strict=True)]
+    yield lines[0]
+    if screen.width:
+        yield indent + screen.styled("─" * (sum(widths) + 2 * (len(heads) - 1)), "dim")
+    yield from lines[1:]
 
 
 def _fit(widths: list[int], columns: list[Column], room: int) -> bool:
@@ -333,15 +348,22 @@ def _fit(widths: list[int], columns: list[Column], room: int) -> bool:
     return True
 
 
-def _width(text: str) -> int:
-    if text.isascii():
-        return len(text)
+def _width(texts: Sequence[str]) -> int:
+    """Of the widest, as a terminal counts."""
+    measure = len if "".join(texts).isascii() else _cells_of
+    return max(map(measure, texts))
+
+
+def _cells_of(text: str) -> int:
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def _padded(text: str, width: int, column: Column) -> str:
-    space = " " * (width - _width(text))
-    return space + text if column.right else text + space
+def _padded(texts: Sequence[str], width: int, column: Column) -> list[str]:
+    if "".join(texts).isascii():
+        return [*map(str.rjust if column.right else str.ljust, texts, [width] * len(texts))]
+    spaces = [" " * (width - _cells_of(text)) for text in texts]
+    pairs = zip(spaces, texts, strict=True)
+    return [space + text if column.right else text + space for space, text in pairs]
 
 
 def for_programs() -> bool:

@@ -14,15 +14,13 @@ from markupsafe import Markup
 
 from ckptcore import CheckpointInfo, KeepBest, kept_by, restore_candidates
 
-from . import facts, inspection, render
+from . import contents, facts, render
 from .cli import command
 from .diff import compared
 from .diff import describe as describe_changes
 from .failures import STORAGE, Failure, not_found
-from .lookup import around, on_checkpoint, opened
-from .ls import COLUMNS, run_table
+from .lookup import Subject, around, on_checkpoint
 from .render import SHOWN, Line, Report, size, table
-from .subject import Subject
 
 WIDTH, HEIGHT = 960, 360  # of the treemap and, but for their height, of charts
 TILES = 60  # of a component: the smallest modules are drawn together
@@ -57,7 +55,7 @@ def report_command(subject: Subject, target: str) -> Report:
     document |= {"before": None, "changes": []}
     for info in restore_candidates(root.entries):
         if info.status == "committed" and info.order < subject.info.order:
-            with opened(root.subject(info)) as older:
+            with root.subject(info) as older:
                 changes = describe_changes(compared(older, subject, stats=False))
             document |= {"before": info, "changes": changes[1:]}
             break
@@ -87,8 +85,8 @@ def gathered(subject: Subject, entries: Sequence[CheckpointInfo]) -> dict[str, A
     manifest, checkpoint = view.manifest, facts.checkpoint(subject.info)
     keys = {k + copy.label: k for k in manifest.components for copy in manifest.copies(k)}
     tensors = [facts.tensor(info) | {"component": keys[info.component]} for info in view.tensors()]
-    components = facts.components(manifest, inspection.extents(view))
-    ranks = inspection.written_by(manifest)
+    components = facts.components(manifest, contents.extents(view))
+    ranks = contents.written_by(manifest)
     metrics = sorted({name for info in entries for name in info.metrics})
     rules = {f"lowest {name}": KeepBest(name, "min") for name in metrics}
     rules |= {f"highest {name}": KeepBest(name, "max") for name in metrics}
@@ -99,18 +97,18 @@ def gathered(subject: Subject, entries: Sequence[CheckpointInfo]) -> dict[str, A
     names = {"verified": False, "problems": [], "newer": []}
     return {
         "checkpoint": checkpoint,
-        "head": [inspection.header(names | {"checkpoint": checkpoint})],
-        "metadata": [inspection.metadata(checkpoint)],
-        "components": inspection.component_table(components),
+        "head": [contents.header(names | {"checkpoint": checkpoint})],
+        "metadata": [contents.metadata(checkpoint)],
+        "components": contents.component_table(components),
         "tiles": tiles_of(largest),
-        "modules": table("", MODULES, inspection.named_modules(largest[:SHOWN])),
+        "modules": table("", MODULES, contents.named_modules(largest[:SHOWN])),
         "keys": [*(item["key"] for item in components), "index"],
-        "written": list(inspection.like_ranks(ranks)),
+        "written": list(contents.like_ranks(ranks)),
         "slowest": facts.slowest(manifest),
         "stored_ranks": manifest.stored_ranks,
         "most": max((n for row in ranks for n in row["components"].values()), default=0) or 1,
         "curves": [curve for name in metrics if (curve := curve_of(name, run))],
-        "entries": run_table(rows, f"{COLUMNS.format('')}, remarks=kept"),
+        "entries": contents.entry_table(rows, f"{contents.ENTRIES.format('')}, remarks=kept"),
     }
 
 
@@ -122,8 +120,8 @@ def modules_of(
     found: list[dict[str, Any]] = []
     for item in components:
         mine = [tensor for tensor in tensors if tensor["component"] == item["key"]]
-        deeper = (inspection.by_module(mine, depth) for depth in (4, 3, 2))
-        rows = next((rows for rows in deeper if len(rows) <= TILES), inspection.by_module(mine, 1))
+        deeper = (contents.by_module(mine, depth) for depth in (4, 3, 2))
+        rows = next((rows for rows in deeper if len(rows) <= TILES), contents.by_module(mine, 1))
         rows = [row for row in rows if row["size_bytes"]]
         if not rows and item["values_bytes"]:
             rows = [{"module": "plain values", "size_bytes": item["values_bytes"]}]

@@ -15,9 +15,8 @@ from . import arrays, facts, render
 from .cli import command, flag, number
 from .copies import StoredCopy, Which, choose_copy, stored_copies, which_options
 from .failures import not_found
-from .lookup import on_checkpoint
+from .lookup import Subject, on_checkpoint
 from .render import Block, Cell, Facts, Line, Report, first_rows, pairs_of
-from .subject import Subject
 
 WIDTH = 40  # of a bar of the histogram
 LETTERS = 2000  # of one value that people get
@@ -71,10 +70,10 @@ MISSING = object()
 
 def text_in(view: CheckpointView, item: Any) -> Any:
     """A text that was so long that it is stored as a tensor, as text; all else as it is."""
-    if not facts.is_opaque(item) or item.codec != "str" or not facts.is_tensor(item.payload):
+    held = facts.tensor_in(item)
+    if held is None or held is item or item.codec != "str":
         return item
-    portions = view.portions(item.payload.full_name)
-    return b"".join(array.tobytes() for _, array in portions).decode()
+    return b"".join(array.tobytes() for _, array in view.portions(held.full_name)).decode()
 
 
 def coordinates(view: CheckpointView, name: str, which: Which) -> tuple[str, StoredCopy, str]:

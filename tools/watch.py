@@ -17,9 +17,8 @@ from ckptcore import CheckpointInfo, StorageError, masked_url, open_storage, res
 from . import facts
 from .cli import LOCATION, SCHEMA, command, number
 from .failures import BAD, GOOD, not_found
-from .lookup import normal, scan
+from .lookup import Options, normal, scan
 from .render import NARROW, Report, Screen, for_programs, metrics, printable, seconds, size, strict
-from .subject import Options
 
 Listing = dict[str, tuple[str, str]]  # status, and digest of the manifest, by name
 GONE = "what it was built in is gone, and no checkpoint of it is there: the save failed"

@@ -16,7 +16,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..errors import InvalidState, StorageError
+from ..errors import InvalidArgument, InvalidState, StorageError
 from ..loading.view import CheckpointView, TensorInfo, open_checkpoint
 from ..storage.urls import masked_url
 from .dcp import read_dcp
@@ -132,14 +132,14 @@ def export_checkpoint(
     report = ExportReport(str(source), masked_url(target), format)
     options = storage_options if target_options is None else target_options
     if format not in FORMATS:
-        raise InvalidState(f"format {format!r} is not one of {', '.join(FORMATS)}")
+        raise InvalidArgument(f"format {format!r} is not one of {', '.join(FORMATS)}")
     limit = _bytes(max_shard_size)
     if not dry_run:
         check_free(target, options)
     with open_checkpoint(source, storage_options=storage_options) as view, Scratch(scratch) as held:
         if quantize is not None:
             if format != "hf":
-                raise InvalidState(f"what is quantised is written as 'hf', not as {format!r}")
+                raise InvalidArgument(f"what is quantised is written as 'hf', not as {format!r}")
             quantizer = Quantizer(quantize, model, linear, view.manifest.metadata)
             tensors = _quantized(view, component, selection, quantizer, report)
             if not dry_run:
@@ -173,14 +173,14 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return dtype
     found = getattr(torch, _WORDS.get(dtype, dtype), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidState(f"{dtype!r} is no floating point dtype: bf16, fp16, fp32, ...")
+        raise InvalidArgument(f"{dtype!r} is no floating point dtype: bf16, fp16, fp32, ...")
     return found
 
 
 def _bytes(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+)\s*([KMG]i?B)?\s*", str(size), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
-        raise InvalidState(f"max_shard_size {size!r} is no size such as 5GB")
+        raise InvalidArgument(f"max_shard_size {size!r} is no size such as 5GB")
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 

@@ -22,6 +22,7 @@ from ..manager import CheckpointManager
 from ..ranks.communicator import SingleProcess
 from ..state.component import SharingPattern, StateComponent
 from ..storage.urls import masked_url, split_url
+from .optimizer_names import made
 from .scratch import Scratch, from_numpy
 from .sources import Part, Reading, Source, read_source
 from .transfer import fetched
@@ -85,7 +86,7 @@ def import_checkpoint(
     *,
     format: str = "auto",
     step: int | None = None,
-    model: nn.Module | None = None,
+    model: nn.Module | Callable[[], nn.Module] | str | None = None,
     names: Sequence[Sequence[str]] | None = None,
     components: Mapping[str, str] | None = None,
     rename: Callable[[str], str] | None = None,
@@ -103,9 +104,9 @@ def import_checkpoint(
         checkpoint-<number>.
     format: "auto" (default), or one of `ckptcore.interop.sources.FORMATS`.
     step: by default what the source says, else 0.
-    model: the model whose state it is; on the meta device is enough. It says the names of an
-        optimizer's parameters, and which are tied. Default: by config.json, where transformers
-        knows it.
+    model: the model whose state it is, or what makes it, also as text "module:function"; on the
+        meta device is enough. It says the names of an optimizer's parameters, and which are tied.
+        Default: by config.json, where transformers knows it.
     names: of the optimizer's parameters by group, where the model cannot tell.
     components: other keys for components, by those that the import gives them; "" leaves one out.
     rename: from the names of a model's tensors to those that are stored.
@@ -122,8 +123,9 @@ def import_checkpoint(
     ever executed: what could not be read without is in `left`.
     """
     options = storage_options if source_options is None else source_options
+    known = model if model is None or isinstance(model, nn.Module) else made(model)
     with fetched(source, options, scratch, max_download) as local, Scratch(scratch) as mapped:
-        found = read_source(local.path, format, Reading(mapped, model, names))
+        found = read_source(local.path, format, Reading(mapped, known, names))
         found.path = masked_url(os.fspath(source))
         if local.downloaded is not None:
             found.checks.insert(0, local.downloaded)
@@ -173,7 +175,7 @@ def load_foreign(
     source: str | os.PathLike[str],
     *,
     format: str = "auto",
-    model: nn.Module | None = None,
+    model: nn.Module | Callable[[], nn.Module] | str | None = None,
     names: Sequence[Sequence[str]] | None = None,
     strict: bool = True,
     cast: bool = False,

@@ -8,15 +8,16 @@ one moment for another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import InvalidState
+from ..errors import InvalidArgument, InvalidState
 
-__all__ = ["by_name", "is_by_number", "names_of", "shapes_of", "with_parameter_lists"]
+__all__ = ["by_name", "is_by_number", "made", "names_of", "shapes_of", "with_parameter_lists"]
 
 
 # Moments that have the shape of their parameter.
@@ -45,6 +46,22 @@ def is_by_number(state: Any) -> bool:
     )
 
 
+def made(model: Callable[[], nn.Module] | str) -> nn.Module:
+    """A model without memory, of what makes it without arguments; or as text, "module:function".
+    Raises InvalidArgument, and what the function raises."""
+    if isinstance(model, str):
+        home, _, name = model.partition(":")
+        try:
+            make: Callable[[], nn.Module] = getattr(import_module(home), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            reason = f"model {model!r} is no function as in package.module:function ({error})"
+            raise InvalidArgument(reason) from error
+    else:
+        make = model
+    with torch.device("meta"):
+        return make()
+
+
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     """The parameters that are trained, tied ones once, by their first name."""
     return {
@@ -70,7 +87,7 @@ def names_of(state: Mapping[str, Any], model: nn.Module | None) -> list[list[str
     if model is None:
         raise InvalidState(
             f"the optimizer numbers its {sum(sizes)} parameters, and no model says their names: "
-            "give model=, or names="
+            "give model= (ckpt import --model), or names="
         )
     known = list(shapes_of(model))
     if len(groups) == 1:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InvalidState
+from ..errors import InvalidArgument, InvalidState
+from .optimizer_names import made
 
 __all__ = ["RECIPES", "quantization_config"]
 
@@ -41,7 +42,7 @@ def quantization_config(recipe: str) -> Any:
     Raises InvalidState for another name, ModuleNotFoundError where torchao is not installed.
     """
     if recipe not in RECIPES:
-        raise InvalidState(f"quantisation recipe {recipe!r} is none of {', '.join(RECIPES)}")
+        raise InvalidArgument(f"quantisation recipe {recipe!r} is none of {', '.join(RECIPES)}")
     home = import_module("torchao.quantization")
     name, options = RECIPES[recipe]
     made = {
@@ -58,21 +59,8 @@ def linear_weights(model: Callable[[], nn.Module] | str) -> list[str]:
 
     Raises InvalidState, and what the function raises.
     """
-    make = _imported(model) if isinstance(model, str) else model
-    with torch.device("meta"):
-        made = make()
-    layers = made.named_modules()
+    layers = made(model).named_modules()
     return [f"{name}.weight".lstrip(".") for name, m in layers if isinstance(m, nn.Linear)]
-
-
-def _imported(path: str) -> Callable[[], nn.Module]:
-    home, _, name = path.partition(":")
-    try:
-        found: Callable[[], nn.Module] = getattr(import_module(home), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        reason = f"model {path!r} is no function as in package.module:function ({error})"
-        raise InvalidState(reason) from error
-    return found
 
 
 class Quantizer:

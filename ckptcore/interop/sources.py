@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..catalog.folder import FOLDER
-from ..errors import CheckpointNotFound, InvalidState
+from ..errors import CheckpointNotFound, InvalidArgument, InvalidState
 from .dcp import read_dcp
 from .optimizer_names import by_name, is_by_number, names_of, shapes_of
 from .pickles import Refused, load_file
@@ -30,6 +30,7 @@ FORMATS = (
     "hf-trainer",
     "accelerate",
     "lightning",
+    "safetensors",
     "torch",
     "legacy",
     "deepspeed-universal",
@@ -106,7 +107,7 @@ def recognised(path: Path) -> str:
     if not path.exists():
         raise CheckpointNotFound(f"{path}: no such file or folder", path=str(path))
     if path.is_file():
-        return "torch"
+        return "safetensors" if path.suffix == ".safetensors" else "torch"
     names = {entry.name for entry in path.iterdir()}
     if "checkpoint_manifest.json" in names:
         raise InvalidState(f"{path} is a checkpoint of ckptcore: load or copy it")
@@ -154,12 +155,13 @@ def read_source(path: Path, kind: str, reading: Reading) -> Source:
         "hf-trainer": _trainer,
         "accelerate": _accelerate,
         "lightning": _torch_file,
+        "safetensors": _safetensors_file,
         "torch": _torch_file,
         "legacy": _legacy,
         "deepspeed-universal": _universal,
     }
     if kind not in readers:
-        raise InvalidState(f"format {kind!r} is not one of auto, {', '.join(FORMATS)}")
+        raise InvalidArgument(f"format {kind!r} is not one of auto, {', '.join(FORMATS)}")
     source = Source(kind, str(path))
     try:
         readers[kind](path, reading, source)
@@ -312,7 +314,7 @@ def _add_files(folder: Path, source: Source, read: Iterable[str]) -> None:
             why = "a pickled object, never read" if name == "training_args.bin" else "not known"
             source.left.append(f"{name}: {why}")
     if files:
-        source.add("files", files, f"{len(files)} files")
+        source.add("files", files, f"{len(files)} file{'s' * (len(files) > 1)}")
 
 
 # ---------------------------------------------------------------- the formats
@@ -395,12 +397,13 @@ def _dcp(folder: Path, reading: Reading, source: Source) -> None:
     _add_tree(tree, str(folder.name), reading, source)
 
 
+def _safetensors_file(path: Path, reading: Reading, source: Source) -> None:
+    source.add("model", weights_of(path), path.name)
+
+
 def _torch_file(path: Path, reading: Reading, source: Source) -> None:
     if path.is_dir():
         _legacy(path, reading, source)
-        return
-    if path.suffix == ".safetensors":
-        source.add("model", weights_of(path), path.name)
         return
     found = load_file(path)
     if isinstance(found, Mapping) and "pytorch-lightning_version" in found:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckpt_tools.subject import Subject
+from ckpt_tools.lookup import Subject
 from hypothesis import given
 from hypothesis import strategies as st
 

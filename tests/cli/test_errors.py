@@ -290,7 +290,7 @@ def test_an_interrupt_is_130(ckpt: Ckpt, root: Path, monkeypatch: pytest.MonkeyP
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpt_tools.subject.open_checkpoint", interrupted)
+    monkeypatch.setattr("ckptcore.open_checkpoint", interrupted)
     done = ckpt("verify", root)
     assert done.code == 130 and done.err.strip() == "ckpt: interrupted"
 

@@ -202,3 +202,59 @@ def test_a_long_value_is_cut_and_says_so(ckpt: Ckpt, tmp_path: Path) -> None:
     assert ckpt("show", tmp_path, "m/short").out.splitlines()[1] == '  "x"'
     assert '"long é long é' in ckpt("show", tmp_path, "m/text").out
     assert ckpt("show", tmp_path, "m/text", "--json").document["value"] == state["text"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--dtype", "int4"],
+        ["--max-shard-size", "many"],
+        ["--quantize", "bogus", "--linear", "x"],
+        ["--quantize", "int4-weight-only", "--linear", "x", "--to", "torch"],
+    ],
+)
+def test_what_an_export_does_not_know_is_a_usage_error(
+    ckpt: Ckpt, root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    done = ckpt("export", root, tmp_path / "out", "--dry-run", *words)
+    assert done.code == 2 and done.out == ""
+    told = ckpt("export", root, tmp_path / "out", *words, "--json").document["error"]
+    assert (told["kind"], told["type"]) == ("usage", "InvalidArgument")
+
+
+def test_a_root_may_be_called_as_a_tensor_file_is(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
+    named = root.rename(tmp_path / "weights.safetensors")
+    shown = ckpt("inspect", named, "--json").document
+    assert shown["checkpoint"]["name"] == "checkpoint-30" and shown["tensors"] is None
+
+
+def two_layers() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+
+
+def test_the_model_of_an_import_says_what_an_optimizer_numbers(ckpt: Ckpt, tmp_path: Path) -> None:
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    file, new = tmp_path / "all.pt", tmp_path / "new"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    without = ckpt("import", file, new, "--dry-run")
+    assert "left out: all.pt: the optimizer numbers its 4 parameters" in without.out
+    assert "ckpt import --model" in without.out
+    how = ["--model", f"{__name__}:two_layers"]
+    document = ckpt("import", file, new, *how, "--json").document
+    assert document["left"] == [] and [c["key"] for c in document["components"]] == [
+        "model",
+        "optimizer",
+    ]
+    first = ckpt("show", new, "optimizer/state/0.weight/exp_avg", "--json").document["tensor"]
+    assert first["first"] == optimizer.state_dict()["state"][0]["exp_avg"].reshape(-1).tolist()
+    wrong = ckpt("import", file, new, "--model", "torch.nn:Nothing")
+    assert wrong.code == 2 and "is no function as in package.module:function" in wrong.err
+
+
+def test_a_safetensors_file_is_called_so(ckpt: Ckpt, root: Path, tmp_path: Path) -> None:
+    weights = root / "checkpoint-30" / "model.safetensors"
+    document = ckpt("import", weights, tmp_path / "new", "--json").document
+    assert (document["format"], document["components"][0]["key"]) == ("safetensors", "model")

@@ -30,6 +30,7 @@ EXPORTS = [
     "ExportReport",
     "Global",
     "ImportReport",
+    "InvalidArgument",
     "InvalidState",
     "JoinTimeout",
     "KeepBest",

@@ -1,31 +1,71 @@
-"""`ckpt inspect`: what one checkpoint holds, by its manifest, on one screen; one more
-answer for each question: tensors, plain values, files, who wrote what, metadata."""
+"""`ckpt ls` and `ckpt inspect`: what is in a root, and what in one checkpoint by its manifest, on
+one screen; one more answer for each question: tensors, plain values, files, who wrote what,
+metadata."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import click
 
-from ckptcore import CheckpointError, CheckpointManifest, CheckpointView, TensorInfo
+from ckptcore import CheckpointError, CheckpointManifest, CheckpointView, TensorInfo, shared_files
 
 from . import facts, render
 from .cli import LOCATION, command, flag, number, repeated
 from .copies import StoredCopy, Which, check_fits, choose_copy, which_options
-from .failures import not_found
-from .lookup import Found, Root, chosen, fallback, normal, passed_over, retried, split
+from .failures import BAD, GOOD, Failure, not_found
+from .lookup import Found, fallback, normal, on_path, problem_lines, retried, split
 from .render import Block, Cell, Column, Facts, Line, Report, Table, count, pairs_of, size, table
-from .subject import Options, problem_lines
 
 # Indexes of at most so many bytes, in so many files, are read to say how large plain values are and
 # which dtypes there are.
 INDEX_LIMIT, INDEX_FILES = 16 << 20, 64
 QUESTIONS = ("tensors", "depth", "values", "ranks", "files", "metadata")
+ENTRIES = "step>, name!, status!, size>!=size_bytes, {}created!, run=run_id, metrics"
+SHARED = "alone>!=unshared_bytes, shared with, "
+Row = dict[str, Any]
 Values = Mapping[str, tuple[StoredCopy, Any]]
+
+
+@command("ckpt ls runs/a", "ckpt ls s3://bucket/run --json | jq '.checkpoints[] | select(.latest)'")
+@partial(on_path, metavar="ROOT")
+@flag("--shared", "Show which checkpoints have files in common.")
+def ls_command(found: Found, shared: bool) -> Report:
+    """List every checkpoint of ROOT, oldest first, with status and metrics, and why one is not
+    usable. ROOT may be one checkpoint, which is then listed alone.
+
+    Exits with 0 when at least one checkpoint is usable.
+    """
+    latest = None
+    if found.one is not None:
+        found.one.check_known()
+    else:
+        latest = found.newest()[0]
+    sharing = shared_files(found.typed, found.options) if shared and found.one is None else {}
+    entries = [facts.entry(i, i is latest, sharing.get(i.name)) for i in found.entries]
+    name = latest.name if latest else None
+    document = {"root": found.url, "latest": name, "checkpoints": entries}
+    blocks: list[Block] = [entry_table(entries, ENTRIES.format(SHARED if shared else ""))]
+    # Reasons are sentences with paths: under the table they can be read, in a cell they cannot.
+    blocks += [Line(f"{e['name']}: {e['reason']}", "yellow") for e in entries if e["reason"]]
+    if any(entry["status"] == "committed" for entry in entries):
+        return Report(document, blocks)
+    why = f"no usable checkpoint among the {len(entries)} at {found.url}"
+    return Report(document, blocks, BAD, why)
+
+
+def entry_table(entries: Sequence[Row], columns: str) -> Table:
+    def status(entry: Row) -> Cell:
+        marks = [mark for mark in ("latest", "pinned", "abandoned") if entry[mark]]
+        marks += [] if entry["node"] is None else [f"the part of node {entry['node']}"]
+        return render.status_cell(entry["status"], "".join(f" ({mark})" for mark in marks))
+
+    return table("", columns, (entry | {"status": status(entry)} for entry in entries))
 
 
 @command("ckpt inspect runs/a", "ckpt inspect runs/a/checkpoint-500 --tensors 'model/*' --depth 2")
@@ -44,7 +84,7 @@ Values = Mapping[str, tuple[StoredCopy, Any]]
 @flag("--files", "List files with size, writer and digest.")
 @flag("--metadata", "Ids, versions, phases, and the user's metadata.")
 @flag("--verify", "Check every byte too.")
-def inspect_command(path: str | None, options: Options, which: Which, **asked: Any) -> Report:
+def inspect_command(path: str | None, options: Any, which: Which, **asked: Any) -> Report:
     """Show what the checkpoint PATH holds. When PATH is a root, the checkpoint that restore would
     take, and first what is newer and cannot be used. PATH may also be a checkpoint's manifest, or
     one of its tensor files.
@@ -62,25 +102,27 @@ def inspect_command(path: str | None, options: Options, which: Which, **asked: A
         raise click.UsageError(
             "--rank, --group and --node choose among the values of a component: give --values too"
         )
-    folder, name = split(normal(path)) if path else (None, "")
-    if folder and name.endswith(".safetensors"):
-        return retried(folder, options, lambda found: inspected(found, name, which, asked))
-    return retried(path, options, lambda found: inspected(found, None, which, asked))
+    try:
+        return retried(path, options, lambda found: inspected(found, None, which, asked))
+    except Failure as failure:
+        folder, file = split(normal(path))
+        if failure.kind != "not_found" or not folder or not file.endswith(".safetensors"):
+            raise
+    return retried(folder, options, lambda found: inspected(found, file, which, asked))
 
 
-def inspected(found: Found, file: str | None, which: Which, asked: dict[str, Any]) -> Report:
-    subject, newer = chosen(found), passed_over(found)
-    if subject is None:
+def inspected(found: Found, file: str | None, which: Which, asked: Row) -> Report:
+    info, newer = found.newest()
+    if info is None:
         # `restore` would find nothing: the newest of what it would try, else of all.
-        assert isinstance(found, Root)
-        subject = found.subject(newer.pop() if newer else found.entries[-1])
-        newer = []
-    if subject.error is not None:
-        raise subject.error
+        info, newer = newer[-1] if newer else found.entries[-1], newer[:0]
+    subject = found.subject(info)
+    subject.check_known()
     overview = file is None and not any(asked[name] for name in QUESTIONS)
-    tensors = values = None
+    tensors: list[Row] | None = None
+    values: Values | None = None
     foreign: list[str] = []
-    extent: dict[str, Any] = {}
+    extent: Row = {}
     with subject:
         if asked["verify"]:
             subject.verify()
@@ -112,10 +154,10 @@ def inspected(found: Found, file: str | None, which: Which, asked: dict[str, Any
     }
     blocks = describe(document) if overview else answers(document, values or {}, asked)
     complaint = None if subject.good else f"{subject.name} is {subject.status}"
-    return Report(document, blocks, subject.exit_code, complaint)
+    return Report(document, blocks, subject.exit_code if complaint else GOOD, complaint)
 
 
-def extents(view: CheckpointView) -> dict[str, Any]:
+def extents(view: CheckpointView) -> Row:
     """How large the plain values of a component are, and which dtypes its tensors have, by
     component; nothing where it would take long to find out, or cannot be known."""
     files = view.manifest.files.items()
@@ -134,11 +176,11 @@ def extents(view: CheckpointView) -> dict[str, Any]:
     return found
 
 
-def by_module(tensors: Iterable[dict[str, Any]], depth: int) -> list[dict[str, Any]]:
+def by_module(tensors: Iterable[Row], depth: int) -> list[Row]:
     """Totals of the tensors of each component by the first `depth` parts of their names: of
     modules, and of nested dicts and lists."""
 
-    def module(item: dict[str, Any]) -> tuple[str, str]:
+    def module(item: Row) -> tuple[str, str]:
         parts = item["name"].replace("/", ".").split(".")
         return item["component"], ".".join(parts[: min(depth, len(parts) - 1)] or parts)
 
@@ -151,16 +193,16 @@ def by_module(tensors: Iterable[dict[str, Any]], depth: int) -> list[dict[str, A
     return rows
 
 
-def named_modules(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def named_modules(rows: Iterable[Row]) -> list[Row]:
     return [row | {"module": f"{row['component']}/{row['module']}"} for row in rows]
 
 
-def stored_bytes(tensors: Iterable[dict[str, Any]]) -> int:
+def stored_bytes(tensors: Iterable[Row]) -> int:
     """Of several names of one tensor, once."""
     return sum(item["size_bytes"] for item in tensors if item["alias_of"] is None)
 
 
-def written_by(manifest: CheckpointManifest) -> list[dict[str, Any]]:
+def written_by(manifest: CheckpointManifest) -> list[Row]:
     """What each rank that wrote anything wrote: bytes by component, and of its index."""
     owner = {name: key for key, item in manifest.components.items() for name in item.files}
     node_of = {rank: number for number, ranks in enumerate(manifest.nodes) for rank in ranks}
@@ -175,28 +217,27 @@ def written_by(manifest: CheckpointManifest) -> list[dict[str, Any]]:
     ]
 
 
-def matching(view: CheckpointView, pattern: str, file: str | None) -> list[dict[str, Any]]:
+def matching(view: CheckpointView, pattern: str, file: str | None) -> list[Row]:
     """Tensors whose full name ("component/name") or name is `pattern`, or matches it as a shell
     pattern; of `file` alone where it is given.
 
     A tensor that each rank, group or node has one of is found under its component's own key, too.
     Raises Failure when there is none.
     """
-    manifest = view.manifest
-    keys = {key + copy.label: key for key in manifest.components for copy in manifest.copies(key)}
-    everything = view.tensors()
+    manifest, everything = view.manifest, view.tensors()
     if file is not None and file not in manifest.files:
         raise not_found(f"{file} is no file of the checkpoint {view.url}", path=view.url)
     if file is not None:
         reads = view.reads_of(view.index(manifest.files[file].writer))
         inside = {(read.component, read.entry.name) for read in reads if read.entry.file == file}
         everything = [t for t in everything if t.file == file or (t.component, t.name) in inside]
+    keys = {key + copy.label: key for key in manifest.components for copy in manifest.copies(key)}
 
     def matches(tensor: TensorInfo) -> bool:
         names = tensor.full_name, tensor.name, f"{keys.get(tensor.component)}/{tensor.name}"
-        return pattern in ("*", *names) or any(fnmatchcase(name, pattern) for name in names)
+        return pattern in names or any(fnmatchcase(name, pattern) for name in names)
 
-    found = [facts.tensor(info) for info in everything if matches(info)]
+    found = [facts.tensor(info) for info in everything if pattern == "*" or matches(info)]
     if not found and (everything or pattern != "*"):
         where = f"{len(everything)} tensors in {', '.join(manifest.components)}"
         raise not_found(f"no tensor matches {pattern!r}: {where}", path=view.url, pattern=pattern)
@@ -216,7 +257,7 @@ def values_of(view: CheckpointView, components: tuple[str, ...], which: Which) -
 # ---------------------------------------------------------------- for people
 
 
-def describe(document: dict[str, Any]) -> list[Block]:
+def describe(document: Row) -> list[Block]:
     """The overview."""
     checkpoint = document["checkpoint"]
     blocks: list[Block] = [header(document), *problem_lines(document)]
@@ -224,8 +265,8 @@ def describe(document: dict[str, Any]) -> list[Block]:
         blocks.append(component_table(document["components"]))
     at = checkpoint.get("metrics_step")
     other = "" if at in (None, checkpoint["step"]) else f" (measured at step {at})"
-    found = checkpoint.get("metrics") or {}
-    rows = [{"metric": name, "value": value} for name, value in found.items()]
+    metrics = (checkpoint.get("metrics") or {}).items()
+    rows = [{"metric": name, "value": value} for name, value in metrics]
     blocks += render.first_rows(f"metrics{other}", "metric, value>", rows, "inspect")
     if document["foreign_files"]:
         title = "foreign files: not part of this checkpoint, ignored when it is loaded"
@@ -234,12 +275,11 @@ def describe(document: dict[str, Any]) -> list[Block]:
     return blocks
 
 
-def answers(document: dict[str, Any], values: Values, asked: dict[str, Any]) -> list[Block]:
+def answers(document: Row, values: Values, asked: Row) -> list[Block]:
     """What was asked beside the overview."""
     checkpoint, tensors = document["checkpoint"], document["tensors"]
-    status = render.status_cell(checkpoint["status"])
-    verified = ", every byte verified" * (document["verified"] and not document["problems"])
-    title = f"{checkpoint['name']}  {status.text}{verified}"
+    status = render.status_cell(checkpoint["status"], verified(document))
+    title = f"{checkpoint['name']}  {status.text}"
     blocks: list[Block] = [Facts(Cell(title, status.style), not_usable(document))]
     blocks += problem_lines(document)
     if asked["metadata"] and "format_version" in checkpoint:
@@ -264,12 +304,17 @@ def answers(document: dict[str, Any], values: Values, asked: dict[str, Any]) -> 
     return blocks
 
 
-def _with_file(tensor: dict[str, Any]) -> dict[str, Any]:
-    same = f"same as {tensor['alias_of']}" if tensor["alias_of"] else None
-    return tensor | {"file": same or tensor["layout"] or tensor["file"]}
+def verified(document: Row) -> str:
+    return ", every byte verified" * (document["verified"] and not document["problems"])
 
 
-def component_table(components: Sequence[dict[str, Any]]) -> Table:
+def _with_file(tensor: Row) -> Row:
+    if tensor["alias_of"]:
+        return tensor | {"file": f"same as {tensor['alias_of']}"}
+    return tensor if tensor["file"] else tensor | {"file": tensor["layout"]}
+
+
+def component_table(components: Sequence[Row]) -> Table:
     """A group, or copies, are a column where there are any."""
     columns = "component!=key, pattern, dtype=dtypes, tensors>, size>=size_bytes"
     columns += ", copies>" * any(item["copies"] > 1 for item in components)
@@ -286,7 +331,7 @@ def component_table(components: Sequence[dict[str, Any]]) -> Table:
     return table("components", f"{columns}, written by ranks=writers", rows)
 
 
-def rank_table(components: Iterable[dict[str, Any]], ranks: Iterable[dict[str, Any]]) -> Table:
+def rank_table(components: Iterable[Row], ranks: Iterable[Row]) -> Table:
     keys = [*(item["key"] for item in components), "index"]
     columns = [Column("rank"), *(Column(key, right=True) for key in (*keys, "total"))]
     rows = [
@@ -296,11 +341,11 @@ def rank_table(components: Iterable[dict[str, Any]], ranks: Iterable[dict[str, A
     return Table("who wrote what", columns, rows)
 
 
-def like_ranks(ranks: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, int], int]]:
+def like_ranks(ranks: Iterable[Row]) -> Iterator[tuple[str, dict[str, int], int]]:
     """(Ranks, bytes of each of them by component, bytes of them all): ranks that follow one another
     and wrote the same, to the digits that are shown, are one."""
 
-    def shown(row: dict[str, Any]) -> dict[str, str]:
+    def shown(row: Row) -> dict[str, str]:
         return {key: size(nbytes) for key, nbytes in row["components"].items()}
 
     for _, group in groupby(ranks, key=shown):
@@ -309,18 +354,18 @@ def like_ranks(ranks: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str,
         yield name, members[0]["components"], sum(row["size_bytes"] for row in members)
 
 
-def not_usable(document: dict[str, Any]) -> list[tuple[str, Cell | str]]:
+def not_usable(document: Row) -> list[tuple[str, Cell | str]]:
     """What restore would pass over."""
     known = ((e, e["reason"] or "no reason known") for e in reversed(document["newer"]))
     texts = (f"{entry['name']} is {entry['status']}: {reason}" for entry, reason in known)
     return [("newer, not usable", Cell(text, "yellow")) for text in texts]
 
 
-def header(document: dict[str, Any]) -> Facts:
+def header(document: Row) -> Facts:
     checkpoint = document["checkpoint"]
-    note = ", every byte verified" * (document["verified"] and not document["problems"])
-    pairs = [("status", render.status_cell(checkpoint["status"], note)), *not_usable(document)]
+    status = render.status_cell(checkpoint["status"], verified(document))
     kept = "yes: retention and delete leave it alone" if checkpoint["pinned"] else None
+    pairs = [("status", status), *not_usable(document)]
     pairs += pairs_of(checkpoint | {"pinned": kept}, "path=url, pinned, step, run=run_id")
     title = Cell(checkpoint["name"], "bold")
     if "format_version" not in checkpoint:
@@ -328,7 +373,7 @@ def header(document: dict[str, Any]) -> Facts:
     nodes, node = checkpoint["nodes"], checkpoint["node"]
     created = render.moment(checkpoint["created"])
     age = f"{created.text} ({created.terminal})" if created.terminal else ""
-    known: dict[str, Any] = {
+    known: Row = {
         "created": created._replace(terminal=age),
         "size": f"{size(checkpoint['size_bytes'])} in {count(checkpoint['files'], 'file')}",
         "world_size": str(checkpoint["world_size"]) + f" on {len(nodes)} nodes" * (len(nodes) > 1),
@@ -343,7 +388,7 @@ def header(document: dict[str, Any]) -> Facts:
     return Facts(title, pairs)
 
 
-def metadata(checkpoint: dict[str, Any]) -> Facts:
+def metadata(checkpoint: Row) -> Facts:
     """All that a person seldom asks for; the user's own metadata one line for each leaf."""
     words = {
         name: ", ".join(f"{what} {value}" for what, value in checkpoint[name].items())
