@@ -228,15 +228,25 @@ class Scripts:
             env=environment,
         )
 
-    def run(self, folder: Path, source: str, arguments: Iterable[Any], timeout: float) -> Done:
+    def run(
+        self,
+        folder: Path,
+        source: str | Path,
+        arguments: Iterable[Any],
+        timeout: float,
+        whole: bool = False,
+        cwd: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Done:
+        """source: the text of a program, or its file. timeout: seconds, times `patience()`. whole:
+        to the end of the interpreter, not only of what is registered for it."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        number = len(list(folder.glob("script*")))
-        script, out, err = (
-            folder / f"script{number}.py",
-            folder / f"out{number}",
-            folder / f"err{number}",
-        )
-        script.write_text(source)
+        timeout *= patience()
+        number = len(list(folder.glob("out*")))
+        out, err = folder / f"out{number}", folder / f"err{number}"
+        script = source if isinstance(source, Path) else folder / f"script{number}.py"
+        if isinstance(source, str):
+            script.write_text(source)
         out.touch()
         err.touch()
         order = {
@@ -245,10 +255,13 @@ class Scripts:
             "timeout": timeout,
             "out": str(out),
             "err": str(err),
+            "whole": whole,
+            "folder": str(cwd or Path.cwd()),
+            "environment": environment or {},
         }
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout + 45)
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout + 45 * patience())
         assert ready, "the process that starts the others does not answer"
         code = json.loads(self.process.stdout.readline())
         if code is None:
@@ -261,7 +274,7 @@ class Scripts:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(20)
+        self.process.wait(20 * patience())
 
 
 class Done(NamedTuple):
@@ -280,11 +293,11 @@ def scripts() -> Iterator[Scripts]:
 @pytest.fixture
 def run_script(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """run_script(source, *arguments): run a program in a process of its own; its exit code and what
-    it said."""
+    it said. The rest: see `Scripts.run`."""
     folder = tmp_path_factory.mktemp("scripts")
 
-    def run(source: str, *arguments: Any, timeout: float = 40) -> Done:
-        return scripts.run(folder, source, arguments, timeout)
+    def run(source: str | Path, *arguments: Any, timeout: float = 40, **how: Any) -> Done:
+        return scripts.run(folder, source, arguments, timeout, **how)
 
     return run
 

@@ -4,10 +4,14 @@ imported torch.
 Reads one JSON order per line, answers with one line. What a program does at its end (exit code,
 traceback, functions that are registered for it) happens as in an interpreter of its own, because
 that is what the child is from then on.
+
+Only the last part is left out, where the interpreter takes its modules apart: every object of torch
+is touched, which takes as long as all else together. "whole" in the order asks for it.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -16,10 +20,25 @@ import signal
 import sys
 from typing import Any
 
-import torch
+leaves_with: list[int] = []  # the exit code, where the end is not to be the whole one
 
-import ckptcore.manager
-import ckptcore.testing  # noqa: F401
+
+# Registered before all others, and so called after them.
+@atexit.register
+def leave() -> None:
+    for code in leaves_with:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except Exception:
+                return  # the interpreter has a code for it
+        os._exit(code)
+
+
+import torch  # noqa: E402
+
+import ckptcore.manager  # noqa: E402
+import ckptcore.testing  # noqa: E402, F401
 
 torch.set_num_threads(1)
 
@@ -43,6 +62,22 @@ def serve() -> dict[str, Any] | None:
     return None
 
 
+def be(code: Any, ends: list[int]) -> None:
+    """Run the program here; its exit code goes into `ends`."""
+    try:
+        exec(code, globals())
+        ends[:] = [0]
+    except KeyboardInterrupt:
+        raise  # the interpreter ends itself by the signal
+    except SystemExit as error:
+        given = 0 if error.code is None else error.code
+        ends[:] = [given if isinstance(given, int) else 1]
+        raise
+    except BaseException:
+        ends[:] = [1]
+        raise
+
+
 # What was imported stays: programs neither search it for garbage nor copy its pages for that, at
 # their end least of all.
 gc.collect()
@@ -57,7 +92,10 @@ if todo is not None:
     ):
         os.dup2(os.open(name, flags), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ |= todo["environment"]
+    os.chdir(todo["folder"])
     sys.argv = [todo["script"], *todo["arguments"]]
+    sys.path.insert(0, os.path.dirname(todo["script"]))
     with open(todo["script"]) as script:
         code = compile(script.read(), todo["script"], "exec")
-    exec(code, globals())
+    be(code, [] if todo["whole"] else leaves_with)

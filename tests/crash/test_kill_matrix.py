@@ -9,8 +9,6 @@ certain day. `make stress` takes all of them.
 
 import json
 import os
-import subprocess
-import sys
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -109,7 +107,17 @@ def turn_with(least, of, essential):
     return {item: least[item] for item in least if item in today or item in essential}
 
 
-def kill(script, folder, least, every, save="sync", more=None, essential=(), essential_every=1):
+def kill(
+    run_script,
+    script,
+    folder,
+    least,
+    every,
+    save="sync",
+    more=None,
+    essential=(),
+    essential_every=1,
+):
     """The results by "kind/scenario", of each `every`-th kill point; other ones tomorrow."""
     rotation = rotation_of_today() if every > 1 else 0
     steps = [essential_every if item in essential else every for item in least]
@@ -120,12 +128,9 @@ def kill(script, folder, least, every, save="sync", more=None, essential=(), ess
     # fsspec keeps what is not committed yet in the folder for temporary files: a killed process
     # leaves it there.
     (folder / "tmp").mkdir()
-    command = [sys.executable, str(HERE / script), str(folder), "--save", save, *items]
-    where = {
-        "cwd": HERE.parents[1],
-        "env": {**os.environ, "TMPDIR": str(folder / "tmp"), **(more or {})},
-    }
-    ran = subprocess.run(command, capture_output=True, text=True, **where)
+    environment = {"TMPDIR": str(folder / "tmp"), **(more or {})}
+    words = [folder, "--save", save, *items]
+    ran = run_script(HERE / script, *words, timeout=1700, environment=environment)
     assert ran.returncode == 0, ran.stderr[-4000:]
     results = {}
     for line in ran.stdout.splitlines():
@@ -195,25 +200,34 @@ def check_in_background(results):
     assert {item: both for item, both in early.items() if both[0] < 0.75 * both[1]} == {}
 
 
-def test_b01_killed_at_operations_of_one_rank(quick_folder):
-    today = turn_with(LEAST, 5, ESSENTIAL)
-    how = {"essential": ESSENTIAL, "essential_every": 4}
-    check(kill("kill_points.py", quick_folder, today, every=17, **how))
+def test_b01_killed_at_operations_of_one_rank(run_script, quick_folder):
+    today = turn_with(LEAST, 9, ESSENTIAL)
+    how = {"essential": ESSENTIAL, "essential_every": 7}
+    check(kill(run_script, "kill_points.py", quick_folder, today, every=17, **how))
 
 
-def test_b01_killed_at_operations_of_four_ranks(quick_folder):
-    today = turn_with(LEAST_OF_FOUR, 3, ESSENTIAL_OF_FOUR)
-    how = {"essential": ESSENTIAL_OF_FOUR, "essential_every": 9}
-    check(kill("rank_kill_points.py", quick_folder, today, every=41, **how))
+def test_b01_killed_at_operations_of_four_ranks(run_script, quick_folder):
+    today = turn_with(LEAST_OF_FOUR, 7, ESSENTIAL_OF_FOUR)
+    how = {"essential": ESSENTIAL_OF_FOUR, "essential_every": 16}
+    check(kill(run_script, "rank_kill_points.py", quick_folder, today, every=41, **how))
 
 
-def test_b01_killed_at_operations_of_saves_in_the_background(quick_folder):
+def test_b01_killed_at_operations_of_saves_in_the_background(run_script, quick_folder):
     (quick_folder / "four").mkdir()
     check(
-        kill("kill_points.py", quick_folder, turn(LEAST_IN_BACKGROUND, 9), every=23, save="async")
+        kill(
+            run_script,
+            "kill_points.py",
+            quick_folder,
+            turn(LEAST_IN_BACKGROUND, 9),
+            every=23,
+            save="async",
+        )
     )
     four = turn(LEAST_OF_FOUR_IN_BACKGROUND, 11)
-    check(kill("rank_kill_points.py", quick_folder / "four", four, every=83, save="async"))
+    check(
+        kill(run_script, "rank_kill_points.py", quick_folder / "four", four, every=83, save="async")
+    )
 
 
 def on_server(s3):
@@ -221,45 +235,68 @@ def on_server(s3):
 
 
 @pytest.mark.timeout(300)
-def test_b01_killed_at_operations_on_s3(quick_folder, s3):
+def test_b01_killed_at_operations_on_s3(run_script, quick_folder, s3):
     """Each killed process and each restarted one makes a client, which takes longer than a save."""
-    check(kill("kill_points.py", quick_folder, turn(LEAST_ON_S3, 7), every=47, more=on_server(s3)))
+    check(
+        kill(
+            run_script,
+            "kill_points.py",
+            quick_folder,
+            turn(LEAST_ON_S3, 7),
+            every=47,
+            more=on_server(s3),
+        )
+    )
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("save", ["sync", "async"])
-def test_b01_killed_at_every_operation_on_s3(quick_folder, s3, save):
+def test_b01_killed_at_every_operation_on_s3(run_script, quick_folder, s3, save):
     least = LEAST_ON_S3 if save == "sync" else LEAST_ON_S3_IN_BACKGROUND
     checked = check if save == "sync" else check_in_background
-    checked(kill("kill_points.py", quick_folder, least, every=1, save=save, more=on_server(s3)))
+    checked(
+        kill(
+            run_script,
+            "kill_points.py",
+            quick_folder,
+            least,
+            every=1,
+            save=save,
+            more=on_server(s3),
+        )
+    )
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(900)
-def test_b01_killed_at_every_operation_of_one_rank(quick_folder):
-    check(kill("kill_points.py", quick_folder, LEAST, every=1))
+def test_b01_killed_at_every_operation_of_one_rank(run_script, quick_folder):
+    check(kill(run_script, "kill_points.py", quick_folder, LEAST, every=1))
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(900)
-def test_b01_killed_at_every_operation_of_four_ranks(quick_folder):
-    check(kill("rank_kill_points.py", quick_folder, LEAST_OF_FOUR, every=1))
+def test_b01_killed_at_every_operation_of_four_ranks(run_script, quick_folder):
+    check(kill(run_script, "rank_kill_points.py", quick_folder, LEAST_OF_FOUR, every=1))
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(900)
-def test_b01_killed_at_every_operation_of_one_rank_in_the_background(quick_folder):
+def test_b01_killed_at_every_operation_of_one_rank_in_the_background(run_script, quick_folder):
     check_in_background(
-        kill("kill_points.py", quick_folder, LEAST_IN_BACKGROUND, every=1, save="async")
+        kill(run_script, "kill_points.py", quick_folder, LEAST_IN_BACKGROUND, every=1, save="async")
     )
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["job-lost", "job-folder", "job-local", "job-newest", "job-some"])
-def test_b01_killed_at_every_operation_of_four_ranks_in_the_background(quick_folder, kind):
+def test_b01_killed_at_every_operation_of_four_ranks_in_the_background(
+    run_script, quick_folder, kind
+):
     least = {
         item: least for item, least in LEAST_OF_FOUR_IN_BACKGROUND.items() if item.startswith(kind)
     }
-    check_in_background(kill("rank_kill_points.py", quick_folder, least, every=1, save="async"))
+    check_in_background(
+        kill(run_script, "rank_kill_points.py", quick_folder, least, every=1, save="async")
+    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ckptcore
 
@@ -20,16 +20,9 @@ def example() -> str:
     return marked[0]
 
 
-def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(example())
+def test_the_example_runs_and_resumes(tmp_path: Path, run_script: Callable[..., Any]) -> None:
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "example.py"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        done = run_script(example(), cwd=tmp_path, timeout=100)
         assert done.returncode == 0, done.stderr
         found = [p.parent for p in tmp_path.rglob("checkpoint_manifest.json")]
         assert found

@@ -4,14 +4,11 @@ while it publishes."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 
-def test_a_node_that_dies_while_it_publishes_never_mixes_two_steps(folder):
-    command = [sys.executable, str(Path(__file__).with_name("two_nodes.py")), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+def test_a_node_that_dies_while_it_publishes_never_mixes_two_steps(folder, run_script):
+    done = run_script(Path(__file__).with_name("two_nodes.py"), folder, timeout=100)
     assert done.returncode == 0, done.stderr
     first, second, killed = json.loads(done.stdout)
     assert first["2"] == f"exit {killed}"

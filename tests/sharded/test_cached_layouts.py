@@ -4,8 +4,8 @@ save."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -64,10 +64,8 @@ print(json.dumps(found))
 """
 
 
-def test_a_mesh_is_described_once() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=110
-    )
+def test_a_mesh_is_described_once(run_script: Callable[..., Any]) -> None:
+    done = run_script(PROGRAM, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == {
         "asked": 2,

@@ -4,8 +4,6 @@ their boxes."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ KINDS = {"plain": 500, "fsdp": 24, "tp": 16, "hsdp": 24, "fsdp over tp": 144}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[dict[str, Any]]]:
+def found(
+    scripts: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
     program = Path(__file__).with_name("fake_ranks.py")
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=110
-    )
+    done = scripts.run(tmp_path_factory.mktemp("ranks"), program, [], timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from .lowbit_runs import RUNS, run
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 # One order of sums; on a GPU what cuBLAS needs for that.
 EXACT = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+SCRIPT = Path(__file__).with_name("lowbit_runs.py")
 FP8 = {"fp8_recipe": "rowwise", "fp8_emulate": True}
 
 
@@ -113,14 +115,17 @@ def test_a_recipe_that_converts_nothing_is_a_warning(caplog: Any) -> None:
     assert caplog.records[-1].levelno == logging.WARNING
 
 
-def go_on_in_a_new_process(folder: Path, names: list[str], save: int, last: int) -> None:
+def go_on_in_a_new_process(
+    run_script: Callable[..., Any], folder: Path, names: list[str], save: int, last: int
+) -> None:
     """Each run is trained to `last` in one go, and again in a new process from its checkpoint of
     step `save`: the same losses and the same states."""
     whole = {name: run(name, folder / "whole", last, save, resume=False) for name in names}
     for name in names:
         folders = (folder / part / name / f"checkpoint-{save}" for part in ("whole", "again"))
         shutil.copytree(*folders)
-    in_a_process(folder / "again", last, last, "cpu", *names)
+    done = run_script(SCRIPT, folder / "again", last, last, "cpu", *names, timeout=300)
+    assert done.returncode == 0, done.stderr
     for name in names:
         same_from(folder, name, whole[name], save, last)
         given = open_checkpoint(str(folder / "again" / name / f"checkpoint-{last}"))
@@ -129,8 +134,7 @@ def go_on_in_a_new_process(folder: Path, names: list[str], save: int, last: int)
 
 
 def in_a_process(folder: Path, last: int, every: int, device: str, *names: str) -> None:
-    script = str(Path(__file__).with_name("lowbit_runs.py"))
-    words = [sys.executable, script, str(folder), str(last), str(every), device, *names]
+    words = [sys.executable, str(SCRIPT), str(folder), str(last), str(every), device, *names]
     subprocess.run(words, check=True, timeout=300, env={**os.environ, **EXACT})
 
 
@@ -151,15 +155,19 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_runs_in_few_bits_go_on_in_a_new_process_to_the_last_bit(tmp_path: Path) -> None:
-    go_on_in_a_new_process(tmp_path, ["8bit", "qat", "fp8"], save=3, last=6)
+def test_runs_in_few_bits_go_on_in_a_new_process_to_the_last_bit(
+    tmp_path: Path, run_script: Callable[..., Any]
+) -> None:
+    go_on_in_a_new_process(run_script, tmp_path, ["8bit", "qat", "fp8"], save=2, last=3)
 
 
 @pytest.mark.stress
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", [*RUNS])
-def test_fifty_steps_in_few_bits_and_ten_more_in_a_new_process(name: str, tmp_path: Path) -> None:
-    go_on_in_a_new_process(tmp_path, [name], save=50, last=60)
+def test_fifty_steps_in_few_bits_and_ten_more_in_a_new_process(
+    name: str, tmp_path: Path, run_script: Callable[..., Any]
+) -> None:
+    go_on_in_a_new_process(run_script, tmp_path, [name], save=50, last=60)
 
 
 @pytest.mark.stress
