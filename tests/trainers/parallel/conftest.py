@@ -4,6 +4,7 @@ torch and the trainers."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,10 @@ def resumed(ranks: Ranks, tmp_path: Path) -> Callable[..., int]:
 
     def check(world: int, cases: list[tuple[str, dict[str, Any], list[int]]], **what: Any) -> int:
         folder = tmp_path / f"call-{next(calls)}"
+        # No more checkpoints than those that are resumed from, and what comes at the same distance.
+        cases = [
+            (kind, {"save_steps": math.gcd(*steps), **args}, steps) for kind, args, steps in cases
+        ]
         whole = [
             {"kind": kind, "args": {**args, "output_dir": str(folder / f"whole-{number}")}, **what}
             for number, (kind, args, _) in enumerate(cases)

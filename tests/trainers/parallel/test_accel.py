@@ -21,7 +21,7 @@ Run = Callable[..., dict[str, Any]]
 
 
 def test_it_computes_what_one_process_and_ddp_compute(ranks: Any, run: Run) -> None:
-    args = {"max_steps": 4, "save_strategy": "no", **EVALUATED}
+    args = {"max_steps": 2, "save_strategy": "no", **EVALUATED, "eval_steps": 1, "logging_steps": 1}
     accumulated = {**STILL, "accelerator": {"gradient_accumulation_steps": 3}}
     one = ranks.run(
         "train",
@@ -33,7 +33,7 @@ def test_it_computes_what_one_process_and_ddp_compute(ranks: Any, run: Run) -> N
             run("d", "accel", accumulated, **args, gradient_accumulation_steps=3),
         ],
     )[0]
-    assert one[1]["steps"] == one[0]["steps"] and len(one[0]["steps"]) == 4
+    assert one[1]["steps"] == one[0]["steps"] and len(one[0]["steps"]) == 2
     args |= {"per_device_train_batch_size": 2}
     two = ranks.run(
         "train",
@@ -61,23 +61,24 @@ def test_it_computes_what_one_process_and_ddp_compute(ranks: Any, run: Run) -> N
         (one[3], one[2]),
         (two[0][2], one[2]),
     ):
-        assert [entry["step"] for entry in found["log"]] == [2, 4]
+        assert [entry["step"] for entry in found["log"]] == [1, 2]
         for mine, theirs in zip(found["log"], expected["log"], strict=True):
             assert mine == pytest.approx(theirs, rel=1e-6)
 
 
 def test_a_resumed_run_is_the_run_that_did_not_stop(resumed: Any) -> None:
     cases = [
-        ("accel", {"max_steps": 9, "dataloader_num_workers": 2, "dispatch_batches": True}, [5]),
+        ("accel", {"max_steps": 4, "dataloader_num_workers": 2, "dispatch_batches": True}, [3]),
+        # Seven steps an epoch: in the middle of the first.
         (
             "accel",
-            {"num_train_epochs": 3, "max_steps": -1, "per_device_train_batch_size": 2, **EVALUATED},
-            [4],
+            {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 2, **EVALUATED},
+            [5],
         ),
     ]
     assert resumed(2, cases, model=SMALL) == 2
     config = {"gradient_accumulation_steps": 3, "mixed_precision": "bf16"}
-    cases = [("accel", {"max_steps": 5, "gradient_accumulation_steps": 3, "save_async": True}, [2])]
+    cases = [("accel", {"max_steps": 3, "gradient_accumulation_steps": 3, "save_async": True}, [2])]
     assert resumed(3, cases, accelerator=config, model=SMALL) == 1
 
 

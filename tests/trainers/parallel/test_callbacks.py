@@ -59,25 +59,25 @@ def files(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_killed_run_goes_on_in_its_files(kind: str, ranks: Any, run: Any, tmp_path: Path) -> None:
     """On two ranks, with texts by a model of transformers; and training is none the wiser."""
-    args = {**ARGS, "eval_steps": 2}
+    args = {**ARGS, "max_steps": 5, "eval_steps": 2}
     of = {folder: run(folder, kind, **args) for folder in ("silent", "whole", "killed")}
     silent = ranks.run("recorded", 2, texts=SPOKEN, silent=True, **of["silent"])
     whole = ranks.run("recorded", 2, texts=SPOKEN, **of["whole"])
     assert [found["steps"] for found in whole] == [found["steps"] for found in silent]
-    assert ranks.run("recorded", 2, texts=SPOKEN, die_at=5, **of["killed"]) == [None, None]
-    later = {str(step) for step in range(5, 8)}
+    assert ranks.run("recorded", 2, texts=SPOKEN, die_at=3, **of["killed"]) == [None, None]
+    later = {str(step) for step in range(3, 6)}
     for found, expected in zip(
         ranks.run("recorded", 2, texts=SPOKEN, **of["killed"]), whole, strict=True
     ):
-        assert found["from"] == 4
+        assert found["from"] == 2
         assert found["steps"] == {n: s for n, s in expected["steps"].items() if n in later}
     left = files(tmp_path / "whole")
     assert files(tmp_path / "killed") == left
-    assert [step for step, _ in left["losses"]] == list(range(1, 8))
-    assert [step for step, _ in left["texts"]] == [2, 4, 6]
+    assert [step for step, _ in left["losses"]] == list(range(1, 6))
+    assert [step for step, _ in left["texts"]] == [2, 4]
     assert all(words.startswith("w1 w2 w3 [START] ") for _, words in left["texts"])
-    assert [r["global_step"] for r in left["gradient_norms.json"]] == [2, 4, 6]
-    for folder in ("whole", "killed"):  # the killed one resumed at 4, and profiled that step
+    assert [r["global_step"] for r in left["gradient_norms.json"]] == [2, 4]
+    for folder in ("whole", "killed"):  # the killed one resumed at 2, and profiled that step
         traces = sorted((tmp_path / folder / "profiles").iterdir())
         assert [path.name for path in traces] == ["trace_rank0.json", "trace_rank1.json"]
         assert [steps_in(path) for path in traces] == [1, 1]
