@@ -23,6 +23,7 @@ from ..ranks.communicator import SingleProcess
 from ..state.component import SharingPattern, StateComponent
 from ..storage.urls import masked_url, split_url
 from .optimizer_names import made
+from .pickles import Foreign
 from .scratch import Scratch, from_numpy
 from .sources import Part, Reading, Source, read_source
 from .transfer import fetched
@@ -125,8 +126,8 @@ def import_checkpoint(
     options = storage_options if source_options is None else source_options
     known = model if model is None or isinstance(model, nn.Module) else made(model)
     with fetched(source, options, scratch, max_download) as local, Scratch(scratch) as mapped:
-        found = read_source(local.path, format, Reading(mapped, known, names))
-        found.path = masked_url(os.fspath(source))
+        shown = masked_url(os.fspath(source))
+        found = read_source(local.path, shown, format, Reading(mapped, known, names))
         if local.downloaded is not None:
             found.checks.insert(0, local.downloaded)
         parts = [_renamed(part, components or {}, rename) for part in found.parts]
@@ -137,7 +138,7 @@ def import_checkpoint(
         ]
         target, number = _root_and_step(os.fspath(root), found.step if step is None else step)
         report = ImportReport(
-            found.path, found.format, number, left=found.left, checks=found.checks
+            found.shown, found.format, number, left=found.left, checks=found.checks
         )
         report.components = [_described(part) for part in parts]
         if dry_run:
@@ -163,7 +164,7 @@ def _save(
         )
         for part in parts
     ]
-    about = {"imported_from": source.path, "format": source.format, "left": source.left}
+    about = {"imported_from": source.shown, "format": source.format, "left": source.left}
     with CheckpointManager(target, comm=SingleProcess(), storage_options=options) as manager:
         report.info = manager.save(report.step, state, metadata=about, overwrite=overwrite)
     with open_checkpoint(report.info.url, storage_options=options) as view:
@@ -250,7 +251,9 @@ def _storable(value: Any, path: str, left: list[str]) -> Any:
         isinstance(value, set | frozenset) and all(isinstance(item, _PLAIN) for item in value)
     ):
         return value
-    left.append(f"{path}: a {type(value).__module__}.{type(value).__qualname__}")
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    what = value.of if isinstance(value, Foreign) else kind
+    left.append(f"{path}: an object of {what}, which is not read")
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 
 from ..errors import InvalidState
 
-__all__ = ["Refused", "load_bytes", "load_file", "load_metadata"]
+__all__ = ["Foreign", "Refused", "load_bytes", "load_file", "load_metadata"]
 
 
 class Refused(InvalidState):
@@ -43,22 +44,39 @@ def load_bytes(data: bytes, name: str) -> Any:
     return _load(io.BytesIO(data), Path(name), lambda source, **how: torch.load(source, **how))
 
 
+class Foreign:
+    """In the place of an object whose class is not read. It takes whatever a pickle gives to the
+    class that it stands for, and does nothing with it."""
+
+    of = ""  # the name of that class
+
+    def __new__(cls, *_: Any, **__: Any) -> Foreign:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+_UNKNOWN = re.compile(r"Unsupported global: GLOBAL (\S+) was not an allowed global")
+CLASSES = 100  # of others that a file may name
+
+
 def _load(source: Any, path: Path, load: Callable[..., Any]) -> Any:
-    how: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-    with torch.serialization.safe_globals(_numpy_names()), warnings.catch_warnings():
-        # Of a pickle protocol that torch.save does not write: what is not read is refused anyway.
-        warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+    """Objects of classes that are not read come back as Foreign: the rest of the file is good."""
+    known: list[Any] = [*_numpy_names()]
+    while True:
         try:
-            if isinstance(source, str):
-                try:
-                    return load(source, mmap=True, **how)
-                except RuntimeError as error:
-                    if "mmap" not in str(error):
-                        raise
-            return load(source, **how)
+            return _loaded(source, load, known)
         except OSError:
             raise
         except Exception as error:  # torch, zip and pickle raise all kinds for what is no such file
+            unknown = _UNKNOWN.search(str(error))
+            if unknown is not None and len(known) < CLASSES:
+                known.append((type("Foreign", (Foreign,), {"of": unknown[1]}), unknown[1]))
+                continue
             what = str(error).split("\n")
             named = next((line for line in what if "GLOBAL" in line or "Unsupported" in line), "")
             reason = f" ({named.strip()[:300]})" if named else ""
@@ -66,6 +84,22 @@ def _load(source: Any, path: Path, load: Callable[..., Any]) -> Any:
                 f"{path} is not read: it is no file of torch.save, or names more than tensors and "
                 f"plain values, which would be executed{reason}"
             ) from None
+
+
+def _loaded(source: Any, load: Callable[..., Any], known: list[Any]) -> Any:
+    how: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    with torch.serialization.safe_globals(known), warnings.catch_warnings():
+        # Of a pickle protocol that torch.save does not write: what is not read is refused anyway.
+        warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+        if isinstance(source, str):
+            try:
+                return load(source, mmap=True, **how)
+            except RuntimeError as error:
+                if "mmap" not in str(error):
+                    raise
+        else:
+            source.seek(0)
+        return load(source, **how)
 
 
 # What a `.metadata` of torch.distributed.checkpoint may name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,23 +24,13 @@ from .scratch import Scratch
 
 __all__ = ["FORMATS", "Part", "Reading", "Source", "read_source", "recognised"]
 
-FORMATS = (
-    "dcp",
-    "hf",
-    "hf-trainer",
-    "accelerate",
-    "lightning",
-    "safetensors",
-    "torch",
-    "legacy",
-    "deepspeed-universal",
-)
 FILE_LIMIT = 64 << 20  # bytes of a file beside the weights that is taken along
 # Files of a model that have no tensors: its configuration, and its tokenizer.
 _ALONG = re.compile(
     r".*\.(json|txt|model|jinja|md)|merges\.txt|vocab\..*|tokenizer.*|special_tokens.*"
 )
-_NOT_ALONG = re.compile(r".*\.index\.json|trainer_state\.json|.*\.py|checkpoint_manifest\.json")
+_NOT_ALONG = re.compile(r".*\.index\.json|trainer_state\.json|checkpoint_manifest\.json")
+_WHY_NOT = {"training_args.bin": "a pickled object, never read"}
 _WEIGHTS = (
     "model.safetensors",
     "adapter_model.safetensors",
@@ -58,6 +48,7 @@ _CALLED = {
     "dataloader": "loader",
     "random": "rng",
     "global_step": "values",
+    "state_dict": "model",
 }
 
 
@@ -72,27 +63,6 @@ class Part:
 
 
 @dataclass(slots=True)
-class Source:
-    """What was read. left: what was not, and why; checks: what was compared, in words."""
-
-    format: str
-    path: str
-    parts: list[Part] = field(default_factory=list)
-    step: int | None = None
-    left: list[str] = field(default_factory=list)
-    checks: list[str] = field(default_factory=list)
-
-    def add(self, key: str, state: Any, origin: str, per_rank: bool = False) -> None:
-        taken = {part.key for part in self.parts}
-        number = 0
-        unique = key
-        while unique in taken:
-            number += 1
-            unique = f"{key}{number}"
-        self.parts.append(Part(unique, state, origin, per_rank))
-
-
-@dataclass(slots=True)
 class Reading:
     """How to read. model: says the names, shapes and ties of parameters; names: of the optimizer's
     parameters by group, where the model cannot tell."""
@@ -100,6 +70,149 @@ class Reading:
     scratch: Scratch
     model: nn.Module | None = None
     names: Sequence[Sequence[str]] | None = None
+
+
+@dataclass(slots=True)
+class Source:
+    """What is read of a folder or file. shown: its path as it is said; left: what was not read, and
+    why; checks: what was compared, in words; read: names of files that were looked at."""
+
+    format: str
+    path: Path
+    shown: str
+    how: Reading
+    parts: list[Part] = field(default_factory=list)
+    step: int | None = None
+    left: list[str] = field(default_factory=list)
+    checks: list[str] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)
+
+    def add(self, key: str, state: Any, origin: str, per_rank: bool = False) -> None:
+        taken = {part.key for part in self.parts}
+        names = [key, *(f"{key}{number}" for number in range(1, len(taken) + 1))]
+        unique = next(name for name in names if name not in taken)
+        self.parts.append(Part(unique, state, origin, per_rank))
+
+    def load(self, path: Path) -> Any:
+        """What a file of torch.save holds; None, and it is listed, where it is not read."""
+        self.read.add(path.name)
+        try:
+            return load_file(path)
+        except Refused as error:
+            self.left.append(f"{path.name}: {error.message}")
+            return None
+
+    def take(self, name: str, key: str) -> None:
+        """One component of a file of torch.save that may be there."""
+        if (self.path / name).is_file():
+            self.add_state(self.load(self.path / name), key, name)
+
+    def add_state(self, state: Any, key: str, origin: str) -> None:
+        """One component; an optimizer by its parameters' names. None is what was not read."""
+        if state is None:
+            return
+        if not is_by_number(state):
+            plain = isinstance(state, Mapping | list | tuple)
+            self.add(key, state if plain else {"value": state}, origin)
+            return
+        model = self.how.model
+        weights: Any = next((part.state for part in self.parts if part.key == "model"), {})
+        tensors = {n: t for n, t in weights.items() if isinstance(t, torch.Tensor)}
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        try:
+            names = self.how.names or names_of(state, model)
+            found = by_name(state, names, shapes | (shapes_of(model) if model is not None else {}))
+        except InvalidState as error:
+            self.left.append(f"{origin}: {error.message}")
+            return
+        self.checks.append(
+            f"{origin}: {len(found['group_of'])} parameters by name, in {len(found['groups'])} "
+            "groups, moments of their shapes"
+        )
+        self.add(key, found, origin)
+
+    def add_tree(self, tree: Any, origin: str) -> None:
+        """A whole state: weights alone, or components by key, and values beside them."""
+        if _is_weights(tree):
+            self.add("model", {k: v.detach() for k, v in tree.items()}, origin)
+            return
+        if is_by_number(tree):
+            self.add_state(tree, "optimizer", origin)
+            return
+        if not isinstance(tree, Mapping):
+            self.add("values", {"value": tree}, origin)
+            return
+        values = {}
+        first = ("model", "state_dict", "module")  # whose shapes those of an optimizer must have
+        for key in sorted(tree, key=lambda key: not str(key).startswith(first)):
+            value = tree[key]
+            if not isinstance(value, Mapping):
+                values[key] = value
+            elif value and isinstance(key, str):
+                self.add_state(value, _called(key), origin)
+        if values:
+            self.add("values", values, origin)
+            steps = (values.get(name) for name in ("global_step", "step"))
+            self.step = next((step for step in steps if type(step) is int), self.step)
+
+    def add_weights(self) -> bool:
+        """The weights of a model, with what its configuration or the given model says of them;
+        whether there are any."""
+        found = weights_in(self.path)
+        if found is None:
+            return False
+        weights, origin, files = found
+        self.read |= files
+        again = (name for name in _WEIGHTS if (self.path / name).is_file() and name not in files)
+        for name in again:
+            self.read.add(name)
+            self.left.append(f"{name}: more weights; those of {origin} were taken")
+        if self.how.model is None:
+            self.how.model = model_of(self.path, self)
+        if self.how.model is not None:
+            if tied := with_ties(weights, self.how.model):
+                self.checks.append(f"tied to others, and named again: {', '.join(tied[:5])}")
+            _compare_shapes(weights, self.how.model, self)
+        self.add("model", weights, origin)
+        return True
+
+    def add_random(self, stem: str, suffix: str) -> None:
+        """Random streams of rank 0; those of others are left, and that is said."""
+        found = {}
+        for path in self.path.glob(f"{stem}*{suffix}"):
+            if match := re.fullmatch(rf"{stem}(?:_(\d+))?{re.escape(suffix)}", path.name):
+                found[int(match[1] or 0)] = path
+        if not found:
+            return
+        self.read |= {path.name for path in found.values()}
+        if len(found) > 1:
+            self.left.append(f"random streams of {len(found)} ranks: an import has one, rank 0's")
+        path = found[min(found)]
+        streams = self.load(path)
+        state = random_streams(streams)
+        if state is not None:
+            self.add("rng", state, path.name, per_rank=True)
+        elif streams is not None:
+            self.left.append(f"{path.name}: not the random streams that are known")
+
+    def add_files(self) -> None:
+        """Take along what describes a model, and list the rest."""
+        files: dict[str, str | bytes] = {}
+        for path in sorted(self.path.iterdir()):
+            name = path.name
+            if name in self.read or name.startswith("."):
+                continue
+            small = path.is_file() and path.stat().st_size <= FILE_LIMIT
+            if small and _ALONG.fullmatch(name) and not _NOT_ALONG.fullmatch(name):
+                data = path.read_bytes()
+                try:
+                    files[name] = data.decode()
+                except UnicodeDecodeError:
+                    files[name] = data
+            else:
+                self.left.append(f"{name}: {_WHY_NOT.get(name, 'not known')}")
+        if files:
+            self.add("files", files, f"{len(files)} file{'s' * (len(files) > 1)}")
 
 
 def recognised(path: Path) -> str:
@@ -144,27 +257,16 @@ def recognised(path: Path) -> str:
     raise InvalidState(f"{path} is nothing that an import knows: it holds {listed}")
 
 
-def read_source(path: Path, kind: str, reading: Reading) -> Source:
+def read_source(path: Path, shown: str, kind: str, how: Reading) -> Source:
     """What lies at `path`. kind: one of FORMATS, or "auto". Raises InvalidState, Refused, OSError,
     CheckpointNotFound."""
     found = recognised(path)
     kind = found if kind == "auto" else kind
-    readers: dict[str, Callable[[Path, Reading, Source], None]] = {
-        "dcp": _dcp,
-        "hf": _hugging_face,
-        "hf-trainer": _trainer,
-        "accelerate": _accelerate,
-        "lightning": _torch_file,
-        "safetensors": _safetensors_file,
-        "torch": _torch_file,
-        "legacy": _legacy,
-        "deepspeed-universal": _universal,
-    }
-    if kind not in readers:
+    if kind not in _READERS:
         raise InvalidArgument(f"format {kind!r} is not one of auto, {', '.join(FORMATS)}")
-    source = Source(kind, str(path))
+    source = Source(kind, path, shown, how)
     try:
-        readers[kind](path, reading, source)
+        _READERS[kind](source)
     except SafetensorError as error:
         raise Refused(f"{path}: a file that is no safetensors file, or damaged ({error})") from None
     if not source.parts:
@@ -177,8 +279,9 @@ def read_source(path: Path, kind: str, reading: Reading) -> Source:
 # ---------------------------------------------------------------- weights
 
 
-def weights_in(folder: Path) -> tuple[dict[str, torch.Tensor], str] | None:
-    """The weights of a model by name, and the file that lists or holds them; None without any."""
+def weights_in(folder: Path) -> tuple[dict[str, torch.Tensor], str, set[str]] | None:
+    """The weights of a model by name, the file that lists or holds them, and all files of them;
+    None without any."""
     for name in _WEIGHTS:
         index = folder / f"{name}.index.json"
         if index.is_file():
@@ -189,21 +292,18 @@ def weights_in(folder: Path) -> tuple[dict[str, torch.Tensor], str] | None:
                 raise Refused(f"{index} is no index of weights ({error})") from None
             if wrong := [f for f in files if not isinstance(f, str) or Path(f).name != f]:
                 raise Refused(f"{index} names {wrong[0]!r}, which is not beside it")
-            found: dict[str, torch.Tensor] = {}
-            for file in files:
-                found |= weights_of(folder / file)
+            found = _merged(folder, files)
             if missing := sorted(weight_map.keys() - found.keys()):
                 raise Refused(f"{index} names {missing[0]!r}, which is in none of the files")
-            return found, index.name
+            return found, index.name, {index.name, *files}
         if (folder / name).is_file():
-            return weights_of(folder / name), name
-    loose = sorted(folder.glob("*.safetensors"))
-    if not loose:
-        return None
-    merged: dict[str, torch.Tensor] = {}
-    for path in loose:
-        merged |= weights_of(path)
-    return merged, loose[0].name
+            return weights_of(folder / name), name, {name}
+    loose = sorted(path.name for path in folder.glob("*.safetensors"))
+    return (_merged(folder, loose), loose[0], {*loose}) if loose else None
+
+
+def _merged(folder: Path, files: Sequence[str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in files for name, tensor in weights_of(folder / file).items()}
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
@@ -264,21 +364,6 @@ def with_ties(weights: dict[str, torch.Tensor], model: nn.Module) -> list[str]:
     return added
 
 
-def _add_weights(folder: Path, reading: Reading, source: Source) -> None:
-    found = weights_in(folder)
-    if found is None:
-        source.left.append("no weights: neither safetensors files nor pytorch_model.bin")
-        return
-    weights, origin = found
-    if reading.model is None:
-        reading.model = model_of(folder, source)
-    if reading.model is not None:
-        if tied := with_ties(weights, reading.model):
-            source.checks.append(f"tied to others, and named again: {', '.join(tied[:5])}")
-        _compare_shapes(weights, reading.model, source)
-    source.add("model", weights, origin)
-
-
 def _compare_shapes(weights: Mapping[str, torch.Tensor], model: nn.Module, source: Source) -> None:
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, tensor in weights.items():
@@ -295,161 +380,118 @@ def _compare_shapes(weights: Mapping[str, torch.Tensor], model: nn.Module, sourc
     source.checks.append(summary)
 
 
-def _add_files(folder: Path, source: Source, read: Iterable[str]) -> None:
-    """Take along what describes a model, and list the rest."""
-    files: dict[str, str | bytes] = {}
-    used = {*read}
-    for path in sorted(folder.iterdir()):
-        name = path.name
-        if name in used or name.startswith("."):
-            continue
-        small = path.is_file() and path.stat().st_size <= FILE_LIMIT
-        if small and _ALONG.fullmatch(name) and not _NOT_ALONG.fullmatch(name):
-            data = path.read_bytes()
-            try:
-                files[name] = data.decode()
-            except UnicodeDecodeError:
-                files[name] = data
-        elif not _NOT_ALONG.fullmatch(name) and not name.endswith(".safetensors"):
-            why = "a pickled object, never read" if name == "training_args.bin" else "not known"
-            source.left.append(f"{name}: {why}")
-    if files:
-        source.add("files", files, f"{len(files)} file{'s' * (len(files) > 1)}")
-
-
 # ---------------------------------------------------------------- the formats
 
 
-def _hugging_face(folder: Path, reading: Reading, source: Source) -> None:
-    _add_weights(folder, reading, source)
-    _add_files(folder, source, _WEIGHTS)
+def _hugging_face(source: Source) -> None:
+    _need_weights(source)
+    source.add_files()
 
 
-def _trainer(folder: Path, reading: Reading, source: Source) -> None:
-    read = {*_WEIGHTS, "trainer_state.json"}
-    if (folder / "pytorch_model_fsdp_0").is_dir():
-        read |= _fsdp(folder, reading, source)
+def _need_weights(source: Source) -> None:
+    if not source.add_weights():
+        source.left.append("no weights: neither safetensors files nor pytorch_model.bin")
+
+
+def _trainer(source: Source) -> None:
+    if (source.path / "pytorch_model_fsdp_0").is_dir():
+        _fsdp(source)
     else:
-        _add_weights(folder, reading, source)
-    for name, key in (("optimizer.pt", "optimizer"), ("optimizer.bin", "optimizer")):
-        if (folder / name).is_file():
-            read.add(name)
-            _add_state(_attempt(folder / name, source), key, name, reading, source)
-    for name, key in (("scheduler.pt", "scheduler"), ("scaler.pt", "scaler")):
-        if (folder / name).is_file():
-            read.add(name)
-            _add_state(_attempt(folder / name, source), key, name, reading, source)
+        _need_weights(source)
+    for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt"):
+        source.take(name, name.partition(".")[0])
+    file = source.path / "trainer_state.json"
     try:
-        state = json.loads((folder / "trainer_state.json").read_text())
+        state = json.loads(file.read_text())
         source.step = int(state["global_step"])
     except (ValueError, KeyError, TypeError) as error:
-        raise Refused(f"{folder / 'trainer_state.json'} says no global_step ({error})") from None
-    source.add("trainer_state", state, "trainer_state.json")
-    read |= _add_random(folder, "rng_state", ".pth", source)
-    _add_files(folder, source, read)
+        raise Refused(f"{file} says no global_step ({error})") from None
+    source.add("trainer_state", state, file.name)
+    source.read.add(file.name)
+    source.add_random("rng_state", ".pth")
+    source.add_files()
 
 
-def _accelerate(folder: Path, reading: Reading, source: Source) -> None:
-    read = {*_WEIGHTS} | _fsdp(folder, reading, source)
+def _accelerate(source: Source) -> None:
+    folder = source.path
+    _fsdp(source)
     if not any(part.key == "model" for part in source.parts):
-        _add_weights(folder, reading, source)
+        _need_weights(source)
+    stems = {"optimizer": "optimizer", "scheduler": "scheduler", "sampler": "sampler"}
     for number in range(100):
-        again = "" if not number else f"_{number}"
-        for stem, key in (
-            ("optimizer", "optimizer"),
-            ("scheduler", "scheduler"),
-            ("sampler", "sampler"),
-            ("dl_state_dict", "loader"),
-        ):
-            name = f"{stem}{again}.bin"
-            if (folder / name).is_file():
-                read.add(name)
-                _add_state(_attempt(folder / name, source), key, name, reading, source)
-        name = f"custom_checkpoint_{number}.pkl"
-        if (folder / name).is_file():
-            read.add(name)
-            _add_state(_attempt(folder / name, source), "custom", name, reading, source)
-        name = f"model_{number}.safetensors"
-        if (folder / name).is_file():
-            read.add(name)
-            source.add("model", weights_of(folder / name), name)
-    if (folder / "scaler.pt").is_file():
-        read.add("scaler.pt")
-        _add_state(_attempt(folder / "scaler.pt", source), "scaler", "scaler.pt", reading, source)
-    read |= _add_random(folder, "random_states", ".pkl", source)
+        for stem, key in {**stems, "dl_state_dict": "loader"}.items():
+            source.take(f"{stem}_{number}.bin" if number else f"{stem}.bin", key)
+        source.take(f"custom_checkpoint_{number}.pkl", "custom")
+        more = folder / f"model_{number}.safetensors"
+        if more.is_file() and more.name not in source.read:
+            source.read.add(more.name)
+            source.add("model", weights_of(more), more.name)
+    source.take("scaler.pt", "scaler")
+    source.add_random("random_states", ".pkl")
     if match := re.fullmatch(r"checkpoint_(\d+)", folder.name):
         source.step = int(match[1])
-    _add_files(folder, source, read)
+    source.add_files()
 
 
-def _fsdp(folder: Path, reading: Reading, source: Source) -> set[str]:
+def _fsdp(source: Source) -> None:
     """The folders of torch.distributed.checkpoint that Accelerate writes for FSDP."""
-    read = set()
-    for path in sorted(folder.glob("pytorch_model_fsdp_*")) + sorted(folder.glob("optimizer_*")):
-        if (path / ".metadata").is_file():
-            read.add(path.name)
-            _dcp(path, reading, source)
-    return read
+    for pattern in ("pytorch_model_fsdp_*", "optimizer_*"):
+        for path in sorted(source.path.glob(pattern)):
+            if (path / ".metadata").is_file():
+                source.read.add(path.name)
+                source.add_tree(read_dcp(path, source.how.scratch, source.left), path.name)
 
 
-def _dcp(folder: Path, reading: Reading, source: Source) -> None:
-    tree = read_dcp(folder, reading.scratch, source.left)
-    _add_tree(tree, str(folder.name), reading, source)
+def _dcp(source: Source) -> None:
+    tree = read_dcp(source.path, source.how.scratch, source.left)
+    source.add_tree(tree, source.path.name)
 
 
-def _safetensors_file(path: Path, reading: Reading, source: Source) -> None:
-    source.add("model", weights_of(path), path.name)
+def _safetensors_file(source: Source) -> None:
+    source.add("model", weights_of(source.path), source.path.name)
 
 
-def _torch_file(path: Path, reading: Reading, source: Source) -> None:
-    if path.is_dir():
-        _legacy(path, reading, source)
+def _torch_file(source: Source) -> None:
+    if source.path.is_dir():
+        _legacy(source)
         return
-    found = load_file(path)
+    found = load_file(source.path)
     if isinstance(found, Mapping) and "pytorch-lightning_version" in found:
         source.format = "lightning"
         found = dict(found)
-        found["model"] = found.pop("state_dict", {})
+        source.add("model", found.pop("state_dict", {}), source.path.name)
         for name, key in (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler")):
             for state in found.pop(name, None) or []:
-                _add_state(state, key, name, reading, source)
-    _add_tree(found, path.name, reading, source)
+                source.add_state(state, key, name)
+    source.add_tree(found, source.path.name)
 
 
-def _legacy(folder: Path, reading: Reading, source: Source) -> None:
+def _legacy(source: Source) -> None:
     """Files without a manifest, one or more for each component: model.safetensors,
     optimizer_state.pt, rng_state_0.pt."""
-    read: set[str] = set()
-    if weights_in(folder) is not None:
-        read |= {path.name for path in folder.glob("*.safetensors")} | {*_WEIGHTS}
-        _add_weights(folder, reading, source)
+    source.add_weights()
     by_rank: dict[str, dict[int, Path]] = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(source.path.iterdir()):
         match = re.fullmatch(r"(.+?)(?:_rank)?(?:[_-]?(\d+))?\.(?:pt|pth|bin|ckpt)", path.name)
-        if path.name in read or match is None or not path.is_file():
-            continue
-        if path.name == "training_args.bin":
-            continue
-        read.add(path.name)
-        by_rank.setdefault(match[1], {})[int(match[2] or 0)] = path
+        known = path.name in source.read or path.name in _WHY_NOT
+        if match is not None and path.is_file() and not known:
+            source.read.add(path.name)
+            by_rank.setdefault(match[1], {})[int(match[2] or 0)] = path
     for stem, paths in by_rank.items():
         if len(paths) > 1:
             summary = f"those of {len(paths)} ranks: an import has one; the first is taken"
             source.left.append(f"{stem}: {summary}")
         path = paths[min(paths)]
-        key = _called(stem)
-        _add_state(_attempt(path, source), key, path.name, reading, source)
-    steps = [
-        part.state.get("global_step", part.state.get("step"))
-        for part in source.parts
-        if isinstance(part.state, Mapping)
-    ]
+        source.add_state(source.load(path), _called(stem), path.name)
+    states = [part.state for part in source.parts if isinstance(part.state, Mapping)]
+    steps = (state.get("global_step", state.get("step")) for state in states)
     source.step = next((step for step in steps if type(step) is int), None)
-    _add_files(folder, source, read)
+    source.add_files()
 
 
-def _universal(folder: Path, reading: Reading, source: Source) -> None:
+def _universal(source: Source) -> None:
     """A universal folder of DeepSpeed: fp32 weights and moments by parameter name."""
+    folder = source.path
     tag = folder / "latest_universal"
     base = folder / tag.read_text().strip() if tag.is_file() else folder
     if base.parent not in (folder, folder.parent) or not (base / "zero").is_dir():
@@ -478,102 +520,27 @@ def _universal(folder: Path, reading: Reading, source: Source) -> None:
         source.step = int(match[1])
 
 
+_READERS: dict[str, Callable[[Source], None]] = {
+    "dcp": _dcp,
+    "hf": _hugging_face,
+    "hf-trainer": _trainer,
+    "accelerate": _accelerate,
+    "lightning": _torch_file,
+    "safetensors": _safetensors_file,
+    "torch": _torch_file,
+    "legacy": _legacy,
+    "deepspeed-universal": _universal,
+}
+FORMATS = (*_READERS,)
+
+
 # ---------------------------------------------------------------- states
-
-
-def _attempt(path: Path, source: Source) -> Any:
-    """What a file of torch.save holds; None, and it is listed, where it is not read."""
-    try:
-        return load_file(path)
-    except Refused as error:
-        source.left.append(f"{path.name}: {error.message}")
-        return None
 
 
 def _called(name: str) -> str:
     """The key of a component that others call so."""
     stem = re.sub(r"(_state_dict|_state|_states|_dict)$", "", name)
     return _CALLED.get(stem, stem or name)
-
-
-def _add_tree(tree: Any, origin: str, reading: Reading, source: Source) -> None:
-    """A whole state: weights alone, or components by key, and values beside them."""
-    if _is_weights(tree):
-        source.add("model", {k: v.detach() for k, v in tree.items()}, origin)
-        return
-    if is_by_number(tree):
-        _add_state(tree, "optimizer", origin, reading, source)
-        return
-    if not isinstance(tree, Mapping):
-        source.add("values", {"value": tree}, origin)
-        return
-    values = {}
-    keys = sorted(tree, key=lambda key: not str(key).startswith(("model", "state_dict", "module")))
-    for key in keys:
-        value = tree[key]
-        if isinstance(value, Mapping) and value and isinstance(key, str):
-            _add_state(
-                value, "model" if key == "state_dict" else _called(key), origin, reading, source
-            )
-        elif isinstance(value, Mapping):
-            continue
-        else:
-            values[key] = value
-    if values:
-        source.add("values", values, origin)
-        steps = (values.get(name) for name in ("global_step", "step"))
-        source.step = next((step for step in steps if type(step) is int), source.step)
-
-
-def _add_state(state: Any, key: str, origin: str, reading: Reading, source: Source) -> None:
-    """One component; an optimizer by its parameters' names. None is what was not read."""
-    if state is None:
-        return
-    if is_by_number(state):
-        shapes = shapes_of(reading.model) if reading.model is not None else {}
-        weights: Any = next((part.state for part in source.parts if part.key == "model"), {})
-        known = {
-            name: list(tensor.shape)
-            for name, tensor in weights.items()
-            if isinstance(tensor, torch.Tensor)
-        }
-        try:
-            names = reading.names or names_of(state, reading.model)
-            found = by_name(state, names, known | shapes)
-        except InvalidState as error:
-            source.left.append(f"{origin}: {error.message}")
-            return
-        source.checks.append(
-            f"{origin}: {len(found['group_of'])} parameters by name, in {len(found['groups'])} "
-            "groups, moments of their shapes"
-        )
-        source.add(key, found, origin)
-    elif not isinstance(state, Mapping | list | tuple):
-        source.add(key, {"value": state}, origin)
-    else:
-        source.add(key, state, origin)
-
-
-def _add_random(folder: Path, stem: str, suffix: str, source: Source) -> set[str]:
-    """Random streams of rank 0; those of others are left, and that is summary."""
-    found = {}
-    for path in sorted(folder.glob(f"{stem}*{suffix}")):
-        match = re.fullmatch(rf"{stem}(?:_(\d+))?{re.escape(suffix)}", path.name)
-        if match:
-            found[int(match[1] or 0)] = path
-    if not found:
-        return set()
-    if len(found) > 1:
-        source.left.append(f"random streams of {len(found)} ranks: an import has one, rank 0's")
-    path = found[min(found)]
-
-    streams = _attempt(path, source)
-    state = random_streams(streams)
-    if state is not None:
-        source.add("rng", state, path.name, per_rank=True)
-    elif streams is not None:
-        source.left.append(f"{path.name}: not the random streams that are known")
-    return {each.name for each in found.values()}
 
 
 def random_streams(streams: Any) -> dict[str, Any] | None:

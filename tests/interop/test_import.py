@@ -3,8 +3,14 @@ folders without a manifest; and that none of it is ever executed."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import pickle
+import shutil
+import subprocess
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -419,3 +425,58 @@ def test_what_is_nothing_that_is_known(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(InvalidState, match="no safetensors file"):
         import_checkpoint(tmp_path / "model.safetensors", tmp_path / "root")
+
+
+def test_what_was_read_of_shards_is_not_left_and_what_was_not_is(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    parts = {"pytorch_model-00001-of-00002.bin": "a", "pytorch_model-00002-of-00002.bin": "b"}
+    for file, name in parts.items():
+        torch.save({name: torch.ones(2)}, folder / file)
+    weight_map = {name: file for file, name in parts.items()}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    torch.save({"c": torch.ones(2)}, folder / "adapter_model.bin")
+    (folder / "modeling.py").write_text("raise SystemExit")
+    report = import_checkpoint(folder, tmp_path / "root")
+    assert (report.format, report.components[0].tensors) == ("hf", 2)
+    assert report.left == [
+        "adapter_model.bin: more weights; those of pytorch_model.bin.index.json were taken",
+        "modeling.py: not known",
+    ]
+
+
+def test_objects_of_other_classes_are_left_and_the_rest_is_read(tmp_path: Path) -> None:
+    model, _ = trained()
+    arguments = argparse.Namespace(lr=0.1, nested=argparse.Namespace(x=1))
+    state = {"model": model.state_dict(), "epoch": 3, "args": arguments, "steps": Counter("aab")}
+    torch.save(state, tmp_path / "s.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name in ("s", "old"):
+        report = import_checkpoint(tmp_path / f"{name}.pt", tmp_path / name)
+        assert "values/args: an object of argparse.Namespace, which is not read" in report.left
+        view = open_checkpoint(tmp_path / name / "checkpoint-0")
+        assert view.values("values")["epoch"] == 3 and view.values("values")["args"] is None
+        assert len(view.tensors()) == len(model.state_dict())
+
+
+class Touches:
+    """Executed, it leaves a file."""
+
+    def __init__(self, path: Path, call: Any) -> None:
+        self.path, self.call = path, call
+
+    def __reduce__(self) -> Any:
+        return self.call, (str(self.path), "w") if self.call is open else (str(self.path),)
+
+
+@pytest.mark.parametrize("call", [os.mkdir, open, Path, shutil.rmtree, subprocess.call])
+def test_no_call_of_a_pickle_is_made(tmp_path: Path, call: Any) -> None:
+    evil, there = tmp_path / "evil", tmp_path / "there"
+    there.mkdir()
+    path = there if call is shutil.rmtree else evil
+    state = {"model": {"w": torch.ones(2)}, "x": Touches(path, call)}
+    torch.save(state, tmp_path / "s.pt")
+    with suppress(InvalidState):  # of some modules torch reads nothing at all
+        report = import_checkpoint(tmp_path / "s.pt", tmp_path / "root")
+        assert [line for line in report.left if line.startswith("values/x: an object of ")]
+    assert not evil.exists() and there.is_dir()
