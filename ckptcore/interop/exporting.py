@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save as safetensors_bytes
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..errors import InvalidArgument, InvalidState, StorageError
+from ..format.values import Opaque
 from ..loading.view import CheckpointView, TensorInfo, open_checkpoint
 from ..storage.urls import masked_url
 from .dcp import read_dcp
@@ -28,6 +30,7 @@ from .transfer import Target, check_free, made_locally, opened_target
 
 __all__ = ["FORMATS", "ExportReport", "export_checkpoint"]
 
+T = TypeVar("T")
 FORMATS = ("hf", "torch", "dcp")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
@@ -61,28 +64,6 @@ class ExportReport:
     cast: int = 0
     quantized: int = 0
     verified: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    """Which tensors, under which names, in which dtype."""
-
-    dtype: torch.dtype | None
-    keys: tuple[str, ...]
-    rename: tuple[tuple[str, str], ...]
-
-    def takes(self, name: str) -> bool:
-        return not self.keys or any(fnmatchcase(name, key) for key in self.keys)
-
-    def name(self, name: str) -> str:
-        for old, new in self.rename:
-            if name.startswith(old):
-                return new + name[len(old) :]
-        return name
-
-    def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        floating = dtype.is_floating_point and dtype.itemsize > 1
-        return self.dtype if self.dtype is not None and floating else dtype
 
 
 def export_checkpoint(
@@ -128,43 +109,33 @@ def export_checkpoint(
     OSError.
     """
     target = os.fspath(folder)
-    selection = _Selection(_dtype(dtype), tuple(keys), tuple((rename or {}).items()))
-    report = ExportReport(str(source), masked_url(target), format)
     options = storage_options if target_options is None else target_options
     if format not in FORMATS:
         raise InvalidArgument(f"format {format!r} is not one of {', '.join(FORMATS)}")
-    limit = _bytes(max_shard_size)
+    if quantize is not None and format != "hf":
+        raise InvalidArgument(f"what is quantised is written as 'hf', not as {format!r}")
+    wanted, limit = _dtype(dtype), _bytes(max_shard_size)
     if not dry_run:
         check_free(target, options)
+    report = ExportReport(str(source), masked_url(target), format)
     with open_checkpoint(source, storage_options=storage_options) as view, Scratch(scratch) as held:
-        if quantize is not None:
-            if format != "hf":
-                raise InvalidArgument(f"what is quantised is written as 'hf', not as {format!r}")
+        export = _Export(view, report, held, wanted, tuple(keys), dict(rename or {}), dry_run)
+        if format != "hf":
+            state = export.whole(component)
+            if not dry_run:
+                with made_locally(target, options, scratch) as made:
+                    export.write_whole(made, state)
+        elif quantize is not None:
             quantizer = Quantizer(quantize, model, linear, view.manifest.metadata)
-            tensors = _quantized(view, component, selection, quantizer, report)
+            tensors = export.quantized(component, quantizer)
             if not dry_run:
                 with opened_target(target, options) as into:
-                    _write_quantized(view, into, tensors, quantizer, selection, report)
-            return report
-        if format == "hf":
-            shards = _planned(view, component, selection, limit, report)
+                    export.write_quantized(into, tensors, quantizer)
+        else:
+            shards = export.shards(component, limit)
             if not dry_run:
                 with opened_target(target, options) as into:
-                    _hugging_face(view, into, shards, selection, report)
-            return report
-        state = _whole(view, component, selection, held, report, dry_run)
-        if dry_run:
-            return report
-        with made_locally(target, options, scratch) as made:
-            if format == "torch":
-                torch.save(state, made)
-                report.verified = _equal(state, load_file(made))
-                report.files = {made.name: made.stat().st_size}
-            else:
-                save(state, storage_writer=FileSystemWriter(str(made)), no_dist=True)
-                again = read_dcp(made, held, report.left)
-                report.verified = _equal_tensors(state, again)
-                report.files = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
+                    export.write_shards(into, shards)
     return report
 
 
@@ -184,101 +155,256 @@ def _bytes(size: int | str) -> int:
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
-# ---------------------------------------------------------------- Hugging Face
+Tensors = dict[str, TensorInfo]  # by the names that they get
 
 
-Shards = dict[str, dict[str, TensorInfo]]
+@dataclass(slots=True)
+class _Export:
+    """One export: which tensors, under which names, in which dtype; what it did is in `report`."""
+
+    view: CheckpointView
+    report: ExportReport
+    scratch: Scratch
+    dtype: torch.dtype | None
+    keys: tuple[str, ...]
+    rename: Mapping[str, str]
+    dry_run: bool
+
+    def takes(self, name: str) -> bool:
+        return not self.keys or any(fnmatchcase(name, key) for key in self.keys)
+
+    def renamed(self, name: str) -> str:
+        for old, new in self.rename.items():
+            if name.startswith(old):
+                return new + name[len(old) :]
+        return name
+
+    def dtype_of(self, info: TensorInfo) -> torch.dtype:
+        saved = torch_dtype(info.dtype)
+        floating = saved.is_floating_point and saved.itemsize > 1
+        return self.dtype if self.dtype is not None and floating else saved
+
+    def nbytes(self, info: TensorInfo) -> int:
+        return info.nbytes // torch_dtype(info.dtype).itemsize * self.dtype_of(info).itemsize
+
+    def tensor(self, info: TensorInfo) -> torch.Tensor:
+        """As it is written, in a mapped file where it is large."""
+        tensor = self.scratch.empty(info.shape, self.dtype_of(info))
+        for box, array in self.view.portions(info.full_name):
+            tensor[box] = from_numpy(array, info.dtype).to(tensor.dtype)
+        return tensor
+
+    def model_key(self, component: str | None) -> str:
+        key, known = component or "model", self.view.manifest.components
+        if key not in known:
+            hint = "it has" if component else "say which of"
+            raise InvalidState(
+                f"{self.view.url} has no component {key!r}; {hint} {', '.join(known)}"
+            )
+        return key
+
+    def only_first(self, key: str) -> None:
+        """Of several copies of a component one is taken, and that is said."""
+        if (count := len(self.view.manifest.copies(key))) > 1:
+            text = f"{key}: {count - 1} of {count} copies; the first is taken"
+            self.report.left.append(text)
+
+    # ------------------------------------------------------------ Hugging Face
+
+    def chosen(self, component: str | None) -> Tensors:
+        """Tensors of one copy of a component; tied ones once."""
+        key = self.model_key(component)
+        self.report.components = [key]
+        self.only_first(key)
+        found: Tensors = {}
+        for info in _leaves(self.view.values(key), TensorInfo):
+            if not self.takes(info.name):
+                continue
+            name = self.renamed(_plain(info.name))
+            if info.alias_of is not None:
+                self.report.left.append(f"{name}: tied to {info.alias_of}, which is written")
+                continue
+            if name in found:
+                raise InvalidState(f"two tensors of {key!r} would be called {name!r}", key=name)
+            if info.dtype not in TORCH_DTYPES:
+                raise InvalidState(f"{name!r} is {info.dtype}, which safetensors files do not know")
+            found[name] = info
+        if not found:
+            raise InvalidState(f"no tensor of {key!r} is chosen: nothing to write")
+        self.report.tensors = len(found)
+        self.report.size_bytes = sum(map(self.nbytes, found.values()))
+        casts = (self.dtype_of(info) != torch_dtype(info.dtype) for info in found.values())
+        self.report.cast = sum(casts)
+        return found
+
+    def shards(self, component: str | None, limit: int) -> dict[str, Tensors]:
+        """Tensors by file: in the order of names, as many into a file as fit."""
+        shards: list[Tensors] = [{}]
+        held = 0
+        for name, info in sorted(self.chosen(component).items()):
+            if shards[-1] and held + self.nbytes(info) > limit:
+                shards.append({})
+                held = 0
+            shards[-1][name] = info
+            held += self.nbytes(info)
+        count = len(shards)
+        names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+        found = dict(zip(names if count > 1 else ["model.safetensors"], shards, strict=True))
+        sizes = {name: sum(map(self.nbytes, shard.values())) for name, shard in found.items()}
+        self.report.files = sizes | {name: len(data) for name, data in self.files().items()}
+        return found
+
+    def write_shards(self, into: Target, shards: dict[str, Tensors]) -> None:
+        """The weights first, and what says what they are after them."""
+        for file, shard in shards.items():
+            # Large items first: so every tensor is aligned, as stock readers want it.
+            order = sorted(shard.items(), key=lambda p: (-self.dtype_of(p[1]).itemsize, p[0]))
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            at = 0
+            for name, info in order:
+                ends = [at, at := at + self.nbytes(info)]
+                header[name] = {"dtype": _NAMES[self.dtype_of(info)], "shape": list(info.shape)}
+                header[name]["data_offsets"] = ends
+            head = json.dumps(header, separators=(",", ":")).encode()
+            head += b" " * (-len(head) % 8)
+            data = self.data_of(info for _, info in order)
+            parts = chain([len(head).to_bytes(8, "little"), head], data)
+            into.write(file, 8 + len(head) + at, parts)
+            self.report.verified += len(shard)
+        files = self.files()
+        if len(shards) > 1:
+            weights = {tensor: name for name, shard in shards.items() for tensor in shard}
+            index = {"metadata": {"total_size": self.report.size_bytes}, "weight_map": weights}
+            files["model.safetensors.index.json"] = _json(index)
+        self.write_files(into, files)
+
+    def data_of(self, tensors: Iterable[TensorInfo]) -> Iterator[bytes]:
+        """The bytes of tensors, portion by portion."""
+        for info in tensors:
+            cast = self.dtype_of(info) != torch_dtype(info.dtype)
+            for _, array in self.view.portions(info.full_name):
+                if cast:
+                    part = from_numpy(array, info.dtype).to(self.dtype_of(info))
+                    array = part.contiguous().reshape(-1).view(torch.uint8).numpy()
+                yield array.tobytes()
+
+    def quantized(self, component: str | None, quantizer: Quantizer) -> dict[str, torch.Tensor]:
+        """All tensors, the weights of linear layers in few bits."""
+        found: dict[str, torch.Tensor] = {}
+        for name, info in self.chosen(component).items():
+            tensor = self.tensor(info)
+            if quantizer.takes(_plain(info.name), tuple(tensor.shape)):
+                if (why := quantizer.misfit(tuple(tensor.shape))) is not None:
+                    self.report.left.append(f"{name}: not quantised ({why})")
+                else:
+                    tensor = quantizer.quantized(name, tensor)
+                    self.report.quantized += 1
+            found[name] = tensor
+        if not self.report.quantized:
+            key = self.report.components[0]
+            raise InvalidState(
+                f"no weight of {key!r} is quantised: no linear layer fits the recipe"
+            )
+        return found
+
+    def write_quantized(
+        self, into: Target, tensors: dict[str, torch.Tensor], quantizer: Quantizer
+    ) -> None:
+        parts, header = quantizer.flattened(tensors)
+        data = safetensors_bytes(parts, metadata=header)
+        into.write("model.safetensors", len(data), iter([data]))
+        self.report.verified = len(tensors)
+        self.report.size_bytes = sum(part.nbytes for part in parts.values())
+        files = self.files()
+        if "config.json" in files:
+            config = {"quantization_config": quantizer.described()}
+            files["config.json"] = _json(json.loads(files["config.json"]) | config)
+        self.write_files(into, files)
+
+    def write_files(self, into: Target, files: Mapping[str, bytes]) -> None:
+        for name, data in files.items():
+            into.write(name, len(data), iter([data]))
+        self.report.files = dict(sorted(into.files.items()))
+
+    def files(self) -> dict[str, bytes]:
+        """What describes the model: files given to the save, and what an import has brought
+        along."""
+        view = self.view
+        found = {name: view.read_file(name) for name in view.manifest.user_files}
+        imported = view.values("files") if "files" in view.manifest.components else {}
+        for name, data in imported.items():
+            data = getattr(data, "payload", data)
+            if isinstance(data, TensorInfo):  # a large text lies among the tensors
+                data = b"".join(array.tobytes() for _, array in view.portions(data.full_name))
+            if isinstance(name, str) and Path(name).name == name and isinstance(data, str | bytes):
+                found[name] = data.encode() if isinstance(data, str) else data
+        if self.dtype is not None and "config.json" in found:
+            found["config.json"] = _with_dtype(found["config.json"], self.dtype)
+        return found
+
+    # ------------------------------------------------------------ torch
+
+    def whole(self, component: str | None) -> dict[str, Any]:
+        """The state of one component, or of all by key, its tensors in mapped files."""
+        known = self.view.manifest.components
+        self.report.components = [self.model_key(component)] if component else [*known]
+        state: dict[str, Any] = {}
+        for key in self.report.components:
+            self.only_first(key)
+            found = self.state(key, self.view.values(key), {})
+            by_name = isinstance(found, dict) and "group_of" in found
+            state[key] = found
+            if self.report.format == "dcp" and by_name:
+                state[key] = with_parameter_lists(found)
+        if self.report.format == "torch" and component:
+            return dict(state[component])
+        return state
+
+    def state(self, key: str, value: Any, loaded: dict[str, torch.Tensor]) -> Any:
+        """Values as they are, with tensors in the place of their descriptions; tied ones tied."""
+        if isinstance(value, TensorInfo):
+            return self.loaded(value, loaded)
+        if isinstance(value, Mapping):
+            found = {}
+            for name, item in value.items():
+                is_tensor = isinstance(item, TensorInfo)
+                if not is_tensor or self.takes(item.name):
+                    new = self.renamed(name) if is_tensor and isinstance(name, str) else name
+                    found[new] = self.state(key, item, loaded)
+            return found
+        if isinstance(value, list | tuple):
+            items = [self.state(key, item, loaded) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, Opaque):
+            text = f"{key}: a value of codec {value.codec!r}, as what it is stored as"
+            self.report.left.append(text)
+            return self.state(key, value.payload, loaded)
+        return value
+
+    def loaded(self, info: TensorInfo, known: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        self.report.tensors += 1
+        held = info.alias_of or info.name
+        if held not in known:
+            self.report.size_bytes += self.nbytes(info)
+            if self.dry_run:
+                return None
+            self.report.cast += self.dtype_of(info) != torch_dtype(info.dtype)
+            known[held] = self.tensor(info)
+        return known[held]
+
+    def write_whole(self, made: Path, state: dict[str, Any]) -> None:
+        if self.report.format == "torch":
+            torch.save(state, made)
+            self.report.verified = _equal(state, load_file(made))
+            self.report.files = {made.name: made.stat().st_size}
+            return
+        save(state, storage_writer=FileSystemWriter(str(made)), no_dist=True)
+        again = read_dcp(made, self.scratch, self.report.left)
+        self.report.verified = _equal_tensors(state, again)
+        self.report.files = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
 
 
-def _planned(
-    view: CheckpointView,
-    component: str | None,
-    selection: _Selection,
-    limit: int,
-    report: ExportReport,
-) -> Shards:
-    """Tensors by file and name."""
-    key = _model_of(view, component)
-    report.components = [key]
-    shards = _sharded(_chosen(view, key, selection, report), selection, limit)
-    count = len(shards)
-    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-    found = dict(zip(names if count > 1 else ["model.safetensors"], shards, strict=True))
-    report.files = {
-        name: sum(_nbytes(info, selection) for info in shard.values())
-        for name, shard in found.items()
-    } | {name: len(data) for name, data in _files(view, selection).items()}
-    return found
-
-
-def _hugging_face(
-    view: CheckpointView, into: Target, shards: Shards, selection: _Selection, report: ExportReport
-) -> None:
-    """The weights first, and what says what they are after them."""
-    for name, shard in shards.items():
-        _write_safetensors(view, into, name, shard, selection)
-        report.verified += len(shard)
-    files = _files(view, selection)
-    if len(shards) > 1:
-        weights = {tensor: name for name, shard in shards.items() for tensor in shard}
-        index = {"metadata": {"total_size": report.size_bytes}, "weight_map": weights}
-        files["model.safetensors.index.json"] = (json.dumps(index, indent=2) + "\n").encode()
-    for name, data in files.items():
-        into.write(name, len(data), iter([data]))
-    report.files = dict(sorted(into.files.items()))
-
-
-def _quantized(
-    view: CheckpointView,
-    component: str | None,
-    selection: _Selection,
-    quantizer: Quantizer,
-    report: ExportReport,
-) -> dict[str, torch.Tensor]:
-    """All tensors, the weights of linear layers in few bits."""
-    key = _model_of(view, component)
-    report.components = [key]
-    found: dict[str, torch.Tensor] = {}
-    for name, info in _chosen(view, key, selection, report).items():
-        dtype = selection.dtype_of(torch_dtype(info.dtype))
-        tensor = torch.empty(info.shape, dtype=dtype)
-        for box, array in view.portions(info.full_name):
-            tensor[box] = from_numpy(array, info.dtype).to(dtype)
-        if quantizer.takes(_plain(info.name), tuple(tensor.shape)):
-            if (why := quantizer.misfit(tuple(tensor.shape))) is not None:
-                report.left.append(f"{name}: not quantised ({why})")
-            else:
-                tensor = quantizer.quantized(name, tensor)
-                report.quantized += 1
-        found[name] = tensor
-    if not report.quantized:
-        raise InvalidState(f"no weight of {key!r} is quantised: no linear layer fits the recipe")
-    return found
-
-
-def _write_quantized(
-    view: CheckpointView,
-    into: Target,
-    tensors: dict[str, torch.Tensor],
-    quantizer: Quantizer,
-    selection: _Selection,
-    report: ExportReport,
-) -> None:
-    parts, header = quantizer.flattened(tensors)
-    data = safetensors_bytes(parts, metadata=header)
-    into.write("model.safetensors", len(data), iter([data]))
-    report.verified = len(tensors)
-    report.size_bytes = sum(part.nbytes for part in parts.values())
-    files = _files(view, selection)
-    if "config.json" in files:
-        document = {
-            **json.loads(files["config.json"]),
-            "quantization_config": quantizer.described(),
-        }
-        files["config.json"] = (json.dumps(document, indent=2) + "\n").encode()
-    for name, content in files.items():
-        into.write(name, len(content), iter([content]))
-    report.files = dict(sorted(into.files.items()))
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def _plain(name: str) -> str:
@@ -286,87 +412,8 @@ def _plain(name: str) -> str:
     return name.replace("/", ".").replace("~1", "/").replace("~0", "~")
 
 
-def _model_of(view: CheckpointView, component: str | None) -> str:
-    known = view.manifest.components
-    if component is not None and component not in known:
-        raise InvalidState(f"{view.url} has no component {component!r}; it has {', '.join(known)}")
-    if component is None and "model" not in known:
-        raise InvalidState(f"{view.url} has no component 'model': say which of {', '.join(known)}")
-    return component or "model"
-
-
-def _chosen(
-    view: CheckpointView, key: str, selection: _Selection, report: ExportReport
-) -> dict[str, TensorInfo]:
-    """Tensors of one copy of a component by the names that they get; tied ones once."""
-    copies = view.manifest.copies(key)
-    if len(copies) > 1:
-        report.left.append(f"{key}: {len(copies) - 1} of {len(copies)} copies; the first is taken")
-    found: dict[str, TensorInfo] = {}
-    for info in _infos(view.values(key)):
-        if not selection.takes(info.name):
-            continue
-        name = selection.name(_plain(info.name))
-        if info.alias_of is not None:
-            report.left.append(f"{name}: tied to {info.alias_of}, which is written")
-            continue
-        if name in found:
-            raise InvalidState(f"two tensors of {key!r} would be called {name!r}", key=name)
-        if info.dtype not in TORCH_DTYPES:
-            raise InvalidState(f"{name!r} is {info.dtype}, which safetensors files do not know")
-        found[name] = info
-    if not found:
-        raise InvalidState(f"no tensor of {key!r} is chosen: nothing to write")
-    report.tensors = len(found)
-    report.size_bytes = sum(_nbytes(info, selection) for info in found.values())
-    report.cast = sum(
-        selection.dtype_of(torch_dtype(i.dtype)) != torch_dtype(i.dtype) for i in found.values()
-    )
-    return found
-
-
-def _infos(value: Any) -> Iterator[TensorInfo]:
-    if isinstance(value, TensorInfo):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _infos(item)
-
-
-def _nbytes(info: TensorInfo, selection: _Selection) -> int:
-    dtype = torch_dtype(info.dtype)
-    return info.nbytes // dtype.itemsize * selection.dtype_of(dtype).itemsize
-
-
-def _sharded(
-    tensors: dict[str, TensorInfo], selection: _Selection, limit: int
-) -> list[dict[str, TensorInfo]]:
-    """In the order of names, as many into a file as fit."""
-    shards: list[dict[str, TensorInfo]] = [{}]
-    held = 0
-    for name, info in sorted(tensors.items()):
-        nbytes = _nbytes(info, selection)
-        if shards[-1] and held + nbytes > limit:
-            shards.append({})
-            held = 0
-        shards[-1][name] = info
-        held += nbytes
-    return shards
-
-
-def _files(view: CheckpointView, selection: _Selection) -> dict[str, bytes]:
-    """What describes the model: files given to the save, and what an import has brought along."""
-    found = {name: view.read_file(name) for name in view.manifest.user_files}
-    imported = view.values("files") if "files" in view.manifest.components else {}
-    for name, data in imported.items():
-        data = getattr(data, "payload", data)
-        if isinstance(data, TensorInfo):  # a large text lies among the tensors
-            data = b"".join(array.tobytes() for _, array in view.portions(data.full_name))
-        if isinstance(name, str) and Path(name).name == name and isinstance(data, str | bytes):
-            found[name] = data.encode() if isinstance(data, str) else data
-    if selection.dtype is not None and "config.json" in found:
-        found["config.json"] = _with_dtype(found["config.json"], selection.dtype)
-    return found
+def _json(document: Any) -> bytes:
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
@@ -378,130 +425,16 @@ def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     for name in ("dtype", "torch_dtype"):
         if name in document:
             document[name] = str(dtype).removeprefix("torch.")
-    return (json.dumps(document, indent=2) + "\n").encode()
+    return _json(document)
 
 
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
-def _write_safetensors(
-    view: CheckpointView,
-    into: Target,
-    file: str,
-    tensors: Mapping[str, TensorInfo],
-    selection: _Selection,
-) -> None:
-    """One file, portion by portion."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    # Large items first: so every tensor is aligned, as stock readers want it.
-    order = sorted(
-        tensors.items(),
-        key=lambda pair: (-selection.dtype_of(torch_dtype(pair[1].dtype)).itemsize, pair[0]),
-    )
-    for name, info in order:
-        nbytes = _nbytes(info, selection)
-        header[name] = {
-            "dtype": _NAMES[selection.dtype_of(torch_dtype(info.dtype))],
-            "shape": list(info.shape),
-            "data_offsets": [at, at + nbytes],
-        }
-        at += nbytes
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    into.write(file, 8 + len(head) + at, _bytes_to_write(view, order, selection, head))
-
-
-def _bytes_to_write(
-    view: CheckpointView, order: list[tuple[str, TensorInfo]], selection: _Selection, head: bytes
-) -> Iterator[bytes | memoryview]:
-    yield len(head).to_bytes(8, "little")
-    yield head
-    for _, info in order:
-        dtype = torch_dtype(info.dtype)
-        for _, array in view.portions(info.full_name):
-            if selection.dtype_of(dtype) != dtype:
-                cast = from_numpy(array, info.dtype).to(selection.dtype_of(dtype))
-                array = cast.contiguous().reshape(-1).view(torch.uint8).numpy()
-            yield array.tobytes()
-
-
-# ---------------------------------------------------------------- torch
-
-
-def _whole(
-    view: CheckpointView,
-    component: str | None,
-    selection: _Selection,
-    scratch: Scratch,
-    report: ExportReport,
-    dry_run: bool,
-) -> dict[str, Any]:
-    """The state of one component, or of all by key, its tensors in mapped files."""
-    report.components = [_model_of(view, component)] if component else [*view.manifest.components]
-    state: dict[str, Any] = {}
-    for key in report.components:
-        if len(copies := view.manifest.copies(key)) > 1:
-            text = f"{len(copies) - 1} of {len(copies)} copies; the first is taken"
-            report.left.append(f"{key}: {text}")
-        loaded: dict[str, torch.Tensor] = {}
-        state[key] = _state(
-            view, key, view.values(key), selection, scratch, report, loaded, dry_run
-        )
-        if report.format == "dcp" and isinstance(state[key], dict) and "group_of" in state[key]:
-            state[key] = with_parameter_lists(state[key])
-    if report.format == "torch" and component:
-        found: dict[str, Any] = state[component]
-        return found
-    return state
-
-
-def _state(
-    view: CheckpointView,
-    key: str,
-    value: Any,
-    selection: _Selection,
-    scratch: Scratch,
-    report: ExportReport,
-    loaded: dict[str, torch.Tensor],
-    dry_run: bool,
-) -> Any:
-    """Values as they are, with tensors in the place of their descriptions; tied ones tied."""
-
-    def within(item: Any) -> Any:
-        return _state(view, key, item, selection, scratch, report, loaded, dry_run)
-
-    if isinstance(value, TensorInfo):
-        report.tensors += 1
-        held = value.alias_of or value.name
-        if held in loaded:
-            return loaded[held]
-        report.size_bytes += _nbytes(value, selection)
-        if dry_run:
-            return None
-        dtype = torch_dtype(value.dtype)
-        wanted = selection.dtype_of(dtype)
-        tensor = scratch.empty(value.shape, wanted)
-        for box, array in view.portions(value.full_name):
-            tensor[box] = from_numpy(array, value.dtype).to(wanted)
-        report.cast += wanted != dtype
-        loaded[held] = tensor
-        return tensor
-    if isinstance(value, Mapping):
-        found = {}
-        for name, item in value.items():
-            if isinstance(item, TensorInfo) and not selection.takes(item.name):
-                continue
-            is_tensor = isinstance(item, TensorInfo) and isinstance(name, str)
-            found[selection.name(name) if is_tensor else name] = within(item)
-        return found
-    if isinstance(value, list | tuple):
-        items = [within(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if hasattr(value, "codec") and hasattr(value, "payload"):
-        report.left.append(f"{key}: a value of codec {value.codec!r}, as what it is stored as")
-        return within(value.payload)
-    return value
+def _leaves(value: Any, kind: type[T]) -> Iterator[T]:
+    """Those of a kind, however deep."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(item, kind)
 
 
 def _equal(a: Any, b: Any) -> int:
@@ -531,13 +464,5 @@ def _equal_tensors(state: Mapping[str, Any], again: Any) -> int:
         ):
             count += _equal(value, back)
         else:
-            count += sum(1 for _ in _tensors_in(value))
+            count += sum(1 for _ in _leaves(value, torch.Tensor))
     return count
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item)
