@@ -356,6 +356,9 @@ class _Export:
             state[key] = found
             if self.report.format == "dcp" and by_name:
                 state[key] = with_parameter_lists(found)
+        if self.report.format == "dcp" and (empty := [*_empty_dicts(state)]):
+            what = f"empty dicts ({', '.join(empty[:3])}{', ...' * (len(empty) > 3)})"
+            self.report.left.append(f"{what}: torch.distributed.checkpoint keeps none")
         if self.report.format == "torch" and component:
             return dict(state[component])
         return state
@@ -426,6 +429,14 @@ def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
         if name in document:
             document[name] = str(dtype).removeprefix("torch.")
     return _json(document)
+
+
+def _empty_dicts(value: Mapping[Any, Any], path: str = "") -> Iterator[str]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _empty_dicts(item, f"{path}{key}/")
+        elif isinstance(item, Mapping):
+            yield f"{path}{key}"
 
 
 def _leaves(value: Any, kind: type[T]) -> Iterator[T]:

@@ -125,9 +125,10 @@ class Source:
         except InvalidState as error:
             self.left.append(f"{origin}: {error.message}")
             return
+        groups = len(found["groups"])
         self.checks.append(
-            f"{origin}: {len(found['group_of'])} parameters by name, in {len(found['groups'])} "
-            "groups, moments of their shapes"
+            f"{origin}: {len(found['group_of'])} parameters by name, in {groups} "
+            f"group{'s' * (groups != 1)}, moments of their shapes"
         )
         self.add(key, found, origin)
 

@@ -114,3 +114,11 @@ def test_large_tensors_pass_in_portions(tmp_path: Path, monkeypatch: pytest.Monk
     export_checkpoint(source, tmp_path / "b.pt", format="torch", scratch=tmp_path)
     assert torch.equal(torch.load(tmp_path / "b.pt", weights_only=True)["model"]["big"], big)
     assert not list(tmp_path.glob("ckptcore-*"))
+
+
+def test_empty_dicts_that_a_dcp_folder_does_not_keep_are_said(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "root") as manager:
+        info = manager.save(1, {"m": {"w": torch.ones(2)}, "loops": {"fit": {}, "n": 1, "l": []}})
+    dry = export_checkpoint(info, tmp_path / "d", format="dcp", dry_run=True)
+    assert dry.left == ["empty dicts (loops/fit): torch.distributed.checkpoint keeps none"]
+    assert export_checkpoint(info, tmp_path / "d", format="dcp").left == dry.left
