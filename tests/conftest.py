@@ -86,7 +86,7 @@ def is_tail(nodeid: str, tails: dict[str, dict[str, Any]]) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tails = tomllib.loads((HERE / "slow_tail.toml").read_text())
     default = float(config.getini(TIMEOUT))
-    many = float(os.environ.get("CKPTCORE_TEST_EXAMPLES", "0.4"))
+    many = float(os.environ.get("CKPTCORE_TEST_EXAMPLES", "0.25"))
     for item in items:
         if is_tail(item.nodeid, tails):
             item.add_marker(pytest.mark.stress)

@@ -13,6 +13,7 @@ from ..ranks.communicator import Communicator
 from ..ranks.liveness import GONE
 from ..ranks.rounds import BoardCommunicator
 from .killed import Killed
+from .processes import patience
 
 __all__ = ["Killed", "run_ranks"]
 
@@ -59,8 +60,8 @@ def run_ranks(
     nodes: Sequence[Sequence[int]] | None = None,
     errors: bool = False,
     notice: bool = False,
-    join_timeout: float = 20.0,
-    liveness_timeout: float = 20.0,
+    join_timeout: float | None = None,
+    liveness_timeout: float | None = None,
     deadline: float = 60.0,
 ) -> list[Any]:
     """Run `program(comm)` on `world_size` ranks that are threads; the results by rank.
@@ -68,8 +69,10 @@ def run_ranks(
     nodes: ranks by node, for PER_NODE state. errors: put what a rank raised in the place of its
     result; else the first rank's error is raised. notice: the others see at once that a rank was
     Killed, as if its heartbeat had stopped long ago; else after `liveness_timeout`. Ranks that have
-    not ended after `deadline` seconds: TimeoutError.
+    not ended after `deadline` seconds, times `patience()`: TimeoutError. join_timeout,
+    liveness_timeout: those of a manager, in seconds; None: 20, times `patience()`.
     """
+    deadline *= patience()
     board = _Board()
     node_of = {rank: str(number) for number, ranks in enumerate(nodes or []) for rank in ranks}
     results: list[Any] = [None] * world_size
@@ -81,8 +84,8 @@ def run_ranks(
             rank,
             world_size,
             node=node_of.get(rank, ""),
-            join_timeout=join_timeout,
-            liveness_timeout=liveness_timeout,
+            join_timeout=20.0 * patience() if join_timeout is None else join_timeout,
+            liveness_timeout=20.0 * patience() if liveness_timeout is None else liveness_timeout,
         )
         try:
             results[rank] = program(comm)

@@ -15,6 +15,7 @@ from ckptcore import (
     open_storage,
 )
 from ckptcore.testing import FaultStorage
+from ckptcore.testing.processes import patience
 from ckptcore.testing.ranks import run_ranks
 
 
@@ -132,7 +133,7 @@ def check_parts(ckpt, comm, step):
 def test_one_rank_writes_slowly(tmp_path, when_busy, slow):
     """The disk of one rank holds up the save; all ranks wait, skip or raise, and all say the
     same."""
-    meet = threading.Barrier(SIZE, timeout=30)
+    meet = threading.Barrier(SIZE, timeout=30 * patience())
     gates = []
 
     def program(comm):
@@ -173,7 +174,7 @@ def test_one_rank_writes_slowly(tmp_path, when_busy, slow):
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
 def test_only_rank_0_is_still_busy(tmp_path, when_busy):
     """Rank 0 deletes old checkpoints when the others have done all that they have to do."""
-    meet = threading.Barrier(SIZE, timeout=30)
+    meet = threading.Barrier(SIZE, timeout=30 * patience())
     gates = []
 
     def program(comm):
@@ -217,7 +218,7 @@ def test_only_rank_0_is_still_busy(tmp_path, when_busy):
 def test_b16_a_failure_is_told_once_though_rank_0_is_still_busy_with_it(tmp_path, when_busy):
     """Rank 0 removes what the failed save left; the others know of the failure already. All are
     told once, not twice."""
-    meet = threading.Barrier(SIZE, timeout=30)
+    meet = threading.Barrier(SIZE, timeout=30 * patience())
     gates = []
 
     def program(comm):

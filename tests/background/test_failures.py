@@ -20,6 +20,7 @@ from ckptcore import (
     open_storage,
 )
 from ckptcore.testing import FaultStorage
+from ckptcore.testing.processes import patience
 from ckptcore.testing.ranks import run_ranks
 
 
@@ -220,7 +221,7 @@ def parts(comm, mark):
 def test_b16_all_ranks_are_told_even_if_one_asked_before(tmp_path, asks, place, when_busy):
     """Rank 1's disk failed; rank `asks` has looked at its handle; the next save raises on all, and
     the one after works."""
-    meet = threading.Barrier(SIZE, timeout=30)
+    meet = threading.Barrier(SIZE, timeout=30 * patience())
 
     def program(comm):
         faults = FaultStorage(open_storage(tmp_path))

@@ -12,6 +12,7 @@ import torch
 
 from ckptcore import AsyncSaveError, CheckpointManager, open_checkpoint, open_storage
 from ckptcore.testing import FaultStorage
+from ckptcore.testing.processes import patience
 
 START = """
 import sys, torch
@@ -268,7 +269,7 @@ def test_a_manager_that_nobody_holds_any_more(tmp_path):
     gate.open()
     assert handle.result(30).step == 7
     check_committed(tmp_path)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * patience()
     while (
         gone() or pool() or {t.name for t in threading.enumerate()} - before
     ) and time.monotonic() < deadline:

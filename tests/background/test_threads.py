@@ -19,6 +19,7 @@ from ckptcore import (
     open_storage,
 )
 from ckptcore.testing import FaultStorage
+from ckptcore.testing.processes import patience
 
 ITEMS = 1 << 20  # four MiB: copying them takes a moment
 SMALL = 50
@@ -70,7 +71,7 @@ def in_threads(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(40 * patience())
         assert not thread.is_alive()
     return found
 

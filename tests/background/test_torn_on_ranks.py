@@ -17,6 +17,7 @@ from ckptcore import (
     open_storage,
 )
 from ckptcore.testing import FaultStorage
+from ckptcore.testing.processes import patience
 from ckptcore.testing.ranks import run_ranks
 
 SIZE = 4
@@ -77,7 +78,7 @@ CASES = [
 def test_b02_every_kind_of_leaf_on_four_ranks(
     tmp_path, everything, check_step, small_pieces, pattern, level, rounds
 ):
-    meet = threading.Barrier(SIZE, timeout=30)
+    meet = threading.Barrier(SIZE, timeout=30 * patience())
     declared = declare(pattern, level)
 
     def program(comm):
@@ -118,7 +119,7 @@ def test_b02_every_kind_of_leaf_on_four_ranks(
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_b02_slices_and_their_replicas(tmp_path, sharded_part, level):
-    meet = threading.Barrier(SIZE, timeout=30)
+    meet = threading.Barrier(SIZE, timeout=30 * patience())
 
     def program(comm):
         faults = FaultStorage(open_storage(tmp_path))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptcore.testing.processes import patience
+
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, they are not installed
@@ -383,7 +385,7 @@ def test_quick_and_only_on_the_command_line(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * patience(),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptcore.testing.processes import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, they are not installed
 
@@ -209,7 +211,7 @@ def test_all_from_end_to_end(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=380 * patience(),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from ckpt_tools.render import Progress
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptcore import CheckpointManager, open_checkpoint, scan_root
+from ckptcore.testing.processes import patience
 
 Ckpt = Callable[..., Any]
 
@@ -283,7 +284,7 @@ def test_a_bar_on_a_terminal_and_none_elsewhere(root: Path, tmp_path: Path) -> N
             [sys.executable, "-c", code, "cp", str(root), str(tmp_path / name), *extra],
             stdout=subprocess.PIPE,
             stderr=theirs,
-            timeout=60,
+            timeout=60 * patience(),
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
         )
         os.close(theirs)

@@ -16,6 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptcore import CheckpointManifest, open_checkpoint
+from ckptcore.testing.processes import patience
 
 from .conftest import Ckpt, save_run
 
@@ -302,7 +303,7 @@ def run_python(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
         env={**os.environ, **environment},
-        timeout=60,
+        timeout=60 * patience(),
     )
 
 
@@ -311,7 +312,9 @@ def test_a_reader_that_leaves_is_no_error(root: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
-        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(
+            command, stdout=write_end, stderr=subprocess.PIPE, timeout=60 * patience()
+        )
     finally:
         os.close(write_end)
     assert done.returncode == 141 and done.stderr == b""
@@ -321,7 +324,7 @@ def test_a_reader_that_leaves_is_no_error(root: Path) -> None:
 def test_output_that_cannot_be_written_is_4(root: Path) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "ckpt_tools.main", "ls", str(root)]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60 * patience())
     assert (
         done.returncode == 4 and b"No space left" in done.stderr and b"Traceback" not in done.stderr
     )

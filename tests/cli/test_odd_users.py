@@ -17,6 +17,7 @@ import torch
 from ckpt_tools import upkeep
 
 from ckptcore import CheckpointManager, StorageError
+from ckptcore.testing.processes import patience
 
 from .conftest import Ckpt, save_run
 
@@ -144,7 +145,7 @@ def test_ctrl_c_ends_watch(root: Path) -> None:
     assert process.stdout is not None and process.stderr is not None
     assert b"committed" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    assert process.wait(30 * patience()) == 130
     assert process.stderr.read().strip() == b"ckpt: interrupted"
     process.stdout.close()
     process.stderr.close()
@@ -153,7 +154,9 @@ def test_ctrl_c_ends_watch(root: Path) -> None:
 def test_a_closed_output_is_no_crash(root: Path) -> None:
     for closed in (">&-", "2>&-"):
         line = f'"{sys.executable}" -m ckpt_tools ls "$0" {closed}'
-        done = subprocess.run(["sh", "-c", line, str(root)], capture_output=True, timeout=60)
+        done = subprocess.run(
+            ["sh", "-c", line, str(root)], capture_output=True, timeout=60 * patience()
+        )
         assert done.returncode == 0 and done.stderr == b"", closed
 
 

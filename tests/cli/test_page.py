@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptcore.testing.processes import patience
+
 from .conftest import Ckpt
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "headless_shell")
@@ -54,7 +56,9 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser here: none 
 
 def browse(page: Path, profile: Path, *how: str) -> str:
     command = [str(BROWSER), *QUIET, f"--user-data-dir={profile}", *how, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100 * patience(), check=True
+    )
     return done.stdout
 
 

@@ -15,6 +15,7 @@ from ckpt_tools.report import fitting
 from ckpt_tools.watch import text_of
 
 from ckptcore import open_checkpoint
+from ckptcore.testing.processes import patience
 
 from .conftest import Ckpt, report_of
 
@@ -126,7 +127,7 @@ def on_a_terminal(root: Path, **environment: str) -> str:
     except OSError:
         pass  # how Linux says that the other side has closed
     os.close(master)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=60 * patience()) == 0
     return seen.decode()
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ckptcore import CheckpointManager, SaveEvent, SaveHandle, Shard, StateComponent
 from ckptcore.testing import FaultStorage
+from ckptcore.testing.processes import patience
 
 # By rank and step: whether the state was changed after `save_async` returned.
 trained: dict[tuple[int, int], threading.Event] = {}
@@ -24,7 +25,7 @@ def held(event: SaveEvent) -> None:
     """For `on_event`: the background goes no further than its copy of the state until training has
     gone on."""
     if event.kind == "staged":
-        trained[event.rank, event.step].wait(60)
+        trained[event.rank, event.step].wait(60 * patience())
 
 
 def train(value) -> None:
@@ -64,7 +65,7 @@ def begin(manager: CheckpointManager, step: int, state, **how) -> SaveHandle:
 def save_and_train(manager: CheckpointManager, step: int, state, **how) -> None:
     """Train on until the save in the background has ended."""
     handle = begin(manager, step, state, **how)
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 60 * patience()
     while not handle.wait(0.001) and time.monotonic() < give_up:
         train(state)
     handle.result(0)

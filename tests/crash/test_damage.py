@@ -104,7 +104,7 @@ def check_falls_back(ground, file):
 
 @pytest.mark.parametrize(
     ("count", "every"),
-    [(80, 8), pytest.param(2000, 1, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])],
+    [(40, 8), pytest.param(2000, 1, marks=[pytest.mark.stress, pytest.mark.timeout(1800)])],
 )
 def test_b05_every_flipped_bit_is_found(ground, rng, tensor_in, count, every):
     """verify and load at each flip, and a restore at each `every`-th: a restore reads a whole

@@ -10,8 +10,9 @@ from ckptcore import JoinTimeout
 from ckptcore.ranks.board import MemoryBoard, PartOfBoard
 from ckptcore.ranks.rounds import BoardCommunicator
 from ckptcore.ranks.store import StoreBoard, StoreCommunicator
+from ckptcore.testing.processes import patience
 
-DEADLINE = 20
+DEADLINE = 20 * patience()
 
 
 class Counted:

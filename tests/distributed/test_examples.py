@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ckptcore import CheckpointManager, RNGState, SharingPattern, StateComponent, open_checkpoint
+from ckptcore.testing.processes import patience
 from ckptcore.testing.ranks import run_ranks
 
 REPLICATED, PER_RANK = SharingPattern.REPLICATED, SharingPattern.PER_RANK
@@ -165,7 +166,11 @@ def test_torchrun_on_two_processes(tmp_path: Path) -> None:
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=environment, timeout=100
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=100 * patience(),
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]

@@ -19,9 +19,10 @@ from ckptcore import (
 )
 from ckptcore.ranks.store import StoreCommunicator
 from ckptcore.testing.faults import FaultStorage
+from ckptcore.testing.processes import patience
 from ckptcore.testing.ranks import Killed, run_ranks
 
-DEADLINE = 30  # for events; nothing here takes long unless something is wrong
+DEADLINE = 30 * patience()  # for events; nothing here takes long unless something is wrong
 
 
 def state(rank=0, **components):

@@ -21,10 +21,11 @@ from ckptcore import (
 )
 from ckptcore.catalog.catalog import scan
 from ckptcore.storage.local import LocalStorage
+from ckptcore.testing.processes import patience
 from ckptcore.testing.ranks import run_ranks
 
 SIZE = 3
-DEADLINE = 20
+DEADLINE = 20 * patience()
 KEEP = KeepLast(3)
 
 
@@ -198,7 +199,7 @@ def check(plan, folder):
             ckpt.close()
         return seen, ends, comm.number
 
-    results = run_ranks(SIZE, program, deadline=DEADLINE)
+    results = run_ranks(SIZE, program, deadline=20)
     for number, (what, _, victim, fault) in enumerate(plan):
         outcomes = [seen[number] for seen, *_ in results]
         others = [o for rank, o in enumerate(outcomes) if fault is None or rank != victim]
@@ -293,7 +294,7 @@ def test_a_watcher_of_a_save_in_the_background_cannot_look_and_stops_nobody(tmp_
             ckpt.save(2, [StateComponent("own", Own(2), SharingPattern.PER_RANK)])
             return seen, [info.step for info in ckpt.list()]
 
-    for seen, steps in run_ranks(2, program, nodes=[[0], [1]], deadline=DEADLINE):
+    for seen, steps in run_ranks(2, program, nodes=[[0], [1]], deadline=20):
         assert steps == [1, 2]
         assert len(seen) == 1 and "cannot be waited for by what it calls itself" in seen[0]
 
@@ -320,7 +321,7 @@ def test_a_rank_that_left_a_look_makes_the_next_call_with_the_others(tmp_path, v
     seen = set()
     for moment in range(1, 24):
         results = run_ranks(
-            2, lambda comm, m=moment: program(comm, m), nodes=[[0], [1]], deadline=DEADLINE
+            2, lambda comm, m=moment: program(comm, m), nodes=[[0], [1]], deadline=20
         )
         assert [saved for _, saved in results] == [2, 2]
         seen.add(tuple(outcome for outcome, _ in results))

@@ -28,10 +28,11 @@ from ckptcore import (
 from ckptcore.ranks.board import BoardLost
 from ckptcore.ranks.rounds import BoardCommunicator
 from ckptcore.ranks.store import StoreBoard
+from ckptcore.testing.processes import patience
 from ckptcore.testing.ranks import run_ranks
 
 SIZE = 3
-DEADLINE = 20
+DEADLINE = 20 * patience()
 
 
 def own(rank, state=None):

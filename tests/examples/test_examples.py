@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import ckptcore
 from ckptcore import open_checkpoint, scan_root
+from ckptcore.testing.processes import patience
 
 DOCS = Path(ckptcore.__file__).parent.parent / "docs"
 EXAMPLES = DOCS / "examples"
@@ -80,7 +81,7 @@ class Job:
             process.start()
 
     def wait_for_a_save(self, after: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * patience()
         while self.newest() <= after:
             assert time.monotonic() < deadline and all(rank.is_alive() for rank in self.ranks)
             time.sleep(0.005)
@@ -98,7 +99,7 @@ class Job:
 
     def codes(self) -> list[int | None]:
         for process in self.ranks:
-            process.join(60)
+            process.join(60 * patience())
         self.host.send("over")
         return [process.exitcode for process in self.ranks]
 

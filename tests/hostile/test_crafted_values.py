@@ -32,6 +32,7 @@ from ckptcore.format.values import (
     decode,
     encode,
 )
+from ckptcore.testing.processes import patience
 
 
 def ext(code: int, payload) -> msgpack.ExtType:
@@ -357,7 +358,7 @@ def test_the_command_tells_of_manifests(crafted, change, encoding):
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
-        timeout=60,
+        timeout=60 * patience(),
         cwd=crafted.root,
         env={
             "PATH": "/usr/bin:/bin",

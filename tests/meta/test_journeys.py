@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptcore.testing.processes import patience
+
 LIMITS = {
     "save to the first byte": {"modules": 19, "moves": 140, "closures": 4},
     "restore": {"modules": 21, "moves": 310, "closures": 4},
@@ -38,7 +40,7 @@ LIMITS = {
 def found() -> dict[str, dict[str, int]]:
     program = Path(__file__).with_name("journeys.py")
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=110
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=110 * patience()
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

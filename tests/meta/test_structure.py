@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ckptcore
+from ckptcore.testing.processes import patience
 
 REPO = Path(ckptcore.__file__).parent.parent
 ENGINE = sorted((REPO / "ckptcore").rglob("*.py"))
@@ -204,7 +205,11 @@ MODULES = sorted(
 
 def run(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=REPO
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100 * patience(),
+        cwd=REPO,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

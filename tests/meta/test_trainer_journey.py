@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ckptcore.testing.processes import patience
+
 FILES = 16
 MOVES = 590
 
@@ -14,7 +16,7 @@ MOVES = 590
 def test_one_step_and_its_checkpoint_are_read_in_few_files() -> None:
     program = Path(__file__).with_name("trainer_journey.py")
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=110
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=110 * patience()
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)

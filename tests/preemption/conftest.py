@@ -14,6 +14,7 @@ import pytest
 import ckptcore.preemption
 from ckptcore.preemption import PreemptionGuard
 from ckptcore.ranks.board import Board
+from ckptcore.testing.processes import patience
 from ckptcore.testing.ranks import run_ranks
 
 
@@ -56,7 +57,7 @@ class Schedule:
 
     def wait(self, rank: int) -> None:
         """For this rank's first turn."""
-        assert self.turns[rank].acquire(timeout=30)
+        assert self.turns[rank].acquire(timeout=30 * patience())
 
     def give(self, rank: int) -> None:
         """Let the choice fall on anybody, and go on when it falls on this rank again."""

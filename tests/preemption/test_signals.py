@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import ckptcore.preemption
 from ckptcore import PreemptionGuard, open_checkpoint, scan_root
+from ckptcore.testing.processes import patience
 
 Handled = list[signal.Signals]
 
@@ -193,7 +194,7 @@ def test_two_processes_save_the_same_step_when_one_is_told_to_stop(
         ready(process)
     time.sleep(random.random() * 0.3)
     ranks[1].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=60) for process in ranks]
+    outputs = [process.communicate(timeout=60 * patience()) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     (said,) = {said for said, _ in outputs}
     stopped = int(said.removeprefix("stopped after "))
@@ -211,13 +212,13 @@ def test_a_process_is_saved_at_the_first_sigterm_and_killed_by_the_second(
     for process in (saves, holds):
         ready(process)
         process.send_signal(signal.SIGTERM)
-    said, errors = saves.communicate(timeout=60)
+    said, errors = saves.communicate(timeout=60 * patience())
     assert saves.returncode == 0, errors
     (entry,) = scan_root(str(tmp_path / "saves"))
     assert (entry.status, said) == ("committed", f"stopped after {entry.step}\n")
     assert holds.stdout.readline() == "caught\n"
     holds.send_signal(signal.SIGTERM)
-    holds.communicate(timeout=60)
+    holds.communicate(timeout=60 * patience())
     assert holds.returncode == -signal.SIGTERM
 
 

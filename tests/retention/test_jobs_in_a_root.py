@@ -16,14 +16,14 @@ from ckptcore import (
     StorageError,
     open_storage,
 )
-from ckptcore.testing.processes import RankProcesses
+from ckptcore.testing.processes import RankProcesses, patience
 
 STEPS = range(1, 13)
 
 
 def run_at_once(*programs):
     """Run the programs in threads, from one start; what each returned or raised."""
-    start = threading.Barrier(len(programs), timeout=30)
+    start = threading.Barrier(len(programs), timeout=30 * patience())
     results = [None] * len(programs)
 
     def run(number):
@@ -41,7 +41,7 @@ def run_at_once(*programs):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(60 * patience())
     assert not any(thread.is_alive() for thread in threads)
     return results
 

@@ -26,6 +26,7 @@ from ckptcore.catalog.catalog import scan
 from ckptcore.catalog.folder import Attempt
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.faults import WRITE_OPERATIONS
+from ckptcore.testing.processes import patience
 
 NOBODY = 65534
 
@@ -167,7 +168,7 @@ def test_another_user_reads_what_it_may_not_write(shared, marked):
         [sys.executable, "-c", program, str(shared)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * patience(),
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HOME": "/tmp"},
     )

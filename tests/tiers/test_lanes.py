@@ -17,6 +17,7 @@ from ckptcore import CheckpointManager, StorageError, Tier
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.folder import CheckpointInfo
 from ckptcore.storage.opening import open_storage
+from ckptcore.testing.processes import patience
 from ckptcore.tiers.uploads import Uploads
 
 
@@ -42,7 +43,7 @@ def test_a_warning_is_heard_where_nothing_is_to_be_uploaded(
         if end == "raise_failure":
             uploads.raise_failure()
             uploads.raise_failure()
-        uploads.close(time.monotonic() + 5)
+        uploads.close(time.monotonic() + 5 * patience())
     (heard,) = [str(warning.message) for warning in seen]
     assert "not known" in heard and str(tmp_path / "slow") in heard and "does not answer" in heard
 
@@ -118,7 +119,7 @@ def test_three_threads_lose_nothing_and_raise_nothing(
     finally:
         sys.setswitchinterval(before)
     assert uploads.wait(20)
-    uploads.close(time.monotonic() + 5)
+    uploads.close(time.monotonic() + 5 * patience())
     assert failures == []
     assert set(uploaded) == {f"checkpoint-{n}" for n in range(count)} and uploads.held == set()
     assert len(collected) == len(begun)
@@ -141,5 +142,5 @@ def test_what_is_deleted_while_it_is_looked_what_waits_is_not_uploaded(
     monkeypatch.setattr(tiers, "scan", looked)
     uploads.catch_up("run", 2)
     assert uploads.wait(20)
-    uploads.close(time.monotonic() + 5)
+    uploads.close(time.monotonic() + 5 * patience())
     assert [path.name for path in (tmp_path / "slow").glob("checkpoint-*")] == ["checkpoint-2"]

@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from ckptcore.testing.processes import patience
+
 from .callback_run import FakeTrainer
 
 
@@ -247,9 +249,9 @@ def test_norms_of_parameters_that_are_spread_over_ranks(tmp_path: Path) -> None:
     ]
     for process in ranks:
         process.start()
-    found = dict(results.get(timeout=60) for _ in ranks)
+    found = dict(results.get(timeout=60 * patience()) for _ in ranks)
     for process in ranks:
-        process.join(30)
+        process.join(30 * patience())
     assert [process.exitcode for process in ranks] == [0, 0]
     model = model_of()
     norms = expected(model)

@@ -13,6 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import SessionLog
 
+from ckptcore.testing.processes import patience
+
 from .callback_run import FakeTrainer
 
 
@@ -182,7 +184,7 @@ def test_tensorboard_is_imported_only_by_who_writes() -> None:
         "try: w.add_scalar('a', 1, 1)\nexcept ImportError as error: print(error)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100 * patience()
     )
     assert (
         done.stdout.strip() == "ResumableSummaryWriter needs tensorboard: pip install tensorboard"

@@ -25,6 +25,7 @@ from click.testing import CliRunner, Result
 
 from ckptcore import CheckpointManager, open_storage, scan_root
 from ckptcore.testing.faults import FaultStorage
+from ckptcore.testing.processes import patience
 
 TINY = [
     *(
@@ -465,13 +466,13 @@ def test_ctrl_c_on_the_real_command(run: list[str], tmp_path: Path) -> None:
         text=True,
         env=os.environ | {"PYTHONFAULTHANDLER": "1"},
     )
-    until = time.monotonic() + 60
+    until = time.monotonic() + 60 * patience()
     while not (tmp_path / "run" / "checkpoint-20").exists() and time.monotonic() < until:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     try:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60 * patience())
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGABRT)  # says where each thread is
         pytest.fail("\n".join(process.communicate(timeout=20)))

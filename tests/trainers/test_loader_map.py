@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore import StateMismatch
+from ckptcore.testing.processes import patience
 
 
 class Numbers:
@@ -270,8 +271,8 @@ def test_b09_stop_and_resume_anywhere_sees_what_an_uninterrupted_run_sees(
     results = context.Queue()
     process = context.Process(target=resume_all, args=(states, stops, workers, results))
     process.start()
-    resumed = results.get(timeout=60)
-    process.join(30)
+    resumed = results.get(timeout=60 * patience())
+    process.join(30 * patience())
     assert [reference[:k] + rest for k, rest in zip(stops, resumed, strict=True)] == [
         reference
     ] * len(stops)

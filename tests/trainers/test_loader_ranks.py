@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ckptcore import StateMismatch
+from ckptcore.testing.processes import patience
 
 
 class Numbers:
@@ -51,7 +52,7 @@ class Table:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=20 * patience())
         self.cells: list[Any] = [None] * size
 
     def seat(self, rank: int) -> Any:
@@ -97,7 +98,7 @@ def together(size: int, program: Callable[[int, Any], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(30 * patience())
     if errors:
         raise errors[min(errors)]
     return results
@@ -299,9 +300,9 @@ def test_over_gloo(tmp_path: Any) -> None:
     ]
     for rank in ranks:
         rank.start()
-    found = sorted(results.get(timeout=60) for _ in range(2))
+    found = sorted(results.get(timeout=60 * patience()) for _ in range(2))
     for rank in ranks:
-        rank.join(30)
+        rank.join(30 * patience())
     assert [rank.exitcode for rank in ranks] == [0, 0]
     whole = ResumableLoader(Numbers(7), 4, seed=1)
     batches = [whole.next_group(1)[0][0].tolist() for _ in range(3)]

@@ -17,6 +17,7 @@ import pytest
 from ckpt_trainers.callbacks import read_json_array
 
 from ckptcore import scan_root
+from ckptcore.testing.processes import patience
 
 from .comparison import compare_checkpoints
 
@@ -64,7 +65,7 @@ def torchrun(words: list[str], *options: str) -> subprocess.Popen[str]:
 
 def ended(process: subprocess.Popen[str]) -> str:
     try:
-        out, errors = process.communicate(timeout=100)
+        out, errors = process.communicate(timeout=100 * patience())
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -73,7 +74,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 90
+    until = time.monotonic() + 90 * patience()
     while not happened():
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.01)
@@ -141,7 +142,7 @@ def terminate(words: list[str], folder: Path, step: int) -> int:
     )
     wait_until(lambda: max(read_losses(folder), default=0) >= step, process)
     os.kill(process.pid, signal.SIGTERM)
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=100 * patience())
     (info,) = scan_root(str(folder))
     assert info.status == "committed" and info.step == max(read_losses(folder)) >= step
     assert f"stopped by SIGTERM: {info.step} steps" in out

@@ -130,12 +130,12 @@ def test_what_only_looks_like_a_plain_value_is_refused_wherever_it_is(
 
 
 MANY = {
-    "ints": list(range(300_000)),
-    "floats": [n / 7 for n in range(300_000)],
-    "texts": [f"sample-{n}" for n in range(300_000)],
-    "mixed": [n if n % 2 else n / 3 for n in range(300_000)],
-    "pairs": [[n, n + 1] for n in range(150_000)],
-    "numbers by number": {n: 2 * n for n in range(150_000)},
+    "ints": lambda: list(range(300_000)),
+    "floats": lambda: [n / 7 for n in range(300_000)],
+    "texts": lambda: [f"sample-{n}" for n in range(300_000)],
+    "mixed": lambda: [n if n % 2 else n / 3 for n in range(300_000)],
+    "pairs": lambda: [[n, n + 1] for n in range(150_000)],
+    "numbers by number": lambda: {n: 2 * n for n in range(150_000)},
 }
 
 
@@ -143,8 +143,9 @@ MANY = {
 def test_no_step_of_python_for_each_of_many_alike(kind: str, tmp_path: Path) -> None:
     """Calls that `save_async` makes before it returns are counted, so that no busy machine
     matters."""
+    many = MANY[kind]()
     with CheckpointManager(tmp_path) as ckpt:
-        ckpt.save(1, {"order": MANY[kind], "w": torch.ones(3)})
+        ckpt.save(1, {"order": many, "w": torch.ones(3)})
         calls = 0
 
         def count(frame, event, argument):
@@ -153,7 +154,7 @@ def test_no_step_of_python_for_each_of_many_alike(kind: str, tmp_path: Path) -> 
 
         sys.setprofile(count)
         try:
-            handle = ckpt.save_async(2, {"order": MANY[kind], "w": torch.ones(3)})
+            handle = ckpt.save_async(2, {"order": many, "w": torch.ones(3)})
         finally:
             sys.setprofile(None)
         handle.result()

@@ -21,6 +21,7 @@ import ckptcore.state.tree  # noqa: F401  (registers torch's own plain types)
 from ckptcore.errors import CheckpointError
 from ckptcore.format import values as format_values
 from ckptcore.format.values import decode, encode
+from ckptcore.testing.processes import patience
 
 RICH = encode(
     {
@@ -190,7 +191,9 @@ except CheckpointError as error:
 
 def test_vast_depth_of_extensions_is_refused() -> None:
     # In a process of its own, as a stack that overflows ends the process.
-    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=60 * patience()
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "CheckpointCorrupt"), done.stderr[:500]
 
 

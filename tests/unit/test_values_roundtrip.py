@@ -27,6 +27,7 @@ from ckptcore import register_codec
 from ckptcore.errors import CheckpointCorrupt, UnsupportedValue
 from ckptcore.format import values as encoding
 from ckptcore.format.values import Opaque, TensorRef, decode, encode, join_path
+from ckptcore.testing.processes import patience
 
 any_float = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("<d", n.to_bytes(8, "little"))[0])
 any_text = st.text(st.characters(exclude_categories=()), max_size=8)
@@ -333,7 +334,10 @@ print("refused at", depth)
 )
 def test_whatever_depth_is_accepted_comes_back(wrap: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DEPTHS, wrap], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", DEPTHS, wrap],
+        capture_output=True,
+        text=True,
+        timeout=60 * patience(),
     )
     assert done.returncode == 0, done.stderr[:500]
     assert int(done.stdout.split()[-1]) > 20

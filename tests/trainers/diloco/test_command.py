@@ -19,6 +19,7 @@ from ckpt_trainers.main import main
 from click.testing import CliRunner, Result
 
 from ckptcore import CheckpointManager, scan_root
+from ckptcore.testing.processes import patience
 
 from .islands import Island, Net, serve
 
@@ -111,7 +112,9 @@ def test_help_needs_no_torch() -> None:
         "main(['diloco', 'server', '--help'])\n"
         "print('torch' in sys.modules, 'aiohttp' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60 * patience()
+    )
     assert done.stdout.splitlines()[-1] == "False False", done.stderr
 
 
@@ -135,5 +138,5 @@ def test_a_server_and_its_worker_as_processes(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     finally:
         server.send_signal(signal.SIGTERM)
-    assert server.wait(60) == 0
+    assert server.wait(60 * patience()) == 0
     assert [info.step for info in scan_root(tmp_path / "server")] == [1, 2]
