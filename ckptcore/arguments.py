@@ -12,7 +12,8 @@ import operator
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from .errors import InvalidState
@@ -220,3 +221,55 @@ def checked_which(step: Any, *, paths: bool = True) -> int | str:
             )
         return check_path("step", step)
     return checked_step(step)
+
+
+class Names:
+    """What a user asks for by name: a name or pattern, several of them, or a function of a name.
+
+    A pattern asks for the names that it matches and for all that lies below them: "model",
+    "model/*" and "m*" ask for the component "model". `*` matches `/`, too.
+    """
+
+    def __init__(self, argument: str, value: Any, name: str = "a name") -> None:
+        self.argument, self.function = argument, value if callable(value) else None
+        found: Any = () if callable(value) else (value,) if isinstance(value, str) else value
+        several = isinstance(found, list | tuple | set | frozenset | KeysView)
+        if not several or not (
+            callable(value) or (found and all(isinstance(n, str) and n for n in found))
+        ):
+            raise InvalidState(
+                f"{argument} must be {name}, a pattern, a list of them or a function of a name, "
+                f"not {shown(value)}"
+            )
+        self.patterns: list[str] = [*found]
+        self.unused = {*self.patterns}
+
+    def asks_for(self, name: str) -> bool:
+        """Whether a pattern matches; functions are asked by `answer`."""
+        return any(matches(pattern, name) for pattern in self.patterns)
+
+    def answer(self, name: str) -> Any:
+        """What the function says of a name, or whether a pattern matches, which is used then."""
+        if self.function is not None:
+            return answer_of(self.argument, self.function, name)
+        matching = {pattern for pattern in self.patterns if matches(pattern, name)}
+        self.unused -= matching
+        return bool(matching)
+
+
+def matches(pattern: str, name: str) -> bool:
+    if name == pattern or name.startswith(f"{pattern}/") or fnmatchcase(name, pattern):
+        return True
+    above = pattern.removesuffix("/*")
+    return above != pattern and fnmatchcase(name, above)
+
+
+def answer_of(argument: str, function: Callable[..., Any], name: str, *more: Any) -> Any:
+    """What a function that the user has given as `argument` answers of a name."""
+    try:
+        return function(name, *more)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise InvalidState(
+            f"the function given as {argument} fails for {name!r} ({what})"
+        ) from error

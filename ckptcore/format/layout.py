@@ -247,6 +247,10 @@ class LogicalTensor:
     alias_of: int | None = None
 
     @property
+    def whole(self) -> Box:
+        return (0,) * len(self.shape), self.shape
+
+    @property
     def stored_nbytes(self) -> int:
         """Bytes of its own in this checkpoint: of all of it, or of the boxes that one node has."""
         shapes = (

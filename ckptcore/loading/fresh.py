@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, KeysView, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 
-from ..arguments import check_threads, checked_options, shown
+from ..arguments import Names, answer_of, check_threads, checked_options, shown
 from ..errors import InvalidState, UnknownName
 from ..format.layout import Box, LogicalTensor, MeshLayout, volume
 from ..format.manifest import MALFORMED, malformed
@@ -29,13 +29,12 @@ from ..state.layout import (
 from ..state.modules import checked_device, checked_dtype
 from ..state.tree import with_versions
 from ..storage.chunks import default_threads
-from .keys import matches
+from .keys import tree_of
 from .load import module_versions
-from .placement import Conversion, known_dtype, read_converted, reads_into, substituted
-from .reader import TensorRead
+from .placement import Fill, Substitution, direct_reads, known_dtype, read_converted
 from .view import CheckpointView, StoredComponent, open_checkpoint
 
-Names = str | Collection[str] | Callable[[str], bool]
+Wanted = str | Collection[str] | Callable[[str], bool]
 Placements = Sequence[Any] | Callable[[str, torch.Size], Sequence[Any] | None]
 
 
@@ -43,7 +42,7 @@ def load_state(
     url: str | os.PathLike[str],
     component: str = "model",
     *,
-    keys: Names | None = None,
+    keys: Wanted | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     copy: int = 0,
@@ -79,7 +78,7 @@ def load_state(
     Raises InvalidState (an argument), CheckpointNotFound, UnknownName (a KeyError) for a component,
     copy or key that is not there, CheckpointCorrupt, UnsupportedVersion, StorageError.
     """
-    wanted = None if keys is None else _Names(keys)
+    wanted = None if keys is None else Names("keys", keys)
     layout = _layout(mesh, placements)
     if layout is None:
         target = checked_device("device", "cpu" if device is None else device)
@@ -94,14 +93,16 @@ def load_state(
         file = f"{view.url}: component {component!r}"
         tree = decode(stored.tree, opaque=True, file=file)
         if wanted is not None:
-            tree = wanted.chosen(tree, component, view.url)
+            tree = _part_of(tree, wanted, component, view.url)
         fresh = _Fresh(view, component, stored, target, kind, layout)
         try:
-            state = substituted(tree, fresh.leaf, fresh.container)
+            state = fresh.of(tree)
         except MALFORMED as error:
             what = f"{file}: stored values cannot be read"
             raise malformed(what, error, None, view.url) from None
-        fresh.read(threads)
+        synchronize({fill.memory.device for fill in fresh.fills + fresh.converted})
+        view.files.read(direct_reads(fresh.fills), threads)
+        read_converted(view.files, fresh.converted, threads)
         state = revived(state, file)
         versions = module_versions(stored, file)
         if versions and type(state) is dict and "" in versions:
@@ -109,74 +110,33 @@ def load_state(
         return with_versions(state, versions) if versions else state
 
 
-class _Names:
-    """The `keys` of a load_state. Raises InvalidState for what is neither of the three."""
-
-    def __init__(self, keys: Any) -> None:
-        self.function = keys if callable(keys) else None
-        found = () if callable(keys) else (keys,) if isinstance(keys, str) else keys
-        if not isinstance(found, list | tuple | set | frozenset | KeysView) or not (
-            self.function or (found and all(isinstance(name, str) and name for name in found))
-        ):
-            raise InvalidState(
-                "keys must be a name, a pattern, a list of them or a function of a name, not "
-                f"{shown(keys)}"
-            )
-        self.patterns: list[str] = [*found]
-
-    def chosen(self, tree: Any, component: str, url: str) -> Any:
-        """The part of a state that is asked for. Raises UnknownName for a name or pattern that
-        nothing has."""
-        leaves = [*key_leaves(tree)]
-        unused = set(self.patterns)
-        taken = []
-        for name, path, value in leaves:
-            asking = {p for p in self.patterns if matches(p, name)}
-            unused -= asking
-            if asking or (self.function is not None and self._asks_for(name)):
-                taken.append((path, value))
-        if unused or not taken:
-            raise self._nothing([name for name, _, _ in leaves], sorted(unused), component, url)
-        if len(taken) == len(leaves):
-            return tree  # in its own types
-        part: Any = {}
-        for path, value in taken:
-            _put(part, path, value)
-        return part
-
-    def _asks_for(self, name: str) -> bool:
-        assert self.function is not None
-        try:
-            answer = self.function(name)
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise InvalidState(f"the function given as keys fails for {name!r} ({what})") from error
+def _part_of(tree: Any, wanted: Names, component: str, url: str) -> Any:
+    """The part of a state that is asked for. Raises UnknownName for a name or pattern that nothing
+    has, InvalidState for what the function gives."""
+    leaves = [*key_leaves(tree)]
+    taken = {}
+    for name, path, value in leaves:
+        answer = wanted.answer(name)
         if answer is not None and type(answer) is not bool:
             raise InvalidState(
                 f"the function given as keys must give True or False; for {name!r} it gives "
                 f"{shown(answer)}"
             )
-        return bool(answer)
-
-    def _nothing(
-        self, names: list[str], unused: list[str], component: str, url: str
-    ) -> UnknownName:
-        asked = unused[0] if unused else None
-        what = "the function given as keys" if asked is None else repr(asked)
-        near = get_close_matches(asked or "", names, 3) if len(names) <= 5000 else []
-        hint = f"did you mean {' or '.join(map(repr, near or names[:3]))}?"
-        return UnknownName(
-            f"{url}: component {component!r} has nothing that {what} asks for; {hint}",
-            path=url,
-            key=asked,
-            available=names,
-        )
-
-
-def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
+        if answer:
+            taken[path] = value
+    if taken and not wanted.unused:
+        return tree if len(taken) == len(leaves) else tree_of(taken)  # all of it in its own types
+    names = [name for name, _, _ in leaves]
+    asked = min(wanted.unused, default=None)
+    what = "the function given as keys" if asked is None else repr(asked)
+    near = get_close_matches(asked or "", names, 3) if len(names) <= 5000 else []
+    hint = f"did you mean {' or '.join(map(repr, near or names[:3]))}?"
+    raise UnknownName(
+        f"{url}: component {component!r} has nothing that {what} asks for; {hint}",
+        path=url,
+        key=asked,
+        available=names,
+    )
 
 
 def _layout(mesh: Any, placements: Any) -> _Layout | None:
@@ -210,13 +170,7 @@ class _Layout:
         Raises InvalidState."""
         sharded, given = isinstance(tensor.layout, MeshLayout), self.placements
         if callable(given):
-            try:
-                given = given(tensor.name, torch.Size(tensor.shape))
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise InvalidState(
-                    f"the function given as placements fails for {tensor.name!r} ({what})"
-                ) from error
+            given = answer_of("placements", given, tensor.name, torch.Size(tensor.shape))
             if given is None:
                 return None
         elif not sharded:
@@ -263,25 +217,25 @@ class _Layout:
         )
 
 
-@dataclass(slots=True)
-class _Fresh:
-    """New tensors for stored ones, and what is to be read into them. made: by number; devices: of
-    what is read into; converted: tensors that are wanted in another dtype."""
+class _Fresh(Substitution):
+    """New tensors for stored ones, and what is to be read into them."""
 
-    view: CheckpointView
-    key: str
-    stored: StoredComponent
-    device: torch.device
-    dtype: torch.dtype | None
-    layout: _Layout | None = None
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
-    devices: set[torch.device] = field(default_factory=set)
-    direct: list[TensorRead] = field(default_factory=list)
-    converted: list[Conversion] = field(default_factory=list)
+    def __init__(
+        self,
+        view: CheckpointView,
+        key: str,
+        stored: StoredComponent,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        layout: _Layout | None,
+    ) -> None:
+        self.view, self.key, self.stored = view, key, stored
+        self.device, self.dtype, self.layout = device, dtype, layout
+        self.made: dict[int, torch.Tensor] = {}  # by number
+        self.fills: list[Fill] = []
+        self.converted: list[Fill] = []
 
     def leaf(self, ref: TensorRef) -> Any:
-        if not 0 <= ref.index < len(self.stored.tensors):
-            raise ValueError(f"the tree refers to tensor {ref.index} of {len(self.stored.tensors)}")
         target = self.stored.tensors[ref.index].alias_of
         number = ref.index if target is None else target
         if number not in self.made:
@@ -294,35 +248,27 @@ class _Fresh:
         check_parts(saved.payload)
         before = self.dtype, self.layout
         self.dtype = self.layout = None
-        payload = substituted(saved.payload, self.leaf, self.container)
+        payload = self.of(saved.payload)
         self.dtype, self.layout = before
         return Opaque(saved.codec, payload)
 
     def _new(self, number: int, tensor: LogicalTensor, *, array: bool) -> torch.Tensor:
-        saved = known_dtype(self.view, self.key, tensor)
+        saved, layout = known_dtype(self.view, self.key, tensor), self.layout
         floating = saved.is_floating_point and saved.itemsize > 1 and not array
         dtype = self.dtype if self.dtype is not None and floating else saved
-        codes = None if self.layout is None or array else self.layout.codes(tensor)
-        box: Box = ((0,) * len(tensor.shape), tensor.shape)
-        if self.layout is not None and codes is not None:
+        codes = None if layout is None or array else layout.codes(tensor)
+        box = tensor.whole
+        if layout is not None and codes is not None:
             nothing: Box = ((0,), (0,))  # of a rank that is not in the mesh
-            box = box_on(self.layout.mesh, codes, tensor.shape) or nothing
-        if self.device.type != "meta" and volume(box[1]):
+            box = box_on(layout.mesh, codes, tensor.shape) or nothing
+        read = self.device.type != "meta" and volume(box[1]) > 0
+        if read:
             # First that the bytes are there, then memory for them.
             self.view.check_files(p.file for p in self.stored.pieces(number, box) if p.file)
         made = torch.empty(box[1], dtype=dtype, device="cpu" if array else self.device)
-        if self.device.type != "meta" and volume(box[1]):
-            self.devices.add(made.device)
-            if dtype == saved:
-                self.direct += reads_into(self.key, self.stored, number, box, made)
-            else:
-                self.converted.append(Conversion(self.key, self.stored, number, saved, box, made))
-        if self.layout is None or codes is None:
+        if read:
+            fills = self.fills if dtype is saved else self.converted
+            fills.append(Fill(self.key, self.stored, number, saved, box, made))
+        if layout is None or codes is None:
             return made
-        whole: torch.Tensor = self.layout.dtensor(made, codes, tensor.shape)
-        return whole
-
-    def read(self, threads: int) -> None:
-        synchronize(self.devices)
-        self.view.files.read(self.direct, threads)
-        read_converted(self.view.files, self.converted, threads)
+        return layout.dtensor(made, codes, tensor.shape)

@@ -9,13 +9,12 @@ place, other layouts) is the same.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
-from ..arguments import shown
-from ..errors import InvalidState, StateMismatch
+from ..arguments import Names, answer_of, shown
+from ..errors import InvalidState
 from ..format.digest import content_digest
 from ..format.layout import Box, LogicalTensor
 from ..format.values import (
@@ -28,11 +27,12 @@ from ..format.values import (
     keyed,
     part_of,
 )
+from ..ranks.communicator import Communicator
+from ..ranks.messages import message
 from ..state.component import StateComponent
 from ..state.modules import ModelState
-from ..state.optimizers import OptimizerState
-from ..state.tree import Differences
-from .placement import LoadedComponent, RankPosition, stored_copy_for
+from ..state.optimizers import OptimizerState, is_by_name
+from .placement import LoadedComponent, Partitions, stored_copy_for
 from .view import CheckpointView, StoredComponent
 
 Keys = str | Collection[str] | Callable[[str], "bool | str | None"]
@@ -40,32 +40,28 @@ Rename = Mapping[str, str] | Callable[[str], str]
 Path = tuple[Any, ...]
 
 
+@message
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the other ranks need to know of the keys of a rank: patterns that match nothing there,
+    how many names were chosen, and digests of all names and of the chosen ones, by component."""
+
+    unused: list[str]
+    chosen: int
+    digests: dict[str, list[str]]
+
+
 class Selection:
     """The `keys` and `rename` of a load, checked; and what they chose on this rank.
 
-    A pattern asks for the names that it matches and for all that lies below them: "model",
-    "model/*" and "m*" ask for the component "model". `*` matches `/`, too. A function is called
-    with each name of the live state, "component/name". rename: see Renaming. Raises InvalidState
-    for what is neither.
+    A function is called with each name of the live state, "component/name". rename: see Renaming.
+    Raises InvalidState for what is neither.
     """
 
     def __init__(self, keys: Keys | None, rename: Rename | None = None) -> None:
         self.rename = None if rename is None else Renaming(rename)
-        keys = "*" if keys is None else keys
-        self.function = keys if callable(keys) else None
-        found: Any = () if callable(keys) else (keys,) if isinstance(keys, str) else keys
-        if not isinstance(found, list | tuple | set | frozenset | KeysView):
-            raise InvalidState(
-                f"keys must be a name, a pattern, a list of them or a function, not {shown(keys)}"
-            )
-        self.patterns: list[str] = [*found]
-        if self.function is None and not (
-            self.patterns and all(isinstance(p, str) and p for p in self.patterns)
-        ):
-            raise InvalidState(
-                f"keys must be one or more names or patterns such as 'model/*', not {shown(keys)}"
-            )
-        self.used: set[str] = set()
+        self.names = Names("keys", "*" if keys is None else keys)
+        self.by_function = self.names.function is not None
         self.chosen = 0
         self.digests: dict[str, list[str]] = {}
         self.renamed: dict[str, str] = {}
@@ -73,22 +69,20 @@ class Selection:
     @property
     def text(self) -> str:
         """What must be equal on all ranks."""
-        text = "a function" if self.function is not None else repr(sorted(self.patterns))
+        text = "a function" if self.by_function else repr(sorted(self.names.patterns))
         return text if self.rename is None else f"{text}, renamed by {self.rename.text}"
+
+    def asks_for(self, name: str) -> bool:
+        """Whether a name that only the checkpoint has is asked for; functions are for names of the
+        live state."""
+        return self.names.asks_for(name)
 
     def source(self, name: str) -> str | None:
         """The saved name that the live `name` is read from; None when it is not asked for."""
-        if self.function is None:
-            matching = [pattern for pattern in self.patterns if matches(pattern, name)]
-            self.used.update(matching)
-            return self._saved_name(name) if matching else None
-        try:
-            answer = self.function(name)
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise InvalidState(f"the function given as keys fails for {name!r} ({what})") from error
+        answer = self.names.answer(name)
         if answer is None or isinstance(answer, bool):
-            return self._saved_name(name) if answer else None
+            saved = name if self.rename is None else self.rename.saved_name(name)
+            return saved if answer else None
         if self.rename is not None and isinstance(answer, str):
             raise InvalidState(
                 "the function given as keys says where to read from, and so does rename: give one "
@@ -98,17 +92,8 @@ class Selection:
             return answer
         raise InvalidState(
             "the function given as keys must give True, False or a saved name 'component/name'; "
-            f"for {name!r} it "
-            f"gives {shown(answer)}"
+            f"for {name!r} it gives {shown(answer)}"
         )
-
-    def _saved_name(self, name: str) -> str:
-        return name if self.rename is None else self.rename.saved_name(name)
-
-    def asks_for(self, name: str) -> bool:
-        """Whether a name that only the checkpoint has is asked for; functions are for names of the
-        live state."""
-        return any(matches(pattern, name) for pattern in self.patterns)
 
     def choose(self, key: str, names: Collection[str]) -> dict[str, str]:
         """Live name -> saved name, both with the component, for what is asked for among `names` of
@@ -126,18 +111,9 @@ class Selection:
         return chosen
 
     @property
-    def answer(self) -> dict[str, Any]:
-        """What the other ranks need to know: patterns that match nothing here, how much was chosen,
-        and what."""
-        unused = [pattern for pattern in self.patterns if pattern not in self.used]
-        return {"unused": unused, "chosen": self.chosen, "digests": self.digests}
-
-
-def matches(pattern: str, name: str) -> bool:
-    if name == pattern or name.startswith(f"{pattern}/") or fnmatchcase(name, pattern):
-        return True
-    above = pattern.removesuffix("/*")
-    return above != pattern and fnmatchcase(name, above)
+    def asked(self) -> Asked:
+        unused = [pattern for pattern in self.names.patterns if pattern in self.names.unused]
+        return Asked(unused, self.chosen, self.digests)
 
 
 class Renaming:
@@ -174,13 +150,7 @@ class Renaming:
         if self.function is None:
             return
         for name in saved_names:
-            try:
-                live = self.function(name)
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise InvalidState(
-                    f"the function given as rename fails for {name!r} ({what})"
-                ) from error
+            live = answer_of("rename", self.function, name)
             if not isinstance(live, str) or not live:
                 raise InvalidState(
                     "the function given as rename must give the name 'component/name' of the live "
@@ -210,11 +180,12 @@ class _From:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A stored component that names are read from: its state, and the paths in it by name."""
+    """A stored component that names are read from: its state, and where they are in it."""
 
     stored: StoredComponent
     state: Any
     sharded: bool
+    paths: dict[str, Path]
 
 
 @dataclass(slots=True)
@@ -222,10 +193,8 @@ class _Wanted:
     """What is asked for of one live component.
 
     names: all that it has, and where in its state. chosen: live name -> saved name, both with their
-    components.
-    sources: the stored components that are read from; None where the live state is to stay
-    (on_resize="keep").
-    missing: chosen names that the checkpoint lacks.
+    components. sources: the stored components that are read from; None where the live state is to
+    stay (on_resize="keep"). missing: chosen names that the checkpoint lacks.
     """
 
     selection: Selection
@@ -239,28 +208,40 @@ class _Wanted:
     def held(self) -> dict[str, _Source]:
         return {key: source for key, source in self.sources.items() if source is not None}
 
-    @property
-    def sharded(self) -> bool:
-        return any(source.sharded for source in self.held.values())
+    def find(self, name: str) -> tuple[str, _Source, Path] | None:
+        """Where a chosen live name is read from: saved name in its component, that, and the path in
+        its state. None for one that the checkpoint lacks, which is `missing` then, unless it is in
+        a component that stays as it is."""
+        saved_key, _, rest = self.chosen[name].partition("/")
+        source = self.held.get(saved_key)
+        if source is not None and (path := source.paths.get(rest)) is not None:
+            return rest, source, path
+        if source is not None or saved_key not in self.sources:
+            self.missing.append(name)
+        return None
 
-    def stays(self, saved_name: str) -> bool:
-        """Whether it is in a component that stays as it is, which is no lack."""
-        key = saved_name.partition("/")[0]
-        return key in self.sources and self.sources[key] is None
-
-    def part(self, owner: Any, tree: Any, unexpected: list[str]) -> LoadedComponent:
-        versions = _versions(self.chosen, {key: source.stored for key, source in self.held.items()})
-        stored = replace(_stored(tree), versions=versions)
-        return LoadedComponent(
-            replace(self.component, stateful=owner), stored, self.sharded, unexpected
-        )
+    def only_saved(self) -> Iterator[tuple[str, Path]]:
+        """Names that are asked for, and that the live state has not, nor anything in their
+        place."""
+        key, selection = self.component.key, self.selection
+        source = self.held.get(key)
+        if source is None or selection.by_function:
+            return
+        here, used = set(self.names.values()), set(self.chosen.values())
+        above = {path[:n] for path in here for n in range(len(path))}
+        for name, path in _names_in(self.component.stateful, source.state).items():
+            known = path in above or any(path[:n] in here for n in range(len(path) + 1))
+            full = f"{key}/{name}"
+            if not known and full not in used and selection.asks_for(full):
+                yield name, path
 
 
 def chosen_components(
     selection: Selection,
     view: CheckpointView,
     components: Sequence[StateComponent],
-    position: RankPosition,
+    comm: Communicator,
+    partitions: Partitions,
     missing: list[str],
 ) -> Iterator[LoadedComponent]:
     """What `selection` asks for, component by component; `missing` gets the names that the
@@ -271,10 +252,12 @@ def chosen_components(
     if selection.rename is not None:
         selection.rename.learn(_all_saved(view))
     for component in components:
-        names = _live_names(component.stateful, component.stateful.state_dict())
+        names = _names_in(component.stateful, component.stateful.state_dict())
         wanted = _Wanted(selection, component, names, selection.choose(component.key, names))
-        _open_sources(wanted, view, position)
-        part = _part(wanted)
+        _open_sources(wanted, view, comm, partitions)
+        part = None
+        if wanted.chosen and (wanted.held or not wanted.sources):  # else the live state is to stay
+            part = _whole(wanted) or _part(wanted)
         missing += wanted.missing
         if part is not None:
             yield part
@@ -288,42 +271,39 @@ def _all_saved(view: CheckpointView) -> Iterator[str]:
             continue
         tree = view.component(key, number).tree
         state = decode(tree, opaque=True, lenient=True, file=f"{view.url}: component {key!r}")
-        by_parameter = isinstance(state, dict) and state.keys() >= _OPTIMIZER_PARTS
+        by_parameter = is_by_name(state) and "state" in state
         names = state["group_of"] if by_parameter else _tree_names(state)
         yield from (f"{key}/{name}" for name in names)
 
 
-def _part(wanted: _Wanted) -> LoadedComponent | None:
-    if not wanted.chosen or (wanted.sources and not wanted.held):
-        return None  # nothing is asked for, or the live state is to stay
-    if (whole := _whole(wanted)) is not None:
-        return LoadedComponent(wanted.component, whole.stored, whole.sharded)
-    if isinstance(wanted.component.stateful, OptimizerState):
-        return _part_of_optimizer(wanted)
-    return _part_of_tree(wanted)
-
-
-def _open_sources(wanted: _Wanted, view: CheckpointView, position: RankPosition) -> None:
+def _open_sources(
+    wanted: _Wanted, view: CheckpointView, comm: Communicator, partitions: Partitions
+) -> None:
     component, saved = wanted.component, view.manifest.components
     for key in dict.fromkeys(source.partition("/")[0] for source in wanted.chosen.values()):
         if key in saved:
-            copy = stored_copy_for(view.manifest, replace(component, key=key), position)
+            copy = stored_copy_for(view.manifest, replace(component, key=key), comm, partitions)
             sharded = component.sharded or saved[key].pattern == "SHARDED"
-            wanted.sources[key] = None if copy is None else _opened(view, key, copy, sharded)
+            opened = None if copy is None else _opened(view, key, copy, sharded, component.stateful)
+            wanted.sources[key] = opened
         elif key == component.key:
             # Not one of its names is there. It may be lacking where that was said.
             wanted.missing += [key] if component.required else []
             wanted.chosen = {n: s for n, s in wanted.chosen.items() if s.partition("/")[0] != key}
 
 
-def _opened(view: CheckpointView, key: str, copy: int, sharded: bool) -> _Source:
+def _opened(view: CheckpointView, key: str, copy: int, sharded: bool, owner: Any) -> _Source:
     stored = view.component(key, copy)
     file = f"{view.url}: component {key!r}"
     state = decode(stored.tree, lambda ref: _From(key, stored, ref), opaque=True, file=file)
-    return _Source(stored, state, sharded)
+    if isinstance(owner, OptimizerState):
+        paths: dict[str, Path] = {name: (name,) for name in owner.saved_parts(state)["group_of"]}
+    else:
+        paths = {**dict(_inner(state)), **_tree_names(state)}
+    return _Source(stored, state, sharded, paths)
 
 
-def _whole(wanted: _Wanted) -> _Source | None:
+def _whole(wanted: _Wanted) -> LoadedComponent | None:
     """The stored component, where all of the live one is read from all of it, under the same names.
 
     It is handed over in its saved shape then, as without `keys`: a loader's state may have grown.
@@ -334,39 +314,24 @@ def _whole(wanted: _Wanted) -> _Source | None:
     ((saved_key, source),) = wanted.sources.items()
     if source is None or any(s != saved_key + n[len(key) :] for n, s in chosen.items()):
         return None
-    if wanted.selection.function is not None:
-        return None if wanted.names and hasattr(owner, "differences") else source
-    saved = _saved_names(owner, source.state)
-    return source if all(wanted.selection.asks_for(f"{key}/{name}") for name in saved) else None
+    if wanted.selection.by_function:
+        whole = not wanted.names or not hasattr(owner, "differences")
+    else:
+        saved = _names_in(owner, source.state)
+        whole = all(wanted.selection.asks_for(f"{key}/{name}") for name in saved)
+    return LoadedComponent.of(wanted.component, source.stored, source.sharded) if whole else None
 
 
 def _tree_names(state: Any) -> dict[str, Path]:
     return {name: keys for name, keys, _ in key_leaves(state)}
 
 
-def _live_names(owner: Any, state: Any) -> dict[str, Path]:
+def _names_in(owner: Any, state: Any) -> dict[str, Path]:
     """Names of a state's parts, and where they are in it. Those of an optimizer are the names of
     its parameters."""
     if isinstance(owner, OptimizerState):
         return {name: (name,) for name in state["group_of"]}
     return _tree_names(state)
-
-
-_OPTIMIZER_PARTS = {"state", "group_of", "shapes", "groups"}
-
-
-def _saved_names(owner: Any, state: Any) -> dict[str, Path]:
-    if not isinstance(owner, OptimizerState):
-        return _tree_names(state)
-    groups = state.get("group_of") if isinstance(state, dict) else None
-    wanted = ("state", "shapes", "groups")
-    if not isinstance(groups, dict) or not all(
-        isinstance(state.get(name), dict) for name in wanted
-    ):
-        raise StateMismatch(
-            "the saved state is not that of an OptimizerState (no groups of named parameters)"
-        )
-    return {name: (name,) for name in groups}
 
 
 def _inner(state: Any, path: Path = (), keys: Path = ()) -> Iterator[tuple[str, Path]]:
@@ -384,49 +349,91 @@ def _at(state: Any, path: Path) -> Any:
     return state
 
 
-def _put(tree: dict[Any, Any], path: Path, value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
-
-
-def _part_of_tree(wanted: _Wanted) -> LoadedComponent | None:
-    """A part of nested dicts, leaf by leaf."""
-    key, held = wanted.component.key, wanted.held
-    paths = {k: {**dict(_inner(s.state)), **_tree_names(s.state)} for k, s in held.items()}
-    taken: dict[Path, Any] = {}
-    for name, saved_name in wanted.chosen.items():
-        saved_key, _, rest = saved_name.partition("/")
-        if name == key:
-            continue  # it has no names here
-        if rest in paths.get(saved_key, ()):
-            path = wanted.names[name.partition("/")[2]]
-            taken[path] = _at(held[saved_key].state, paths[saved_key][rest])
-        elif not wanted.stays(saved_name):
-            wanted.missing.append(name)
-    unexpected = []
-    for name, path in _only_saved(wanted):
-        if hasattr(wanted.component.stateful, "differences"):
-            unexpected.append(name)
-        else:
-            taken[path] = _at(held[key].state, path)
-    if not taken:
-        return None
+def tree_of(taken: Mapping[Path, Any]) -> Any:
+    """Nested dicts with these values at these paths."""
     tree: Any = {}
     for path, value in taken.items():
-        if path:
-            _put(tree, path, value)
-        else:
-            tree = value
-    return wanted.part(_owner(wanted.component.stateful, list(taken)), tree, unexpected)
+        if not path:
+            return value
+        inner = tree
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+    return tree
 
 
-def _versions(chosen: Mapping[str, str], sources: Mapping[str, StoredComponent]) -> bytes | None:
+def _part(wanted: _Wanted) -> LoadedComponent | None:
+    """What is asked for, as a component of its own."""
+    owner = wanted.component.stateful
+    if isinstance(owner, OptimizerState):
+        taken = _of_optimizer(wanted, owner)
+        unexpected = [name for name, _ in wanted.only_saved()]
+        # What a parameter has here counts, also where the checkpoint has nothing for it.
+        paths = [path for path in taken if path[0] != "state"]
+        paths += [("state", name) for part, name in paths if part == "shapes"]
+    else:
+        taken, unexpected = _of_tree(wanted, owner)
+        paths = [*taken]
+    if not taken:
+        return None
+    held = wanted.held
+    stored = replace(_stored(tree_of(taken)), versions=_versions(wanted.chosen, held))
+    component = replace(wanted.component, stateful=PartOwner(owner, paths))
+    sharded = any(source.sharded for source in held.values())
+    return LoadedComponent.of(component, stored, sharded, unexpected)
+
+
+def _of_tree(wanted: _Wanted, owner: Any) -> tuple[dict[Path, Any], list[str]]:
+    """What is taken of nested dicts, leaf by leaf, by where it goes; and names that only the
+    checkpoint has."""
+    taken: dict[Path, Any] = {}
+    for name in wanted.chosen:
+        if name == wanted.component.key:
+            continue  # it has no names here
+        if (found := wanted.find(name)) is not None:
+            _, source, path = found
+            taken[wanted.names[name.partition("/")[2]]] = _at(source.state, path)
+    only_saved = [*wanted.only_saved()]
+    if hasattr(owner, "differences"):
+        return taken, [name for name, _ in only_saved]
+    for _, path in only_saved:
+        taken[path] = _at(wanted.held[wanted.component.key].state, path)
+    return taken, []
+
+
+def _of_optimizer(wanted: _Wanted, owner: OptimizerState) -> dict[Path, Any]:
+    """The state of some parameters. The options of a group come along where all its parameters do,
+    from one group."""
+    live = owner.state_dict()
+    taken: dict[Path, Any] = {("state",): {}}
+    options: dict[int, list[Any]] = {number: [] for number in live["groups"]}
+    for name, number in live["group_of"].items():
+        full = f"{wanted.component.key}/{name}"
+        found = wanted.find(full) if full in wanted.chosen else None
+        if found is None:
+            options[number].append(None)
+            continue
+        rest, source, _ = found
+        state = source.state
+        taken["group_of", name], taken["shapes", name] = number, state["shapes"].get(rest)
+        if rest in state["state"]:
+            taken["state", name] = state["state"][rest]
+        options[number].append(state["groups"].get(state["group_of"][rest], {}))
+    if len(taken) == 1:
+        return {}
+    for number, each in options.items():
+        of_one_group = bool(each) and all(one is each[0] for one in each)
+        taken["groups", number] = (each[0] if of_one_group else None) or {}
+    return taken
+
+
+def _versions(chosen: Mapping[str, str], sources: Mapping[str, _Source]) -> bytes | None:
     """What was saved beside the state of the modules that are read from, by the names of those that
     read it."""
     tables = {}
-    for key, stored in sources.items():
-        found = None if stored.versions is None else decode(stored.versions)
+    for key, source in sources.items():
+        versions = source.stored.versions
+        found = None if versions is None else decode(versions)
         tables[key] = found.get("") if isinstance(found, dict) else None
     made: dict[str, Any] = {}
     for name, saved in chosen.items():
@@ -442,58 +449,6 @@ def _versions(chosen: Mapping[str, str], sources: Mapping[str, StoredComponent])
             if a != b or not a:
                 break
     return encode({"": made})
-
-
-def _only_saved(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
-    """Leaves that are asked for, and that the live state has not, nor anything in their place."""
-    key = wanted.component.key
-    if key not in wanted.held or not wanted.selection.patterns:
-        return
-    here, used = set(wanted.names.values()), set(wanted.chosen.values())
-    above = {path[:n] for path in here for n in range(len(path))}
-    for name, path, _ in key_leaves(wanted.held[key].state):
-        known = path in above or any(path[:n] in here for n in range(len(path) + 1))
-        full = f"{key}/{name}"
-        if not known and full not in used and wanted.selection.asks_for(full):
-            yield name, path
-
-
-def _part_of_optimizer(wanted: _Wanted) -> LoadedComponent | None:
-    """The state of some parameters. The options of a group come along where all its parameters do,
-    from one group."""
-    key, owner, held = wanted.component.key, wanted.component.stateful, wanted.held
-    named = {k: _saved_names(owner, source.state) for k, source in held.items()}
-    live = owner.state_dict()
-    tree: dict[str, Any] = {"state": {}, "group_of": {}, "shapes": {}, "groups": {}}
-    origins: dict[int, set[Any]] = {number: set() for number in live["groups"]}
-    for name, number in live["group_of"].items():
-        saved_name = wanted.chosen.get(f"{key}/{name}")
-        saved_key, _, rest = (saved_name or "").partition("/")
-        if rest not in named.get(saved_key, ()):
-            if saved_name is not None and not wanted.stays(saved_name):
-                wanted.missing.append(f"{key}/{name}")
-            origins[number].add(None)
-            continue
-        state = held[saved_key].state
-        tree["group_of"][name], tree["shapes"][name] = number, state["shapes"].get(rest)
-        if rest in state["state"]:
-            tree["state"][name] = state["state"][rest]
-        origins[number].add((saved_key, state["group_of"][rest]))
-    if not tree["group_of"]:
-        return None
-    for number, found in origins.items():
-        origin = next(iter(found)) if len(found) == 1 else None
-        options = {} if origin is None else held[origin[0]].state["groups"].get(origin[1], {})
-        tree["groups"][number] = options
-    used = set(wanted.chosen.values())
-    extra = [
-        n
-        for n in named.get(key, ())
-        if n not in wanted.names
-        and f"{key}/{n}" not in used
-        and wanted.selection.asks_for(f"{key}/{n}")
-    ]
-    return wanted.part(_OptimizerPart(owner, set(tree["group_of"])), tree, extra)
 
 
 def _stored(tree: Any) -> StoredComponent:
@@ -525,7 +480,7 @@ def _stored(tree: Any) -> StoredComponent:
     return StoredComponent(encoded, tensors, find, [origin.key for origin in origins])
 
 
-class _PartOwner:
+class PartOwner:
     """The owner of a component, with some paths of its state only; what is not asked for stays as
     it is."""
 
@@ -533,77 +488,30 @@ class _PartOwner:
         self.whole, self.paths = whole, paths
         self.restore_last = bool(getattr(whole, "restore_last", False))
 
-    def state_dict(self) -> Any:
-        state = self.whole.state_dict()
-        tree: dict[Any, Any] = {}
+    def _some_of(self, state: Any) -> dict[Path, Any]:
+        found = {}
         for path in self.paths:
             try:
-                value = _at(state, path)
-            except KeyError:  # only the checkpoint has it
+                found[path] = _at(state, path)
+            except KeyError:  # only the other side has it, or other ranks
                 continue
-            if not path:
-                return value
-            _put(tree, path, value)
-        return tree
+        return found
+
+    def state_dict(self) -> Any:
+        return tree_of(self._some_of(self.whole.state_dict()))
 
     def load_state_dict(self, part: Any) -> None:
-        taken = {}
-        for path in self.paths:
-            try:
-                taken[path] = _at(part, path)
-            except KeyError:  # a part that belongs to other ranks
-                continue
-        if isinstance(self.whole, ModelState):  # takes what it is given
+        """Modules and optimizers take what they are given; of others all of the state is."""
+        if isinstance(self.whole, OptimizerState):
+            self.whole.load_part(part)
+        elif isinstance(self.whole, ModelState):
+            taken = self._some_of(part)
             state: Any = OrderedDict((path[0], value) for path, value in taken.items())
             if (versions := getattr(part, "_metadata", None)) is not None:
                 state._metadata = versions
             self.whole.load_state_dict(state)
-        elif taken:
+        elif taken := self._some_of(part):
             self.whole.load_state_dict(_with(self.whole.state_dict(), taken))
-
-
-class _JudgedOwner(_PartOwner):
-    """One that knows what fits its state."""
-
-    def differences(self, saved: Any) -> Differences:
-        return _fit(self.whole, saved)
-
-
-class _OptimizerPart:
-    """The state of some parameters of an optimizer."""
-
-    def __init__(self, whole: OptimizerState, names: set[str]) -> None:
-        self.whole, self.names = whole, names
-        self.allocate = whole.allocate
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self.whole.state_dict()
-        some = {
-            part: {n: v for n, v in state[part].items() if n in self.names}
-            for part in ("state", "group_of", "shapes")
-        }
-        return {**some, "groups": state["groups"]}
-
-    def differences(self, saved: Any) -> Differences:
-        return _fit(self.whole, saved)
-
-    def load_state_dict(self, part: Mapping[str, Any]) -> None:
-        live = self.whole.state_dict()
-        groups = {
-            number: part["groups"].get(number) or options
-            for number, options in live["groups"].items()
-        }
-        self.whole.load_state_dict({**live, "state": {}, **part, "groups": groups})
-
-
-def _fit(whole: Any, part: Any) -> Differences:
-    """How what is there fits; what is missing or unexpected was found out when the part was
-    chosen."""
-    return Differences([], [], 1, whole.differences(part).mismatched)
-
-
-def _owner(whole: Any, paths: Sequence[Path]) -> _PartOwner:
-    return (_JudgedOwner if hasattr(whole, "differences") else _PartOwner)(whole, paths)
 
 
 def _with(state: Any, taken: Mapping[Path, Any]) -> Any:

@@ -11,12 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from ..arguments import check_flags
 from ..catalog.catalog import Location
@@ -35,26 +32,34 @@ from ..format.values import decode, revived
 from ..ranks.communicator import Communicator, view_of_group
 from ..ranks.communicator import partitions as partitions_of
 from ..ranks.messages import message
-from ..state.component import StateComponent, check_equal, is_optimizer, metadata_of, owner_of
+from ..state.component import StateComponent, check_equal, is_optimizer, metadata_of
 from ..state.layout import Shard, copy_into, memory_span, synchronize, words
 from ..state.modules import ModelState, one_walk
 from ..state.plain import PlainState, only_own
-from ..state.tree import capture, collector_paused, differences, with_versions
+from ..state.tree import (
+    DEFAULT_VERSIONS,
+    Differences,
+    capture,
+    collector_paused,
+    differences,
+    with_versions,
+)
 from .broadcast import read_shared
-from .keys import Keys, Rename, Selection, chosen_components
+from .keys import Asked, Keys, Rename, Selection, chosen_components
 from .placement import (
-    Destinations,
-    LiveComponent,
+    How,
     LoadedComponent,
-    RankPosition,
+    Partitions,
     ReadPlan,
     SharedMemory,
+    direct_reads,
     read_converted,
     same_bytes,
     shared_memory,
-    state_with,
+    state_with_destinations,
     stored_copy_for,
 )
+from .reader import TensorRead
 from .view import CheckpointView, StoredComponent
 
 # Ends the message of a load that failed halfway; no longer true when another checkpoint was loaded
@@ -198,7 +203,7 @@ def same_call(calls: Sequence[LoadCall]) -> dict[str, list[list[int]]]:
 @one_walk()
 def load(
     job: LoadJob,
-    partitions: Mapping[str, list[list[int]]],
+    partitions: Partitions,
     location: Location,
     request: LoadRequest,
     step: int | None = None,
@@ -213,25 +218,23 @@ def load(
     StateMismatch, StorageError, LoadFailed. Live state is not touched before structure, sizes and
     every rank's agreement are checked.
     """
-    comm = job.comm
+    comm, threads = job.comm, job.io_threads
     with comm.round("check") as r:
         view = _opened(job, location, step)
-        position = RankPosition(comm.rank, comm.world_size, comm.nodes, partitions)
-        loading = _Loading(job, position, view, request)
-        facts = loading.match()
-        reports = r.gather(facts)
+        loading = _Loading(job, partitions, view, request)
+        reports = r.gather(loading.match())
         if r.leads:
             r.verdict = _judged(job, view, request, reports, loading.lacking)
     loading.learn(r.verdict)
-    reads = loading.plan.reads
+    reads, plan = loading.reads, loading.plan
     if request.broadcast:
         with loading.touching():
-            reads = read_shared(comm, view.files, reads, job.io_threads)
+            reads = read_shared(comm, view.files, reads, threads)
     with comm.round("read"), loading.touching():
-        synchronize(loading.plan.devices)
-        view.files.read(reads, job.io_threads)
-        if converted := loading.plan.converted:
-            read_converted(view.files, converted, job.io_threads)
+        synchronize({fill.memory.device for fill in plan.fills})
+        view.files.read(reads, threads)
+        if plan.converted:
+            read_converted(view.files, plan.converted, threads)
     try:
         with comm.round("apply"):
             loading.apply()
@@ -264,6 +267,9 @@ def _opened(job: LoadJob, location: Location, step: int | None) -> CheckpointVie
     return view
 
 
+# Whether what was saved fits what is live, on all ranks.
+
+
 @message
 @dataclass(frozen=True, slots=True)
 class MatchReport:
@@ -273,9 +279,9 @@ class MatchReport:
     missing: live names that the checkpoint lacks -> the saved names that they were to be read from.
     unexpected: names that only the checkpoint has. mismatched: name -> forms, saved and live.
     unmatched: components of which no name is there; doubtful: those of which no name is here, and
-    that is an error unless other ranks have some of them. lacking, tolerated: hashes of saved names
-    of sharded components that this rank does not have; the latter need not be on any. asked: what
-    `keys` asked for.
+    that is an error unless other ranks have some of them. lacking: by sharded component, hashes of
+    saved names that this rank does not have -> whether that is wrong if no rank has them. asked:
+    what `keys` asked for.
     """
 
     digest: str
@@ -286,20 +292,17 @@ class MatchReport:
     mismatched: dict[str, tuple[str, str]]
     unmatched: list[str]
     doubtful: list[str]
-    lacking: dict[str, list[bytes]]
-    tolerated: dict[str, list[bytes]]
-    asked: dict[str, Any] | None
+    lacking: dict[str, dict[bytes, bool]]
+    asked: Asked | None
 
     def unwanted(self, nowhere: Mapping[str, Sequence[str]]) -> list[str]:
         """All that only the checkpoint has, with what no rank has: names by component."""
-        found = list(self.unexpected)
-        for key, names in nowhere.items():
-            tolerated = set(self.tolerated.get(key, ()))
-            if not tolerated:
-                found += [f"{key}/{name}" for name in names]
-            else:
-                found += [f"{key}/{name}" for name in names if _hash(name) not in tolerated]
-        return found
+        return self.unexpected + [
+            f"{key}/{name}"
+            for key, names in nowhere.items()
+            for name in names
+            if self.lacking.get(key, {}).get(_hash(name), True)
+        ]
 
 
 def _hash(name: str) -> bytes:
@@ -311,7 +314,7 @@ def _judged(
     view: CheckpointView,
     request: LoadRequest,
     reports: Sequence[MatchReport],
-    lacking: Mapping[str, Sequence[str]],
+    lacking: Mapping[str, Mapping[str, bool]],
 ) -> dict[str, list[str]]:
     """On rank 0: the saved names of sharded components that no rank has. lacking: those that rank 0
     lacks, among which they are.
@@ -321,17 +324,16 @@ def _judged(
     """
     _same_checkpoint(job, view, reports)
     if reports[0].asked is not None:
-        _same_keys(job, view, request, reports)
-    nowhere = {key: list(names) for key, names in lacking.items()}
-    for report in reports[1:]:
-        for key, names in nowhere.items():
-            theirs = {*report.lacking.get(key, ()), *report.tolerated.get(key, ())}
-            nowhere[key] = [name for name in names if _hash(name) in theirs] if theirs else []
-    wrong = {
-        rank: error
-        for rank, report in enumerate(reports)
-        if (error := _misfit(job, view, request, report, nowhere)) is not None
-    }
+        _same_keys(job, view, request, [r.asked for r in reports if r.asked is not None])
+    nowhere = {}
+    for key, names in lacking.items():
+        left = {_hash(name): name for name in names}
+        for report in reports[1:]:
+            theirs = report.lacking.get(key, {})
+            left = {hashed: name for hashed, name in left.items() if hashed in theirs}
+        nowhere[key] = [*left.values()]
+    found = {rank: _misfit(job, view, request, r, nowhere) for rank, r in enumerate(reports)}
+    wrong = {rank: error for rank, error in found.items() if error is not None}
     if wrong:
         rank, error = next(iter(wrong.items()))
         if job.comm.world_size > 1:
@@ -348,46 +350,36 @@ def _same_checkpoint(job: LoadJob, view: CheckpointView, reports: Sequence[Match
     domains have parts of different checkpoints."""
     first = reports[0].checkpoint
     for ranks in job.domains.ranks(job.comm):
-        lowest = reports[ranks[0]]
-        what = ""
+        lowest, what = reports[ranks[0]], ""
         if wrong := [rank for rank in ranks if reports[rank].digest != lowest.digest]:
-            what = (
-                f"ranks {wrong} read another manifest than rank {ranks[0]}: do they see the same "
-                "storage?"
-            )
+            what = f"ranks {wrong} read another manifest than rank {ranks[0]}: do they see the same"
+            what += " storage?"
         elif lowest.checkpoint != first:
-            what = (
-                f"ranks {list(ranks)} have a part of another checkpoint ({lowest.checkpoint}) than "
-                f"rank 0 ({first})"
-            )
+            what = f"ranks {list(ranks)} have a part of another checkpoint ({lowest.checkpoint})"
+            what += f" than rank 0 ({first})"
         if what:
             raise CheckpointCorrupt(f"{view.url}: {what}", path=view.url, kind="digest")
 
 
 def _same_keys(
-    job: LoadJob, view: CheckpointView, request: LoadRequest, reports: Sequence[MatchReport]
+    job: LoadJob, view: CheckpointView, request: LoadRequest, asked: Sequence[Asked]
 ) -> None:
-    asked = [report.asked or {} for report in reports]
-    for key, (names, chosen) in asked[0]["digests"].items():
+    for key, (names, chosen) in asked[0].digests.items():
         for rank, other in enumerate(asked):
             # Ranks may have other names, of one stage of a pipeline, say.
-            theirs = other["digests"].get(key)
+            theirs = other.digests.get(key)
             if theirs and theirs[0] == names and theirs[1] != chosen:
                 raise RanksDisagree(
                     f"keys ask for other names of component {key!r} on rank {rank} than on rank 0",
                     ranks=[rank],
                 )
-    unused = [p for p in asked[0]["unused"] if all(p in other["unused"] for other in asked)]
-    if (unused and request.strict) or not any(other["chosen"] for other in asked):
+    unused = [p for p in asked[0].unused if all(p in other.unused for other in asked)]
+    if (unused and request.strict) or not any(other.chosen for other in asked):
         which = ", ".join(map(repr, unused)) or "the function given as keys"
-        live = [f"{c.key}/..." for c in job.components]
+        live = _some([f"{c.key}/..." for c in job.components])
+        what = f"{which} asks for nothing that the live state has; names there: {live}"
         raise StateMismatch(
-            f"{view.url}: {which} asks for nothing that the live state has; names there: "
-            f"{_some(live)}",
-            path=view.url,
-            missing=unused,
-            unexpected=[],
-            mismatched={},
+            f"{view.url}: {what}", path=view.url, missing=unused, unexpected=[], mismatched={}
         )
 
 
@@ -399,82 +391,74 @@ def _misfit(
     nowhere: Mapping[str, Sequence[str]],
 ) -> StateMismatch | None:
     """Of what does not fit on one rank, the worst."""
-    saved, where = view.manifest.components, view.url
+    saved, by_keys = view.manifest.components, report.asked is not None
     # A load is of the components that were given; a restore is of all that was saved.
     found = report.unwanted(nowhere)
     unexpected = [n for n in found if "/" in n or (request.whole and saved[n].required)]
     missing, sources = list(report.missing), list(report.missing.values())
-    unmatched = list(report.unmatched)
-    for key in report.doubtful:
-        lacked = len(report.lacking.get(key, ())) + len(report.tolerated.get(key, ()))
-        if lacked == len(nowhere.get(key, ())):
-            unmatched.append(key)  # no rank has any of the names
-    what = ""
-    if report.asked is not None and missing and not report.loads:
-        what = f"nothing that keys ask for is in the checkpoint, not {_some(sources)}"
-    elif unmatched or (report.asked is None and not any(c.key in saved for c in job.components)):
+    # Of a sharded component, no rank has any of the names.
+    unmatched = report.unmatched + [
+        key
+        for key in report.doubtful
+        if len(report.lacking.get(key, ())) == len(nowhere.get(key, ()))
+    ]
+    if by_keys and missing and not report.loads:
+        what = f": nothing that keys ask for is in the checkpoint, not {_some(sources)}"
+    elif unmatched or not (by_keys or any(c.key in saved for c in job.components)):
         of = f"component {unmatched[0]!r}" if unmatched else "the state"
-        what = (
-            f"nothing in {of} has a name that the checkpoint has; live: {_some(missing)}; saved: "
-            f"{_some(found)}"
-        )
+        what = f": nothing in {of} has a name that the checkpoint has; live: {_some(missing)}"
+        what += f"; saved: {_some(found)}"
     elif report.mismatched:
-        name, (then, now) = next(iter(report.mismatched.items()))
-        others = len(report.mismatched) - 1
+        (name, (then, now)), *others = report.mismatched.items()
         same_shape = "[" in then and then.split("[")[1:] == now.split("[")[1:]
-        what = (
-            f"{name!r} was saved as {then}, the live state has {now}"
-            + (f" and {others} more" if others else "")
-            + ("; cast=True converts dtypes" if same_shape else "")
-        )
+        what = f": {name!r} was saved as {then}, the live state has {now}"
+        what += f" and {len(others)} more" if others else ""
+        what += "; cast=True converts dtypes" if same_shape else ""
     elif request.strict and (missing or unexpected):
         what = (
-            "and the live state have different keys: missing in the checkpoint: "
-            f"{_some(sources)}; unexpected in the checkpoint: {_some(unexpected)}; strict=False "
-            "loads the rest"
+            f" and the live state have different keys: missing in the checkpoint: {_some(sources)}"
         )
-    if not what:
+        what += f"; unexpected in the checkpoint: {_some(unexpected)}; strict=False loads the rest"
+    else:
         return None
     return StateMismatch(
-        f"{where} {what}" if what.startswith("and") else f"{where}: {what}",
-        path=where,
+        f"{view.url}{what}",
+        path=view.url,
         missing=missing,
         unexpected=unexpected,
         mismatched=report.mismatched,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
+class _Prepared(NamedTuple):
     """What is handed over to a component in the end. versions: of the modules in it, by path."""
 
-    live: LiveComponent
+    live: LoadedComponent
     state: Any
     versions: dict[str, Any] | None
 
-    @property
-    def last(self) -> bool:
-        """Whether it is handed over after the others."""
-        return bool(getattr(self.live.loaded.component.stateful, "restore_last", False))
+
+def _comes_last(prepared: _Prepared) -> bool:
+    """Whether it is handed over after the others."""
+    return bool(getattr(prepared.live.component.stateful, "restore_last", False))
 
 
 class _Loading:
     """One load on one rank: what was matched, what is read, and how far it came."""
 
     def __init__(
-        self, job: LoadJob, position: RankPosition, view: CheckpointView, request: LoadRequest
+        self, job: LoadJob, partitions: Partitions, view: CheckpointView, request: LoadRequest
     ) -> None:
         manifest = view.manifest
-        self.job, self.position, self.view, self.request = job, position, view, request
+        self.job, self.partitions, self.view, self.request = job, partitions, view, request
         self.keys = request.selection()
         self.report = LoadReport(step=manifest.step, path=view.url, manifest=manifest)
         self.prepared: dict[str, _Prepared] = {}
-        self.plan = ReadPlan()
-        self.shared = SharedMemory()
-        # Of sharded components: saved names that this rank lacks, those that it need not have, and
-        # those that no rank has.
-        self.lacking: dict[str, list[str]] = {}
-        self.tolerated: dict[str, list[str]] = {}
+        self.plan, self.shared = ReadPlan(), SharedMemory()
+        self.reads: list[TensorRead] = []
+        # Of sharded components: saved names that this rank lacks, and whether that is wrong if no
+        # rank has them; and those that no rank has.
+        self.lacking: dict[str, dict[str, bool]] = {}
         self.nowhere: dict[str, list[str]] = {}
         self.unmatched: list[str] = []
         self.doubtful: list[str] = []
@@ -488,58 +472,45 @@ class _Loading:
 
         Raises StateMismatch, CheckpointCorrupt, StorageError.
         """
-        live = [_live(loaded) for loaded in self._loaded()]
+        manifest, report, plan = self.view.manifest, self.report, self.plan
+        live = [*self._components()]
         self.shared = shared_memory(live)
         for component in live:
             self._prepare(component)
-        facts = self._facts()
-        if not (facts.unmatched or facts.mismatched):
-            view = self.view
-            view.check_small_files()
-            view.check_files({r.entry.file for r in self.plan.reads if r.entry.file})
-        return facts
-
-    def _facts(self) -> MatchReport:
-        manifest, several = self.view.manifest, self.job.comm.world_size > 1
+        if not (self.unmatched or plan.mismatched):
+            self.reads = direct_reads(plan.fills)
+            files = {read.entry.file for read in self.reads if read.entry.file}
+            self.view.check_files(files, others=True)
         renamed = {} if self.keys is None else self.keys.renamed
-        lacking: dict[str, list[bytes]] = {}
-        tolerated: dict[str, list[bytes]] = {}
-        for key, names in self.lacking.items():
-            need_not = set(self.tolerated.get(key, ()))
-            tolerated[key] = [_hash(name) for name in names if name in need_not]
-            lacking[key] = [
-                _hash(name) if several else b"" for name in names if name not in need_not
-            ]
         return MatchReport(
             manifest.digest,
             manifest.checkpoint_id,
             bool(self.prepared),
-            {name: renamed.get(name, name) for name in self.report.missing},
-            self.report.unexpected,
-            self.plan.mismatched,
+            {name: renamed.get(name, name) for name in report.missing},
+            report.unexpected,
+            plan.mismatched,
             self.unmatched,
             self.doubtful,
-            lacking,
-            tolerated,
-            None if self.keys is None else self.keys.answer,
+            {k: {_hash(n): wrong for n, wrong in ns.items()} for k, ns in self.lacking.items()},
+            None if self.keys is None else self.keys.asked,
         )
 
     def learn(self, nowhere: dict[str, list[str]]) -> None:
         """What the ranks have found out together: the saved names that none of them has."""
         self.nowhere = {key: nowhere.get(key, []) for key in self.lacking}
         for key, names in self.nowhere.items():
-            need_not = set(self.tolerated.get(key, ()))
-            self.report.unexpected += [f"{key}/{name}" for name in names if name not in need_not]
+            wrong = self.lacking[key]
+            self.report.unexpected += [f"{key}/{name}" for name in names if wrong.get(name, True)]
         self.report.cast = self.plan.cast
 
-    def _loaded(self) -> Iterator[LoadedComponent]:
+    def _components(self) -> Iterator[LoadedComponent]:
         """What is to be loaded: all that both sides have, or what `keys` ask for."""
-        view, saved, position = self.view, self.view.manifest.components, self.position
+        view, saved, comm = self.view, self.view.manifest.components, self.job.comm
         given = {c.key for c in self.job.components}
         others = [key for key in saved if key not in given]
         if self.keys is not None:
             yield from chosen_components(
-                self.keys, view, self.job.components, position, self.report.missing
+                self.keys, view, self.job.components, comm, self.partitions, self.report.missing
             )
             read = {name.partition("/")[0] for name in self.keys.renamed.values()}
             asked = [key for key in others if key not in read and self.keys.asks_for(key)]
@@ -550,20 +521,22 @@ class _Loading:
             key = component.key
             if key not in saved:
                 self.report.missing += [key] if component.required else []
-            elif (number := stored_copy_for(view.manifest, component, position)) is not None:
+                continue
+            number = stored_copy_for(view.manifest, component, comm, self.partitions)
+            if number is not None:
                 sharded = component.sharded or saved[key].pattern == "SHARDED"
-                yield LoadedComponent(component, view.component(key, number), sharded)
+                yield LoadedComponent.of(component, view.component(key, number), sharded)
 
-    def _prepare(self, live: LiveComponent) -> None:
+    def _prepare(self, live: LoadedComponent) -> None:
         """The saved state with destinations in place of the tensors, none of them read yet."""
-        loaded, owner, state, key = live.loaded, live.owner, live.state, live.key
+        owner, key, request = live.owner, live.key, self.request
         # On one rank nothing belongs to others, and who has no names yet is handed all of it.
         named = isinstance(owner, ModelState) or is_optimizer(owner) or bool(live.snapshot.tensors)
-        skip = loaded.sharded and (self.job.comm.world_size > 1 or named)
+        skip = live.sharded and (self.job.comm.world_size > 1 or named)
         file = f"{self.view.url}: component {key!r}"
-        versions = module_versions(loaded.stored, file)
-        values = decode(loaded.stored.tree, opaque=True, file=file)
-        if isinstance(owner, torch.amp.GradScaler) and not values and state:
+        versions = module_versions(live.stored, file)
+        values = decode(live.stored.tree, opaque=True, file=file)
+        if isinstance(owner, torch.amp.GradScaler) and not values and live.state:
             raise StateMismatch(
                 f"{file}: the scaler was saved with nothing in it (enabled=False), and the live "
                 "one is on; load without it, and save the next checkpoint with it",
@@ -572,45 +545,44 @@ class _Loading:
         # Names and values first, so that nothing is allocated for a state that does not fit.
         self._compare(live, values, skip)
         if skip:
-            self.lacking.setdefault(key, []).extend(loaded.unexpected)
+            self.lacking.setdefault(key, {}).update(dict.fromkeys(live.unexpected, True))
         else:
-            self.report.unexpected += [f"{key}/{name}" for name in loaded.unexpected]
-        destinations = Destinations(
-            self.view,
-            live,
-            self.shared,
-            self.plan,
-            skip=skip,
-            cast=self.request.cast or getattr(owner, "casts", False),
-            in_portions=not self.request.broadcast,
-            host_first=self.request.host_first or self.request.transactional,
+            self.report.unexpected += [f"{key}/{name}" for name in live.unexpected]
+        how = How(
+            skip,
+            cast=request.cast or getattr(owner, "casts", False),
+            in_portions=not request.broadcast,
+            host_first=request.host_first or request.transactional,
         )
-        state = state_with(destinations, values, file)
+        state = state_with_destinations(values, self.view, live, self.shared, self.plan, how)
         self.prepared[key] = _Prepared(live, state, versions)
 
-    def _compare(self, live: LiveComponent, saved: Any, sharded: bool) -> None:
-        key, stateful = live.key, live.loaded.component.stateful
-        compare = getattr(stateful, "differences", None)
-        if isinstance(live.owner, PlainState):
-            live.owner.strict = self.request.strict
-            if live.owner is stateful:
-                compare = partial(live.owner.differences, sharded=sharded)
-        if compare is None and sharded:
-            compare = partial(differences, live=live.state)
-        if compare is None:
-            return
+    def _compare(self, live: LoadedComponent, saved: Any, sharded: bool) -> None:
+        """Note which names fit, as the owner sees it; of a part, what is missing or unexpected was
+        found out when it was chosen."""
+        key, owner = live.key, live.owner
+        whole = owner is live.component.stateful
         try:
-            found = compare(saved)
+            if isinstance(owner, PlainState):
+                owner.strict = self.request.strict
+                found = owner.differences(saved, sharded=sharded and whole)
+            elif hasattr(owner, "differences"):
+                found = owner.differences(saved)
+            elif sharded:
+                found, whole = differences(saved, live.state), True
+            else:
+                return
         except StateMismatch as error:
             error.message = f"{self.view.url}: component {key!r}: {error.message}"
             raise
+        self.plan.mismatched.update({f"{key}/{n}": f for n, f in found.mismatched.items()})
+        if not whole:
+            found = Differences([], [], 1, {})
         self.report.missing += [f"{key}/{name}" for name in found.missing]
-        for name, forms in found.mismatched.items():
-            self.plan.mismatched[f"{key}/{name}"] = forms
         unmatched = not found.matched and bool(found.missing or found.unexpected)
         if sharded:
-            self.lacking[key] = [*found.unexpected, *found.tolerated]
-            self.tolerated[key] = list(found.tolerated)
+            tolerated = dict.fromkeys(found.tolerated, False)
+            self.lacking[key] = dict.fromkeys(found.unexpected, True) | tolerated
             self.doubtful += [key] if unmatched else []
             return
         names = [*found.unexpected, *(() if self.request.strict else found.tolerated)]
@@ -630,41 +602,40 @@ class _Loading:
     def apply(self) -> None:
         """Hand the complete states over, random streams last. Raises LoadFailed where a component
         refuses its own."""
-        order = sorted(self.prepared.values(), key=attrgetter("last"))
+        order = sorted(self.prepared.values(), key=_comes_last)
         if self.request.transactional:
-            self.before = {p.live.key: StateBefore(p.live) for p in order}
+            self.before = {each.live.key: StateBefore(each.live) for each in order}
         done: dict[int, tuple[Any, Any]] = {}
         for prepared in order:
-            self.begun.append(prepared.live.key)
+            key = prepared.live.key
+            self.begun.append(key)
             try:
-                for live, staged in self.plan.staged.get(prepared.live.key, ()):
+                for live, staged in self.plan.staged.get(key, ()):
                     copy_into(live, staged)
                 self._hand_over(prepared, done)
             except Exception as error:
-                raise self._failed(prepared.live.key, error) from error
+                raise self._failed(key, error) from error
         self._check_shared()
 
     def _hand_over(self, prepared: _Prepared, done: dict[int, tuple[Any, Any]]) -> None:
-        key, owner = prepared.live.key, prepared.live.owner
-        stateful, versions = prepared.live.loaded.component.stateful, prepared.versions
+        live, versions = prepared.live, prepared.versions
+        key, owner, stateful = live.key, live.owner, live.component.stateful
         state = revived(prepared.state, f"{self.view.url}: component {key!r}")
-        if isinstance(owner, PlainState):
-            if owner is not stateful:
-                stateful.load_state_dict(state)
-            else:
-                if key in self.nowhere:
-                    state = only_own(state, owner.value, set(self.nowhere[key]).__contains__)
-                owner.put_back(state, done)
-            self.report.values.keep(key, owner.loaded)
-            return
         if isinstance(owner, ModelState):
             owner.strict = self.request.strict and owner is stateful
             if versions is not None and isinstance(state, dict):
                 state = OrderedDict(state)
                 state._metadata = versions.get("", {})  # type: ignore[attr-defined]
-        elif versions:
+        elif versions and not isinstance(owner, PlainState):
             state = with_versions(state, versions)
-        stateful.load_state_dict(state)
+        if isinstance(owner, PlainState) and owner is stateful:
+            if key in self.nowhere:
+                state = only_own(state, owner.value, set(self.nowhere[key]).__contains__)
+            owner.put_back(state, done)
+        else:
+            stateful.load_state_dict(state)
+        if isinstance(owner, PlainState):
+            self.report.values.keep(key, owner.loaded)
 
     def _failed(self, key: str, error: Exception) -> CheckpointError:
         """What to raise where a component refused its state: with its name, and what that
@@ -699,16 +670,16 @@ class _Loading:
         ]
         also = ""
         for one, keeper in () if wrong else self.shared.others:
-            state = one.live.loaded.component.stateful.state_dict()
-            tensors = capture(one.live.key, state, sharded=True).tensors
+            state = one.of.component.stateful.state_dict()
+            tensors = capture(one.of.key, state, sharded=True).tensors
             now = next((t for t in tensors if t.spec.name == one.tensor.spec.name), None)
             span = memory_span(keeper.tensor.tensor)
             kept = None if now is None else memory_span(now.tensor)
             if span is None or kept is None or span[0] != kept[0]:
                 continue
             if span[1] < kept[2] and kept[1] < span[2] and not same_bytes(one, keeper):
-                wrong = wrong or [f"{one.live.key}/{one.tensor.spec.name}"]
-                also = also or f" with '{keeper.live.key}/{keeper.tensor.spec.name}'"
+                wrong, also = ["/".join(one.name)], f" with '{'/'.join(keeper.name)}'"
+                break
         if wrong:
             raise LoadFailed(
                 f"{self.view.url}: {wrong[0]!r} shares memory{also} in the live state, and other "
@@ -730,34 +701,18 @@ class _Loading:
                 failed.append(f"{key!r} ({type(reason).__name__}: {reason})")
         text = "; live state is as it was before the load"
         if failed:
-            text = (
-                "; the others were put back as they were, and these could not be: "
-                f"{', '.join(failed)}; do not train on it"
-            )
+            text = "; the others were put back as they were, and these could not be: "
+            text += f"{', '.join(failed)}; do not train on it"
         if isinstance(error, CheckpointError):
             error.message += text
         else:
             error.add_note(text[2:])
 
 
-def _live(loaded: LoadedComponent) -> LiveComponent:
-    component = loaded.component
-    state = component.stateful.state_dict()
-    shaped, owner = state, owner_of(component.stateful)
-    if isinstance(owner, ModelState):
-        # What its own loading makes of parameters that have no shape yet is its to say.
-        shaped = {
-            n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and is_lazy(v))
-        }
-    snapshot = capture(component.key, shaped, sharded=True, live_only=True)
-    numbers = {tensor.name: number for number, tensor in enumerate(loaded.stored.tensors)}
-    return LiveComponent(component.key, loaded, owner, state, snapshot, numbers)
-
-
 def module_versions(stored: StoredComponent, file: str) -> dict[str, Any] | None:
     """Versions of modules by path and name. Raises CheckpointCorrupt."""
-    if stored.versions is None:
-        return None
+    if stored.versions in (None, DEFAULT_VERSIONS):
+        return None if stored.versions is None else {"": {}}
     found = decode(stored.versions, file=file)
     tables = found.values() if isinstance(found, dict) else [None]
     if not all(
@@ -774,8 +729,8 @@ class StateBefore:
     """What a component held before a load that is all or nothing: a private copy of the bytes of
     its tensors, in host memory, and of all else."""
 
-    def __init__(self, live: LiveComponent) -> None:
-        self.stateful = live.loaded.component.stateful
+    def __init__(self, live: LoadedComponent) -> None:
+        self.stateful = live.component.stateful
         self.state = _containers_copied(live.state, _private)
         # As integers, which every dtype can be copied as.
         self.bytes = [
@@ -802,9 +757,7 @@ class StateBefore:
                 copy_into(tensor, items)
         if isinstance(self.stateful, PlainState):  # all of it: a part puts itself back
             self.stateful.strict = True
-            self.stateful.put_back(self.state, {})
-        else:
-            self.stateful.load_state_dict(self.state)
+        self.stateful.load_state_dict(self.state)
 
 
 def _containers_copied(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:

@@ -3,27 +3,27 @@ memory the bytes of each tensor are read into."""
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointCorrupt, CheckpointWarning, StateMismatch
 from ..format.layout import Box, LogicalTensor, WholeLayout, volume
 from ..format.manifest import MALFORMED, CheckpointManifest, ComponentManifest, malformed, short
 from ..format.values import Opaque, TensorRef, join_path, keyed, only_plain
-from ..ranks.communicator import group_index
-from ..state.component import StateComponent, is_optimizer
+from ..ranks.communicator import Communicator, group_index
+from ..state.component import StateComponent, is_optimizer, owner_of
 from ..state.containers import CODEC, check_parts, is_made_of, misfit
 from ..state.layout import (
     TensorBytes,
     local_shard,
-    memory_span,
+    memory_clusters,
     overlaps_itself,
     own_stream,
     pinned_memory,
@@ -33,9 +33,8 @@ from ..state.layout import (
 )
 from ..state.modules import ModelState
 from ..state.plain import PlainState, has_other_owner
-from ..state.tree import StateSnapshot, TensorLeaf
-from ..storage.chunks import MakeMemory
-from .reader import StoredFiles, TensorRead, Words, read_of
+from ..state.tree import StateSnapshot, TensorLeaf, capture
+from .reader import HostMemory, PartTarget, StoredFiles, TensorRead, read_of
 from .view import CheckpointView, StoredComponent, portions_of
 
 CONVERTED_BYTES = 64 << 20  # read at a time in the saved dtype, where another one is wanted
@@ -43,20 +42,25 @@ ALLOCATED_UNSEEN = 16 << 20  # larger tensors are allocated only after a look at
 
 # One state for all ranks.
 _COMMON = ("GLOBAL", "REPLICATED", "SHARDED")
+Partitions = Mapping[str, list[list[int]]]
 
 
-@dataclass(frozen=True, slots=True)
-class RankPosition:
-    """Where a rank is in the job that loads."""
+class _Position(NamedTuple):
+    """Which of the saved copies belongs to this rank: its `number` among the ranks, nodes or
+    groups that there are now, and of how many. changed: how they are not those that were saved, in
+    words, where they are not; hint: what else to do then."""
 
-    rank: int
-    world_size: int
-    nodes: list[list[int]]
-    partitions: Mapping[str, list[list[int]]]
+    number: int
+    of: int
+    changed: str = ""
+    hint: str = ""
 
 
 def stored_copy_for(
-    manifest: CheckpointManifest, component: StateComponent, position: RankPosition
+    manifest: CheckpointManifest,
+    component: StateComponent,
+    comm: Communicator,
+    partitions: Partitions,
 ) -> int | None:
     """The number of the copy to restore on this rank; None when the live state is to stay.
 
@@ -67,95 +71,117 @@ def stored_copy_for(
     StateMismatch with what was saved and what there is now.
     """
     saved = manifest.components[component.key]
-    count = len(manifest.copies(component.key))
-    copy = _stored_copy(manifest, saved, count, component, position)
-    if copy is not None and position.rank == 0:
-        _warn_of_pattern(saved, count, component, position)
-    return copy
-
-
-def _stored_copy(
-    manifest: CheckpointManifest,
-    saved: ComponentManifest,
-    count: int,
-    component: StateComponent,
-    position: RankPosition,
-) -> int | None:
-    resized = _Resized(component, position, saved.pattern, count)
+    count = 1 if saved.pattern in _COMMON else len(manifest.copies(component.key))
     if saved.pattern in _COMMON:
-        return 0
-    if saved.pattern == "PER_RANK":
-        same = position.world_size == count
-        return position.rank if same else resized.by_count(position.rank, position.world_size)
-    if saved.pattern == "PER_NODE":
-        number, now = group_index(position.nodes, position.rank), len(position.nodes)
-        if (
-            now == count > 1
-            and position.world_size == manifest.world_size
-            and position.nodes != manifest.nodes
-        ):
-            return resized.by_members(
-                number,
-                now,
-                f"the nodes {short(manifest.nodes)}",
-                f"they are {short(position.nodes)}",
-            )
-        return number if now == count else resized.by_count(number, now)
-    return _copy_of_group(manifest, saved, count, component, position, resized)
+        position = _Position(0, count)
+    elif saved.pattern == "PER_GROUP":
+        position = _position_of_group(manifest, saved, count, component, comm, partitions)
+    else:
+        position = _position_of_rank(manifest, saved.pattern, count, comm)
+    number: int | None = position.number
+    if position.changed:
+        number = _resized(component, saved.pattern, count, position, comm)
+    if number is not None and comm.rank == 0:
+        _warn_of_pattern(saved, count, component, comm.world_size)
+    return number
 
 
-def _copy_of_group(
+def _position_of_rank(
+    manifest: CheckpointManifest, pattern: str, count: int, comm: Communicator
+) -> _Position:
+    if pattern == "PER_RANK":
+        number, now, unit = comm.rank, comm.world_size, "rank"
+    else:
+        number, now, unit = comm.node_number, len(comm.nodes), "node"
+    if now != count:
+        return _Position(number, now, f"{count} {unit}s, there are {now} now")
+    moved = unit == "node" and now > 1 and comm.nodes != manifest.nodes
+    if moved and comm.world_size == manifest.world_size:
+        was, is_now = short(manifest.nodes), short(comm.nodes)
+        return _Position(number, now, f"the nodes {was}, and now they are {is_now}")
+    return _Position(number, now)
+
+
+def _position_of_group(
     manifest: CheckpointManifest,
     saved: ComponentManifest,
     count: int,
     component: StateComponent,
-    position: RankPosition,
-    resized: _Resized,
-) -> int | None:
+    comm: Communicator,
+    partitions: Partitions,
+) -> _Position:
     """A key that was given at the save and now decides. Else groups are known by name and number,
     and where there are as many ranks as there were, by their members too: one partition has nothing
     to do with another of as many groups."""
     name = component.process_group_name or ""
-    partition = position.partitions.get(name)
+    partition = partitions.get(name)
     if partition is None:
         if count == 1:
-            return 0
+            return _Position(0, 1)
         raise StateMismatch(
             f"component {component.key!r} was saved PER_GROUP over {saved.group!r} ({count} "
-            "groups); declare it so, "
-            "with process_group_name and process_groups, to say which of them this rank is in"
+            "groups); declare it so, with process_group_name and process_groups, to say which of "
+            "them this rank is in"
         )
-    number, now = group_index(partition, position.rank), len(partition)
+    number, now, names = group_index(partition, comm.rank), len(partition), ""
     if saved.group_keys and component.group_key is not None:
         if component.group_key in saved.group_keys:
-            return saved.group_keys.index(component.group_key)
+            return _Position(saved.group_keys.index(component.group_key), now)
         names = f" ({', '.join(saved.group_keys)}; this rank's is {component.group_key})"
-        return resized.by_count(number, now, names)
-    if now != count:
-        return resized.by_count(number, now)
-    same_members = position.world_size != manifest.world_size or partition == saved.partition
+    if names or now != count:
+        return _Position(number, now, f"{count} groups{names}, there are {now} now")
+    same_members = comm.world_size != manifest.world_size or partition == saved.partition
     if count > 1 and not (name == saved.group and same_members):
         was = f"the groups {short(saved.partition)} of {saved.group!r}"
-        return resized.by_members(number, now, was, f"{name!r} is {short(partition)}")
-    return number
+        hint = "declare the group that it was saved over, or give group_key at the save and at the "
+        hint += "load; "
+        return _Position(number, now, f"{was}, and now {name!r} is {short(partition)}", hint)
+    return _Position(number, now)
+
+
+def _resized(
+    component: StateComponent, pattern: str, count: int, position: _Position, comm: Communicator
+) -> int | None:
+    """What `on_resize` makes of a component whose ranks, nodes or groups are not those that were
+    saved."""
+    unit, policy = pattern.removeprefix("PER_").lower(), component.on_resize
+    saved_for = f"component {component.key!r} was saved for {position.changed}"
+    if policy == "keep":
+        # Once, not once per rank; of a key that was not saved each rank has its own.
+        if comm.rank == 0 or "this rank's is" in position.changed:
+            what = f"{saved_for}: the live state stays (on_resize='keep')"
+            warnings.warn(what, CheckpointWarning, stacklevel=2)
+        return None
+    if policy == "error":
+        where = f"StateComponent({component.key!r}, ..., on_resize='keep')"
+        if getattr(component.stateful, "restore_last", False):
+            where = "RNGState(on_resize='keep')"
+        raise StateMismatch(
+            f"{saved_for}; {position.hint}set on_resize='keep' to go on with the live state "
+            f"({where}), or to a function (new {unit}, new size, old size) -> old {unit}"
+        )
+    answer = policy(position.number, position.of, count)
+    if type(answer) is not int or not 0 <= answer < count:
+        raise StateMismatch(
+            f"component {component.key!r}: on_resize gave {answer!r} for {unit} {position.number} "
+            f"of {position.of}; it must be a whole number below {count}"
+        )
+    return answer
 
 
 def _warn_of_pattern(
-    saved: ComponentManifest, count: int, component: StateComponent, position: RankPosition
+    saved: ComponentManifest, count: int, component: StateComponent, world_size: int
 ) -> None:
     """Say so where another pattern than the saved one makes a difference: where ranks get states of
     their own, or may want such."""
     now = component.sharing_pattern.value
     one_state = saved.pattern in _COMMON or count == 1
-    one_wanted = now in _COMMON or position.world_size == 1
+    one_wanted = now in _COMMON or world_size == 1
     if saved.pattern == now or (one_state and one_wanted):
         return
-    owner = saved.pattern.removeprefix("PER_").lower()
-    gets = (
-        "every rank gets the one state that was saved"
-        if one_state
-        else f"each rank gets the state of its own {owner}"
-    )
+    gets = "every rank gets the one state that was saved"
+    if not one_state:
+        gets = f"each rank gets the state of its own {saved.pattern.removeprefix('PER_').lower()}"
     warnings.warn(
         f"component {component.key!r} was saved {saved.pattern} and is declared {now} now: {gets}",
         CheckpointWarning,
@@ -163,99 +189,55 @@ def _warn_of_pattern(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Resized:
-    """What becomes of a component whose ranks, nodes or groups are not those that were saved:
-    `on_resize` decides."""
-
-    component: StateComponent
-    position: RankPosition
-    pattern: str
-    count: int
-
-    def by_count(self, number: int, now: int, names: str = "") -> int | None:
-        """Another number of them, or names that were not saved."""
-        what = f"{self.count} {self.what}s{names}, there are {now} now"
-        return self.chosen(number, now, what, "", everywhere=bool(names))
-
-    def by_members(self, number: int, now: int, was: str, now_is: str) -> int | None:
-        """As many of them, and not the same ones."""
-        hint = (
-            "declare the group that it was saved over, or give group_key at the save and at the "
-            "load; "
-        )
-        return self.chosen(
-            number, now, f"{was}, and now {now_is}", hint if self.what == "group" else ""
-        )
-
-    @property
-    def what(self) -> str:
-        return self.pattern.removeprefix("PER_").lower()
-
-    def chosen(
-        self, number: int, now: int, changed: str, hint: str, *, everywhere: bool = False
-    ) -> int | None:
-        component, policy = self.component, self.component.on_resize
-        if policy == "keep":
-            if self.position.rank == 0 or everywhere:  # once, not once per rank
-                warnings.warn(
-                    f"component {component.key!r} was saved for {changed}: the live state stays "
-                    "(on_resize='keep')",
-                    CheckpointWarning,
-                    stacklevel=2,
-                )
-            return None
-        if policy == "error":
-            rng = getattr(component.stateful, "restore_last", False)
-            where = (
-                "RNGState(on_resize='keep')"
-                if rng
-                else f"StateComponent({component.key!r}, ..., on_resize='keep')"
-            )
-            raise StateMismatch(
-                f"component {component.key!r} was saved for {changed}; {hint}set on_resize='keep' "
-                "to go on with the "
-                f"live state ({where}), or to a function (new {self.what}, new size, old size) -> "
-                f"old {self.what}"
-            )
-        answer = policy(number, now, self.count)
-        if type(answer) is not int or not 0 <= answer < self.count:
-            raise StateMismatch(
-                f"component {component.key!r}: on_resize gave {answer!r} for {self.what} "
-                f"{number} of {now}; it must be a whole number below {self.count}"
-            )
-        return answer
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadedComponent:
-    """What is loaded of one component: its owner here, what is stored for it, and names that only
-    the checkpoint has."""
+    """What is loaded of one component, and into what.
 
+    stored: what the checkpoint has of it; unexpected: names that only the checkpoint has. owner:
+    who decides what it takes, also where only a part of its state is loaded. state, snapshot: its
+    state here, and the tensors of that; numbers: what the checkpoint calls them, by name; decided:
+    names of those that code of the owner's own decides about.
+    """
+
+    key: str
     component: StateComponent
     stored: StoredComponent
     sharded: bool
-    unexpected: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LiveComponent:
-    """A component that is loaded, and its state here. owner: who decides what it takes, also where
-    only a part of its state is loaded; snapshot: the tensors of the state; numbers: what the
-    checkpoint calls its tensors, by name."""
-
-    key: str
-    loaded: LoadedComponent
+    unexpected: Sequence[str]
     owner: Any
     state: Any
     snapshot: StateSnapshot
     numbers: dict[str, int]
+    decided: frozenset[str]
+
+    @classmethod
+    def of(
+        cls,
+        component: StateComponent,
+        stored: StoredComponent,
+        sharded: bool,
+        unexpected: Sequence[str] = (),
+    ) -> LoadedComponent:
+        """Asks the component for its state."""
+        shaped = state = component.stateful.state_dict()
+        owner, decided = owner_of(component.stateful), frozenset[str]()
+        if isinstance(owner, ModelState):
+            # What its own loading makes of parameters that have no shape yet is its to say.
+            lazy = {n for n, v in state.items() if isinstance(v, torch.Tensor) and is_lazy(v)}
+            shaped = {n: v for n, v in state.items() if n not in lazy} if lazy else state
+        key = component.key
+        snapshot = capture(key, shaped, sharded=True, live_only=True)
+        if isinstance(owner, ModelState) and owner.decides_some:
+            decided = frozenset(filter(owner.decides, (t.spec.name for t in snapshot.tensors)))
+        numbers = {tensor.name: number for number, tensor in enumerate(stored.tensors)}
+        here = owner, state, snapshot, numbers, decided
+        return cls(key, component, stored, sharded, unexpected, *here)
 
     def order(self, tensor: TensorLeaf) -> int:
         """Who keeps memory that several tensors have: the lowest. OTHER is not read into."""
         owner, layout = self.owner, tensor.spec.layout
         if isinstance(owner, ModelState):
-            return OTHER if layout is None and owner.decides(tensor.spec.name) else MODULE
+            return OTHER if layout is None and tensor.spec.name in self.decided else MODULE
         if is_optimizer(owner):
             return OPTIMIZER
         if isinstance(owner, PlainState):
@@ -266,21 +248,25 @@ class LiveComponent:
 MODULE, OPTIMIZER, SLICE, PLAIN, OTHER = range(5)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class Held(NamedTuple):
     """A live tensor of a component."""
 
-    live: LiveComponent
+    of: LoadedComponent
     tensor: TensorLeaf
 
     @property
     def name(self) -> tuple[str, str]:
-        return self.live.key, self.tensor.spec.name
+        return self.of.key, self.tensor.spec.name
+
+    def precedence(self) -> tuple[int, bool]:
+        """Which of several tensors keeps the memory that they share: the lowest, and of those in a
+        component the first that its state has."""
+        return self.of.order(self.tensor), self.tensor.spec.alias_of is not None
 
     @property
     def number(self) -> int | None:
         """What the checkpoint calls it, if it has it."""
-        return self.live.numbers.get(self.tensor.spec.name)
+        return self.of.numbers.get(self.tensor.spec.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,76 +286,47 @@ class SharedMemory:
     others: list[tuple[Held, Held]] = field(default_factory=list)
 
 
-def shared_memory(components: Iterable[LiveComponent]) -> SharedMemory:
+def shared_memory(components: Iterable[LoadedComponent]) -> SharedMemory:
     found = SharedMemory()
-    for cluster in _clusters(components):
+    live = [
+        Held(component, leaf) for component in components for leaf in component.snapshot.tensors
+    ]
+    for cluster in memory_clusters([held.tensor.tensor for held in live]):
+        held = sorted((live[at] for at in cluster), key=Held.precedence)
         kept: dict[tuple[object, ...] | None, Held] = {}
-        ordered = sorted(cluster, key=lambda held: held.live.order(held.tensor))
-        for one in ordered:
-            if one.live.order(one.tensor) == OTHER:
+        for one in held:
+            if one.of.order(one.tensor) == OTHER:
+                # They are the last, so all that is kept is known.
+                found.others.extend((one, k) for k in kept.values() if k.of is not one.of)
                 continue
             spec = one.tensor.spec
             view = same_view_key(one.tensor.tensor), spec.global_shape, spec.box
-            first = kept.setdefault(view, one)
-            if first is not one and first.live is not one.live:
+            if (first := kept.setdefault(view, one)) is not one:
                 found.keepers[one.name] = first
         if len(kept) > 1:
             found.contested.update(one.name for one in kept.values())
-        for one in cluster:
-            if one.live.order(one.tensor) == OTHER:
-                found.others.extend((one, k) for k in kept.values() if k.live is not one.live)
     return found
 
 
-def _clusters(components: Iterable[LiveComponent]) -> Iterator[list[Held]]:
-    """Tensors whose memory lies in one stretch, where there are several."""
-    live: list[LiveComponent] = []
-    tensors: list[TensorLeaf] = []
-    on_device: dict[str, list[tuple[int, int, int]]] = {}
-    for component in components:
-        for tensor in component.snapshot.tensors:
-            if (span := memory_span(tensor.tensor)) is not None:
-                on_device.setdefault(span[0], []).append((span[1], span[2], len(tensors)))
-                live.append(component)
-                tensors.append(tensor)
-    for spans in on_device.values():
-        spans.sort()
-        first, end = 0, 0
-        for at in range(len(spans) + 1):
-            if at == len(spans) or spans[at][0] >= end:
-                if at - first > 1:
-                    yield [Held(live[n], tensors[n]) for _, _, n in spans[first:at]]
-                first, end = at, 0
-            if at < len(spans):
-                end = max(end, spans[at][1])
-
-
 def same_bytes(one: Held, other: Held) -> bool:
-    """Whether the same bytes were saved of two live tensors that are one, by their digests."""
-    first, second = one.number, other.number
-    if first is None or second is None or one.tensor.spec.shape != other.tensor.spec.shape:
+    """Whether the same bytes were saved of two live tensors that are one, by their digests, where
+    `one` wants them."""
+    first, second, spec = one.number, other.number, one.tensor.spec
+    if first is None or second is None or spec.shape != other.tensor.spec.shape:
         return False
-    return _same_stored(one, first, other, second)
+    a, b = one.of.stored.tensors[first], other.of.stored.tensors[second]
+    if spec.box is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return spec.box is None
+    here, there = (
+        [(piece.offset, piece.digests) for piece in stored.pieces(number, spec.box)]
+        for stored, number in ((one.of.stored, first), (other.of.stored, second))
+    )
+    return here == there
 
 
-def _same_stored(one: Held, first: int, other: Held, second: int) -> bool:
-    """Whether two saved tensors are equal where `one` wants them."""
-    box = one.tensor.spec.box
-    here, there = one.live.loaded.stored, other.live.loaded.stored
-    a, b = here.tensors[first], there.tensors[second]
-    if box is None or (a.dtype, a.shape) != (b.dtype, b.shape):
-        return box is None
-    pieces = [
-        [(piece.offset, piece.digests) for piece in stored.pieces(number, box)]
-        for stored, number in ((here, first), (there, second))
-    ]
-    return pieces[0] == pieces[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """A tensor that is read in its own dtype, portion by portion, into `memory` of another one,
-    which holds `box` of it."""
+class Fill(NamedTuple):
+    """Memory, and the box of a saved tensor that it is to have. key: its component, for messages.
+    dtype: of the saved one; that of the memory may be another."""
 
     key: str
     stored: StoredComponent
@@ -383,16 +340,15 @@ class Conversion:
 class ReadPlan:
     """What is read, and where to.
 
-    converted: what is read in portions, after the rest. overwritten: components whose live tensors
-    are read into. staged: by component, live tensors and
-    the host memory that is copied into them after all was read; contested: those of them whose
-    memory others have too, by name. cast: full name -> "saved dtype -> live dtype"; mismatched:
-    full name -> forms, saved and live, that do not fit.
+    converted: what is read in portions, after the rest, into memory of another dtype. overwritten:
+    components whose live tensors are read into. staged: by component, live tensors and the host
+    memory that is copied into them after all was read; contested: those of them whose memory others
+    have too, by name. cast: full name -> "saved dtype -> live dtype"; mismatched: full name ->
+    forms, saved and live, that do not fit.
     """
 
-    reads: list[TensorRead] = field(default_factory=list)
-    converted: list[Conversion] = field(default_factory=list)
-    devices: set[torch.device] = field(default_factory=set)
+    fills: list[Fill] = field(default_factory=list)
+    converted: list[Fill] = field(default_factory=list)
     overwritten: set[str] = field(default_factory=set)
     staged: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     contested: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -400,80 +356,125 @@ class ReadPlan:
     mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-class HostMemory:
-    """A Target: memory of a contiguous tensor on the host, which holds all of a stored box."""
-
-    __slots__ = ("pinned", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.pinned: MakeMemory | None = None
-
-    def view(self, start: int, stop: int) -> memoryview:
-        # By its address: numpy would have it without gradient, conjugation and bfloat16, in eight
-        # microseconds a tensor instead of one.
-        memory = (ctypes.c_char * (stop - start)).from_address(self.tensor.data_ptr() + start)
-        return memoryview(memory).cast("B")
-
-    def put(self, start: int, data: memoryview) -> None:
-        raise AssertionError("there is always a view")
+class _Skipped:
+    """In the place of a tensor that this rank does not want."""
 
 
-class Destinations:
-    """Where the tensors of one component go. skip: those that this rank does not have belong to
-    others. cast: dtypes may differ; in_portions: what is converted is read a portion at a time;
-    host_first: no live tensor is read into before all is verified.
-    """
+SKIPPED = _Skipped()
+_DICTS = (dict, OrderedDict, Counter)
+
+
+class Substitution:
+    """A decoded state with something else in place of its tensors."""
+
+    stored: StoredComponent
+    skipped = 0  # tensors that this rank does not want, so far
+
+    def leaf(self, ref: TensorRef) -> Any:
+        """What stands for a tensor."""
+        raise NotImplementedError
+
+    def container(self, saved: Opaque) -> Any:
+        """What stands for a tensor that is made of others."""
+        raise NotImplementedError
+
+    def of(self, state: Any) -> Any:
+        """`state` with what stands for its tensors, without what is skipped, and without dicts that
+        held nothing else. Raises ValueError and the like where it makes no sense."""
+        kind = type(state)
+        if kind is TensorRef:
+            if not 0 <= state.index < (count := len(self.stored.tensors)):
+                raise ValueError(f"the tree refers to tensor {state.index} of {count}")
+            found = self.leaf(state)
+            self.skipped += found is SKIPPED
+            return found
+        if kind is Opaque:
+            before = self.skipped
+            made = self.container(state) if state.codec == CODEC else self.of(state.payload)
+            # A codec is given all of a value or nothing of it, but for one of dicts.
+            if made is SKIPPED or (self.skipped > before and keyed(state) is None):
+                return SKIPPED
+            return made if state.codec == CODEC else Opaque(state.codec, made)
+        if kind in _DICTS and not only_plain(state.values()):
+            items = {key: self.of(item) for key, item in state.items()}
+            left = {key: item for key, item in items.items() if item is not SKIPPED}
+            return kind(left) if left or not items else SKIPPED
+        if kind in (list, tuple, set, frozenset) and not only_plain(state):
+            return kind([None if (made := self.of(item)) is SKIPPED else made for item in state])
+        return state
+
+
+class How(NamedTuple):
+    """How a component is loaded. skip: tensors that this rank does not have belong to others. cast:
+    dtypes may differ; in_portions: what is converted is read a portion at a time; host_first: no
+    live tensor is read into before all is verified."""
+
+    skip: bool
+    cast: bool
+    in_portions: bool
+    host_first: bool
+
+
+def state_with_destinations(
+    values: Any,
+    view: CheckpointView,
+    loaded: LoadedComponent,
+    shared: SharedMemory,
+    plan: ReadPlan,
+    how: How,
+) -> Any:
+    """The decoded `values` of a component with its tensors' destinations in place of them, and
+    without what this rank does not want; `plan` has then what is to be read. Raises
+    CheckpointCorrupt where they make no sense, StateMismatch."""
+    try:
+        state = _Destinations(view, loaded, shared, plan, how).of(values)
+    except MALFORMED as error:
+        file = f"{view.url}: component {loaded.key!r}"
+        raise malformed(f"{file}: stored values cannot be read", error, file) from None
+    return {} if state is SKIPPED else state
+
+
+class _Destinations(Substitution):
+    """Where the tensors of one component go."""
 
     def __init__(
         self,
         view: CheckpointView,
-        live: LiveComponent,
+        loaded: LoadedComponent,
         shared: SharedMemory,
         plan: ReadPlan,
-        *,
-        skip: bool,
-        cast: bool,
-        in_portions: bool,
-        host_first: bool,
+        how: How,
     ) -> None:
-        self.view, self.entry, self.shared, self.plan = view, live, shared, plan
-        self.skip, self.cast, self.host_first = skip, cast, host_first
-        self.in_portions = in_portions
-        self.key, self.stored, self.owner = live.key, live.loaded.stored, live.owner
-        self.live = {t.spec.name: t for t in live.snapshot.tensors}
-        self.held = dict(_held_names(live.state) if live.loaded.sharded else ())
+        self.view, self.loaded, self.shared, self.plan = view, loaded, shared, plan
+        self.skip, self.cast, self.in_portions, self.host_first = how
+        self.key, self.stored, self.owner = loaded.key, loaded.stored, loaded.owner
+        self.live = {t.spec.name: t for t in loaded.snapshot.tensors}
+        self.lists = dict(_held_names(loaded.state) if loaded.sharded else ())
         self.leaves: dict[int, Any] = {}
         self.arrays: set[int] = set()
 
     def leaf(self, ref: TensorRef) -> Any:
         """What stands for a saved tensor in the state that is handed over; its bytes are read
         later."""
-        if not 0 <= ref.index < len(self.stored.tensors):
-            raise ValueError(f"the tree refers to tensor {ref.index} of {len(self.stored.tensors)}")
         if ref.numpy:
             self.arrays.add(ref.index)
         found = self._leaf_of(ref.index)
         return found.numpy() if ref.numpy and isinstance(found, torch.Tensor) else found
 
     def container(self, saved: Opaque) -> Any:
-        """What stands for a saved tensor that is made of others: the live one, whose parts are read
-        into, or its parts, to be put together when they were read."""
+        """The live tensor that is made of others, whose parts are read into; or its parts, to be
+        put together when they were read."""
         payload = saved.payload
         name = self._container_name(payload)
-        live = self.entry.snapshot.containers.get(name)
+        live = self.loaded.snapshot.containers.get(name)
         wrong = misfit(payload, live)
         plain = self.live.get(name)
-        other = live if live is not None else None if plain is None else plain.live
+        other = live if live is not None or plain is None else plain.live
         if wrong is not None and other is not None and not self._may_replace(name, other):
             self.plan.mismatched[f"{self.key}/{name}"] = wrong
             return other
-        parts = self.substituted(payload)
+        parts = self.of(payload)
         return live if wrong is None and is_made_of(live, parts) else Opaque(saved.codec, parts)
-
-    def substituted(self, saved: Any) -> Any:
-        """A saved value with what stands for its tensors."""
-        return substituted(saved, self.leaf, self.container)
 
     def _container_name(self, payload: Any) -> str:
         """Raises StateMismatch for a class that cannot be made here, ValueError for damage."""
@@ -498,42 +499,16 @@ class Destinations:
 
     def _leaf_of(self, number: int) -> Any:
         tensor = self.stored.tensors[number]
-        live = self.live.get(tensor.name)
-        made_of_others = self.entry.snapshot.containers.get(tensor.name)
+        made_of_others = self.loaded.snapshot.containers.get(tensor.name)
         if made_of_others is not None and not self._may_replace(tensor.name, made_of_others):
             wrong = misfit(None, made_of_others)
             self.plan.mismatched[f"{self.key}/{tensor.name}"] = wrong or ("", "")
             return made_of_others
         if tensor.alias_of is not None:
-            first = self.stored.tensors[tensor.alias_of]
-            other = self.live.get(first.name)
-            if live is None and other is None:
-                return self._once(tensor.alias_of)
-            if live is not None and other is not None and _tied(live, other):
-                return self._once(tensor.alias_of)
-        if live is not None and live.spec.alias_of is not None and self.entry.order(live) != OTHER:
-            other = self.entry.snapshot.tensors[live.spec.alias_of]
-            number_of_other = self.entry.numbers.get(other.spec.name)
-            if number_of_other is not None and _tied(live, other):
-                one, two = Held(self.entry, live), Held(self.entry, other)
-                if _same_stored(one, number, two, number_of_other):
-                    self._once(number_of_other)
-                    return live.live
-                return self._two_values(number, tensor, live, repr(other.spec.name))
-        return self._once(number)
-
-    def _two_values(self, number: int, tensor: LogicalTensor, live: TensorLeaf, other: str) -> Any:
-        """One memory cannot hold two values. What is held by name gets memory of its own; a
-        module's tensors are refused."""
-        dtype = torch_dtype(tensor.dtype)
-        by_name = isinstance(self.owner, PlainState) or is_optimizer(self.owner)
-        if by_name and not has_other_owner(live.live) and dtype is not None and _fits(live, tensor):
-            return self._as_saved(number, tensor, dtype, live)
-        forms = ("a value of its own", f"memory that it shares with {other}")
-        self.plan.mismatched[f"{self.key}/{tensor.name}"] = forms
-        return live.live
-
-    def _once(self, number: int) -> Any:
+            live = self.live.get(tensor.name)
+            other = self.live.get(self.stored.tensors[tensor.alias_of].name)
+            if live is other or (live is not None and other is not None and _tied(live, other)):
+                number = tensor.alias_of
         if number not in self.leaves:
             self.leaves[number] = self._destination(number, self.stored.tensors[number])
         return self.leaves[number]
@@ -543,7 +518,7 @@ class Destinations:
         if (live := self.live.get(tensor.name)) is None:
             return self._as_saved(number, tensor, dtype, None)
         fits, same_shape = _fits(live, tensor), live.spec.global_shape == tensor.shape
-        if self.entry.order(live) == OTHER:
+        if self.loaded.order(live) == OTHER:
             # A module's own code may resize; that a dtype changes is for the caller to say.
             checked = isinstance(self.owner, ModelState) and same_shape
             if not fits and checked and not self._castable(tensor, live, dtype):
@@ -553,44 +528,54 @@ class Destinations:
             return self._as_saved(number, tensor, dtype, live)
         if not fits and not self._castable(tensor, live, dtype):
             return live.live
-        if (keeper := self.shared.keepers.get((self.key, tensor.name))) is not None:
-            if not same_bytes(Held(self.entry, live), keeper):
-                other = f"'{keeper.live.key}/{keeper.tensor.spec.name}'"
-                return self._two_values(number, tensor, live, other)
-            return live.live
-        if fits and self._free_for_reading(live):
-            self.plan.overwritten.add(self.key)
-            self._read_into(number, live.tensor, live.spec.box)
-        elif not fits and self.in_portions and self._free_for_reading(live):
-            if live.spec.box is not None:
-                self.plan.overwritten.add(self.key)
-                self.plan.converted.append(
-                    Conversion(
-                        self._key(number), self.stored, number, dtype, live.spec.box, live.tensor
-                    )
-                )
-        else:
-            self._stage(number, tensor, live, dtype)
+        keeper = self.shared.keepers.get((self.key, tensor.name))
+        if keeper is not None and not self._is_kept_for(keeper, number):
+            if same_bytes(Held(self.loaded, live), keeper):
+                return live.live
+            return self._two_values(number, tensor, dtype, live, keeper)
+        if live.spec.box is not None:
+            self._fill_live(number, tensor, dtype, live, fits)
         return live.live
 
-    def _free_for_reading(self, live: TensorLeaf) -> bool:
-        """Whether a tensor's memory may be read into: not shared in part with another's, or with
-        itself."""
-        tensor = live.tensor
-        # The memory of a conjugated or negated view holds other bits than its items say.
-        odd = tensor.is_conj() or tensor.is_neg()
-        odd = odd or not (tensor.is_contiguous() or not overlaps_itself(tensor))
-        return not (self.host_first or odd or (self.key, live.spec.name) in self.shared.contested)
+    def _is_kept_for(self, keeper: Held, number: int) -> bool:
+        """Whether memory of this component is kept for the saved tensor itself, or for one that was
+        not saved."""
+        if keeper.of is not self.loaded or (kept := keeper.number) is None:
+            return keeper.of is self.loaded
+        alias = self.stored.tensors[kept].alias_of
+        return number == (kept if alias is None else alias)
 
-    def _stage(
-        self, number: int, tensor: LogicalTensor, live: TensorLeaf, dtype: torch.dtype
+    def _two_values(
+        self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: TensorLeaf, keeper: Held
+    ) -> Any:
+        """One memory cannot hold two values. What is held by name gets memory of its own; a
+        module's tensors are refused."""
+        by_name = isinstance(self.owner, PlainState) or is_optimizer(self.owner)
+        if by_name and not has_other_owner(live.live) and _fits(live, tensor):
+            return self._as_saved(number, tensor, dtype, live)
+        other = keeper.tensor.spec.name if keeper.of is self.loaded else "/".join(keeper.name)
+        forms = ("a value of its own", f"memory that it shares with '{other}'")
+        self.plan.mismatched[f"{self.key}/{tensor.name}"] = forms
+        return live.live
+
+    def _fill_live(
+        self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: TensorLeaf, fits: bool
     ) -> None:
-        """Read into host memory first."""
+        """Read into a live tensor, or into host memory first: where all is to be verified before,
+        where it shares a part of its memory with another or with itself, and where its memory holds
+        other bits than its items say (a conjugated or negated view)."""
+        memory, name = live.tensor, (self.key, live.spec.name)
+        odd = memory.is_conj() or memory.is_neg() or name in self.shared.contested
+        odd = odd or not (memory.is_contiguous() or not overlaps_itself(memory))
+        if not (self.host_first or odd) and (fits or self.in_portions):
+            self.plan.overwritten.add(self.key)
+            self._read_into(number, dtype, memory, live.spec.box)
+            return
         staged = torch.empty(live.spec.shape, dtype=dtype, device="cpu")
-        self.plan.staged.setdefault(self.key, []).append((live.tensor, staged))
-        if (self.key, tensor.name) in self.shared.contested:
-            self.plan.contested.append((f"{self.key}/{tensor.name}", live.tensor, staged))
-        self._read_into(number, staged, live.spec.box)
+        self.plan.staged.setdefault(self.key, []).append((memory, staged))
+        if name in self.shared.contested:
+            self.plan.contested.append((f"{self.key}/{tensor.name}", memory, staged))
+        self._read_into(number, dtype, staged, live.spec.box)
 
     def _replaceable(self, tensor: LogicalTensor, live: TensorLeaf) -> bool:
         """Whether a plain tensor of another shape or dtype may take the place of the live one in
@@ -606,109 +591,44 @@ class Destinations:
         leaf = self._fresh(number, tensor, dtype, live)
         if leaf is not SKIPPED:
             shard = local_shard(leaf)
-            self._read_into(number, shard.tensor, shard.box)
+            self._read_into(number, dtype, shard.tensor, shard.box)
         return leaf
 
-    def _read_into(self, number: int, tensor: torch.Tensor, box: Box | None) -> None:
-        """Read `box` of a saved tensor into `tensor`."""
-        if box is None:
-            return
-        self.plan.devices.add(tensor.device)
-        self.plan.reads.extend(reads_into(self._key(number), self.stored, number, box, tensor))
-
-    def _key(self, number: int) -> str:
-        return self.stored.of[number] if self.stored.of else self.key
+    def _read_into(
+        self, number: int, dtype: torch.dtype, memory: torch.Tensor, box: Box | None
+    ) -> None:
+        if box is not None:
+            key = self.stored.of[number] if self.stored.of else self.key
+            fills = self.plan.fills if memory.dtype is dtype else self.plan.converted
+            fills.append(Fill(key, self.stored, number, dtype, box, memory))
 
     def _castable(self, tensor: LogicalTensor, live: TensorLeaf, dtype: torch.dtype) -> bool:
-        name = f"{self.key}/{tensor.name}"
+        name, now = f"{self.key}/{tensor.name}", live.spec
         same_kind = live.tensor.is_complex() == dtype.is_complex
-        if self.cast and live.spec.global_shape == tensor.shape and same_kind:
-            self.plan.cast[name] = f"{tensor.dtype} -> {live.spec.dtype}"
+        if self.cast and now.global_shape == tensor.shape and same_kind:
+            self.plan.cast[name] = f"{tensor.dtype} -> {now.dtype}"
             return True
-        self.plan.mismatched[name] = (
-            f"{tensor.dtype} {list(tensor.shape)}",
-            f"{live.spec.dtype} {list(live.spec.global_shape)}",
-        )
+        forms = f"{tensor.dtype} {list(tensor.shape)}", f"{now.dtype} {list(now.global_shape)}"
+        self.plan.mismatched[name] = forms
         return False
 
     def _fresh(
         self, number: int, tensor: LogicalTensor, dtype: torch.dtype, live: TensorLeaf | None
     ) -> Any:
         allocate = getattr(self.owner, "allocate", None)
-        if allocate is not None:
-            made = allocate(tensor.name, dtype, tensor.shape)
-            if made is not None:
-                return made
-        if live is None and self.skip and not _has_other(self.held, tensor.name):
+        made = None if allocate is None else allocate(tensor.name, dtype, tensor.shape)
+        if made is not None:
+            return made
+        if live is None and self.skip and not _has_other(self.lists, tensor.name):
             return SKIPPED
         if volume(tensor.shape) * dtype.itemsize > ALLOCATED_UNSEEN:
             # First that the bytes are there, then memory for them.
-            whole = (0,) * len(tensor.shape), tensor.shape
-            self.view.check_files(p.file for p in self.stored.pieces(number, whole) if p.file)
+            pieces = self.stored.pieces(number, tensor.whole)
+            self.view.check_files(piece.file for piece in pieces if piece.file)
         # A module copies what it is handed, from wherever it is.
         here = live is None or number in self.arrays or isinstance(self.owner, ModelState)
         device = torch.device("cpu") if live is None or here else live.tensor.device
         return torch.empty(tensor.shape, dtype=dtype, device=device)
-
-
-def known_dtype(view: CheckpointView, key: str, tensor: LogicalTensor) -> torch.dtype:
-    """Raises CheckpointCorrupt for a dtype that this torch lacks."""
-    dtype = torch_dtype(tensor.dtype)
-    if dtype is None:
-        name = f"{key}/{tensor.name}"
-        raise CheckpointCorrupt(
-            f"{view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch lacks",
-            tensor=name,
-            kind="format",
-        )
-    return dtype
-
-
-def read_converted(files: StoredFiles, parts: Iterable[Conversion], threads: int) -> None:
-    """As many bytes at a time as may be in memory twice."""
-    for batch in _batches(parts):
-        staged = [torch.empty(shape, dtype=part.dtype) for part, (_, shape) in batch]
-        reads: list[TensorRead] = []
-        for (part, box), memory in zip(batch, staged, strict=True):
-            reads += reads_into(part.key, part.stored, part.number, box, memory)
-        files.read(reads, threads)
-        for (part, (offset, shape)), memory in zip(batch, staged, strict=True):
-            ranges = zip(offset, part.box[0], shape, strict=True)
-            here = tuple(slice(o - s, o - s + n) for o, s, n in ranges)
-            part.memory.detach()[here].copy_(memory)
-
-
-def _batches(parts: Iterable[Conversion]) -> Iterator[list[tuple[Conversion, Box]]]:
-    batch: list[tuple[Conversion, Box]] = []
-    nbytes = 0
-    for part in parts:
-        start, held = part.box
-        for slices in portions_of(held, part.dtype.itemsize, CONVERTED_BYTES):
-            shape = tuple(each.stop - each.start for each in slices)
-            size = volume(shape) * part.dtype.itemsize
-            if batch and nbytes + size > CONVERTED_BYTES:
-                yield batch
-                batch, nbytes = [], 0
-            offset = tuple(s + each.start for s, each in zip(start, slices, strict=True))
-            batch.append((part, (offset, shape)))
-            nbytes += size
-    if batch:
-        yield batch
-
-
-def reads_into(
-    key: str, stored: StoredComponent, number: int, box: Box, tensor: torch.Tensor
-) -> Iterator[TensorRead]:
-    """What is read to have `box` of a saved tensor in `tensor`, which is of its dtype."""
-    on_host = tensor.is_cpu and tensor.is_contiguous()
-    region: Words | None = None
-    for piece in stored.pieces(number, box):
-        whole = piece.local_shape == box[1] and piece.offset in (None, box[0])
-        if whole and on_host:
-            yield TensorRead(key, piece, HostMemory(tensor))
-            continue
-        region = torch_words(tensor) if region is None else region
-        yield read_of(key, piece, box, region)
 
 
 def _tied(live: TensorLeaf, other: TensorLeaf) -> bool:
@@ -718,71 +638,6 @@ def _tied(live: TensorLeaf, other: TensorLeaf) -> bool:
 
 def _fits(live: TensorLeaf, tensor: LogicalTensor) -> bool:
     return live.spec.global_shape == tensor.shape and live.spec.dtype == tensor.dtype
-
-
-def torch_words(tensor: torch.Tensor) -> Words:
-    """Words over a tensor's memory, on any device."""
-    array = words(tensor)
-
-    def memory(part: torch.Tensor) -> memoryview | None:
-        return TensorBytes(part).view(0, part.numel() * part.element_size())
-
-    flat = lambda data: torch.frombuffer(data, dtype=array.dtype)  # noqa: E731
-    if tensor.device.type == "cpu":
-        return Words(array, array.element_size(), flat, memory, moving=torch.inference_mode)
-    flattened = lambda part: part.view(-1) if part.is_contiguous() else None  # noqa: E731
-
-    @contextmanager
-    def moving() -> Iterator[None]:
-        with torch.inference_mode(), own_stream(tensor.device):
-            yield
-
-    return Words(
-        array, array.element_size(), flat, memory, flattened, pinned_memory(tensor.device), moving
-    )
-
-
-# What a rank is handed of a state of which it holds a part.
-
-
-class _Skipped:
-    """In the place of a tensor that this rank does not want."""
-
-
-SKIPPED = _Skipped()
-_DICTS = (dict, OrderedDict, Counter)
-
-
-def state_with(destinations: Destinations, saved: Any, file: str) -> Any:
-    """A decoded state with destinations in place of the references to tensors, and without what
-    this rank does not want. Raises CheckpointCorrupt, with `file`, where they make no sense."""
-    try:
-        state = destinations.substituted(saved)
-    except MALFORMED as error:
-        raise malformed(f"{file}: stored values cannot be read", error, file) from None
-    left = _pruned(state)
-    return {} if left is SKIPPED else left
-
-
-def substituted(
-    state: Any, leaf: Callable[[TensorRef], Any], container: Callable[[Opaque], Any]
-) -> Any:
-    """A decoded state with `leaf(ref)` in place of the references to tensors, and
-    `container(parts)` in place of tensors that are made of others."""
-    kind = type(state)
-    if kind is TensorRef:
-        return leaf(state)
-    if kind is Opaque:
-        if state.codec == CODEC:
-            return container(state)
-        return Opaque(state.codec, substituted(state.payload, leaf, container))
-    if kind in _DICTS:
-        if only_plain(state.values()):
-            return state
-        return kind({key: substituted(item, leaf, container) for key, item in state.items()})
-    if kind in (list, tuple, set, frozenset) and not only_plain(state):
-        return kind([substituted(item, leaf, container) for item in state])
-    return state
 
 
 def _held_names(
@@ -807,38 +662,101 @@ def _has_other(held: Mapping[tuple[str, ...], int | None], name: str) -> bool:
     for n in range(len(parts) + 1):
         if parts[:n] in held:
             length = held[parts[:n]]
-            if (
-                length is None
-                or n == len(parts)
-                or (parts[n].isdecimal() and int(parts[n]) >= length)
-            ):
+            at_end = length is None or n == len(parts)
+            if at_end or (parts[n].isdecimal() and int(parts[n]) >= (length or 0)):
                 return True
     return False
 
 
-def _lacks(state: Any) -> bool:
-    """Whether something was skipped at any depth."""
-    if type(state) is Opaque:
-        return _lacks(state.payload)
-    items = (
-        state.values() if isinstance(state, dict) else state if type(state) in (list, tuple) else ()
-    )
-    return state is SKIPPED or any(_lacks(item) for item in items)
+# Reading what is planned.
 
 
-def _pruned(state: Any) -> Any:
-    """The state without what was skipped, and without dicts that held nothing else."""
-    if type(state) in _DICTS:
-        if only_plain(state.values()):
-            return state
-        kept = {key: _pruned(item) for key, item in state.items()}
-        result = {key: item for key, item in kept.items() if item is not SKIPPED}
-        return SKIPPED if kept and not result else type(state)(result)
-    if type(state) is Opaque and keyed(state) is not None:
-        kept = _pruned(state.payload)
-        return SKIPPED if kept is SKIPPED else Opaque(state.codec, kept)
-    if type(state) is Opaque:
-        return SKIPPED if _lacks(state.payload) else state
-    if type(state) in (list, tuple) and not only_plain(state):
-        return type(state)(None if (item := _pruned(i)) is SKIPPED else item for i in state)
-    return state
+def known_dtype(view: CheckpointView, key: str, tensor: LogicalTensor) -> torch.dtype:
+    """Raises CheckpointCorrupt for a dtype that this torch lacks."""
+    dtype = torch_dtype(tensor.dtype)
+    if dtype is None:
+        name = f"{key}/{tensor.name}"
+        raise CheckpointCorrupt(
+            f"{view.url}: tensor {name!r} has dtype {tensor.dtype}, which this torch lacks",
+            tensor=name,
+            kind="format",
+        )
+    return dtype
+
+
+def direct_reads(fills: Iterable[Fill]) -> list[TensorRead]:
+    """What is read into memory of the saved dtype."""
+    return [read for fill in fills for read in _reads_into(fill, fill.box, fill.memory)]
+
+
+def read_converted(files: StoredFiles, fills: Iterable[Fill], threads: int) -> None:
+    """Fill what has another dtype than was saved: as many bytes at a time as may be in memory
+    twice."""
+    for batch in _batches(fills):
+        staged = [torch.empty(shape, dtype=fill.dtype) for fill, (_, shape) in batch]
+        reads: list[TensorRead] = []
+        for (fill, box), memory in zip(batch, staged, strict=True):
+            reads += _reads_into(fill, box, memory)
+        files.read(reads, threads)
+        for (fill, (offset, shape)), memory in zip(batch, staged, strict=True):
+            ranges = zip(offset, fill.box[0], shape, strict=True)
+            here = tuple(slice(o - s, o - s + n) for o, s, n in ranges)
+            fill.memory.detach()[here].copy_(memory)
+
+
+def _batches(fills: Iterable[Fill]) -> Iterator[list[tuple[Fill, Box]]]:
+    batch: list[tuple[Fill, Box]] = []
+    nbytes = 0
+    for fill in fills:
+        start, held = fill.box
+        for slices in portions_of(held, fill.dtype.itemsize, CONVERTED_BYTES):
+            shape = tuple(each.stop - each.start for each in slices)
+            size = volume(shape) * fill.dtype.itemsize
+            if batch and nbytes + size > CONVERTED_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+            offset = tuple(s + each.start for s, each in zip(start, slices, strict=True))
+            batch.append((fill, (offset, shape)))
+            nbytes += size
+    if batch:
+        yield batch
+
+
+def _reads_into(fill: Fill, box: Box, memory: torch.Tensor) -> Iterator[TensorRead]:
+    """What is read to have `box` of a saved tensor in `memory`, which is of its dtype."""
+    on_host = memory.is_cpu and memory.is_contiguous()
+    items: torch.Tensor | None = None
+    for piece in fill.stored.pieces(fill.number, box):
+        if on_host and piece.local_shape == box[1] and piece.offset in (None, box[0]):
+            # By its address: numpy would have it without gradient, conjugation and bfloat16, in
+            # eight microseconds a tensor instead of one.
+            target = HostMemory(memory.data_ptr(), memory)
+            yield TensorRead(fill.key, piece, target)
+            continue
+        items = words(memory) if items is None else items
+        yield read_of(fill.key, piece, box, items, TorchTarget)
+
+
+class TorchTarget(PartTarget):
+    """A part of a tensor, on any device, as integers as wide as its items."""
+
+    def flat(self, data: memoryview) -> torch.Tensor:
+        return torch.frombuffer(data, dtype=self.region.dtype)
+
+    def memory_of(self, region: torch.Tensor) -> memoryview | None:
+        return TensorBytes(region).view(0, region.numel() * region.element_size())
+
+    def items_of(self, region: torch.Tensor) -> torch.Tensor | None:
+        on_device = region.device.type != "cpu" and region.is_contiguous()
+        return region.view(-1) if on_device else None
+
+    def pinned_for(self, region: torch.Tensor) -> Any:
+        return pinned_memory(region.device)
+
+    def moving(self) -> AbstractContextManager[Any]:
+        return torch.inference_mode() if self.region.is_cpu else self._on_stream()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with torch.inference_mode(), own_stream(self.region.device):
+            yield

@@ -8,6 +8,7 @@ Each byte is read once, straight into its destination, and hashed while it is wa
 
 from __future__ import annotations
 
+import ctypes
 import errno
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -63,6 +64,7 @@ class StoredFiles:
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self.storage, self.folder = storage, folder
+        self.url = storage.at(folder).rstrip("/")
 
     def path(self, name: str) -> str:
         return f"{self.folder}/{name}" if self.folder else name
@@ -73,9 +75,8 @@ class StoredFiles:
 
     def corrupt(self, name: str, message: str, kind: str, **facts: Any) -> CheckpointCorrupt:
         """The error that says `message` of a file. facts: fields of CheckpointCorrupt."""
-        path = self.storage.at(self.folder).rstrip("/")
         return CheckpointCorrupt(
-            f"{self.at(name)}{message}", path=path, file=name, kind=kind, **facts
+            f"{self.at(name)}{message}", path=self.url, file=name, kind=kind, **facts
         )
 
     def open(self, name: str, size: int | None = None) -> FileReader:
@@ -95,9 +96,11 @@ class StoredFiles:
 
     def first_bytes(self, name: str, size: int, count: int) -> bytearray:
         """Of a file that must have `size` bytes, the first `count`. Raises as `open` does."""
-        with self.open(name, size) as reader:
-            found = bytearray(count)
+        reader, found = self.open(name, size), bytearray(count)
+        try:
             reader.read_into(0, [memoryview(found)])
+        finally:
+            reader.close()
         return found
 
     def lost(
@@ -265,42 +268,94 @@ def _read_hashing(reader: FileReader, offset: int, buffer: memoryview, step_byte
     return state.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """Memory of a part of a tensor as an array of integers as wide as its items (numpy or torch,
-    any strides).
+class HostMemory(NamedTuple):
+    """A Target: contiguous memory on the host that holds all of a stored box. keep: what it belongs
+    to, which stays alive so."""
 
-    flat(bytes) gives bytes as a flat array of the same kind; memory(array) the bytes of a
-    contiguous host array, else None; flattened(array) the same items in one dimension and the same
-    memory, None where there is no such view.
-    pinned: how to make memory that is fast to copy from; moving: what copies are made in.
-    """
+    address: int
+    keep: Any
 
-    array: Any
-    itemsize: int
-    flat: Callable[[memoryview], Any]
-    memory: Callable[[Any], memoryview | None]
-    flattened: Callable[[Any], Any] = lambda _: None
-    pinned: MakeMemory | None = None
-    moving: Callable[[], AbstractContextManager[Any]] = nullcontext
+    @property
+    def pinned(self) -> MakeMemory | None:
+        return None
 
+    def view(self, start: int, stop: int) -> memoryview:
+        memory = (ctypes.c_char * (stop - start)).from_address(self.address + start)
+        return memoryview(memory).cast("B")
 
-def numpy_words(array: Any) -> Words:
-    """Words over a numpy array of unsigned integers."""
-    import numpy as np
-
-    def memory(part: Any) -> memoryview | None:
-        return (
-            memoryview(part.reshape(-1).view(np.uint8).data)
-            if part.flags.c_contiguous and part.size
-            else None
-        )
-
-    return Words(array, array.itemsize, lambda data: np.frombuffer(data, array.dtype), memory)
+    def put(self, start: int, data: memoryview) -> None:
+        raise AssertionError("there is always a view")
 
 
-def read_of(component: str, entry: TensorEntry, wanted: Box, words: Words) -> TensorRead:
-    """Read what `wanted` needs of a stored piece into `words`, which is the memory of `wanted`.
+class PartTarget:
+    """A Target for a stored piece of `shape` of which the box at `offset` is wanted: `region` is
+    the memory of that box, a numpy array of unsigned integers."""
+
+    def __init__(
+        self, region: Any, shape: tuple[int, ...], offset: tuple[int, ...], itemsize: int
+    ) -> None:
+        self.region, self.shape, self.offset, self.itemsize = region, shape, offset, itemsize
+        size = tuple(region.shape)
+        # Where the box is one run of the piece and of the memory, bytes go straight in.
+        split = next((d for d in reversed(range(len(shape))) if size[d] != shape[d]), 0)
+        run = all(size[d] == 1 for d in range(split)) and size[split + 1 :] == shape[split + 1 :]
+        self.memory = self.memory_of(region) if run else None
+        self.items = self.items_of(region) if run and self.memory is None else None
+        self.first = _flat(shape, offset) * itemsize
+        self.pinned: MakeMemory | None = self.pinned_for(region)
+
+    def flat(self, data: memoryview) -> Any:
+        """Bytes as a flat array of the kind of `region`."""
+        import numpy as np
+
+        return np.frombuffer(data, self.region.dtype)
+
+    def memory_of(self, region: Any) -> memoryview | None:
+        """The bytes of a contiguous host array; None of another."""
+        if not region.flags.c_contiguous or not region.size:
+            return None
+        return memoryview(region.reshape(-1).view("u1").data)
+
+    def items_of(self, region: Any) -> Any:
+        """The same items in one dimension and the same memory; None where there is no such view, or
+        none is needed."""
+        return None
+
+    def pinned_for(self, region: Any) -> MakeMemory | None:
+        """How to make memory that is fast to copy from; None where any is."""
+        return None
+
+    def moving(self) -> AbstractContextManager[Any]:
+        """What copies are made in."""
+        return nullcontext()
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        if self.memory is None or start < self.first or stop > self.first + len(self.memory):
+            return None
+        return self.memory[start - self.first : stop - self.first]
+
+    def put(self, start: int, data: memoryview) -> None:
+        with self.moving():
+            flat = self.flat(data)
+            if self.items is None:
+                _scatter(self.region, self.shape, self.offset, start // self.itemsize, flat)
+                return
+            # What is wanted of the items from `at` of the box on, as one block copy.
+            at = (start - self.first) // self.itemsize
+            low, high = max(0, at), min(len(self.items), at + len(flat))
+            if low < high:
+                self.items[low:high] = flat[low - at : high - at]
+
+
+def read_of(
+    component: str,
+    entry: TensorEntry,
+    wanted: Box,
+    words: Any,
+    target: type[PartTarget] = PartTarget,
+) -> TensorRead:
+    """Read what `wanted` needs of a stored piece into `words`, the memory of `wanted`: an array of
+    integers as wide as its items, or of several for each.
 
     The piece must have something of it.
     """
@@ -310,16 +365,13 @@ def read_of(component: str, entry: TensorEntry, wanted: Box, words: Words) -> Te
         raise ValueError(f"the piece at {held[0]} of {held[1]} has nothing of {wanted}")
     # With an ellipsis: a 0-d numpy array gives a view of itself then, and a copy otherwise.
     part = (*(slice(o - w, o - w + n) for o, n, w in zip(*common, wanted[0], strict=True)), ...)
-    region = words.array[part]
     # Items wider than a word (complex128) have a last dimension of words.
-    extra = tuple(words.array.shape[len(wanted[1]) :])
+    extra = tuple(words.shape[len(wanted[1]) :])
+    shape, size = held[1] + extra, common[1] + extra
     inner = tuple(o - h for o, h in zip(common[0], held[0], strict=True)) + (0,) * len(extra)
-    target = _PartTarget(region, held[1] + extra, inner, common[1] + extra, words)
-    whole = common == held
-    chunks = (
-        None if whole else needed_chunks(held[1] + extra, inner, common[1] + extra, words.itemsize)
-    )
-    return TensorRead(component, entry, target, chunks)
+    chunks = None if common == held else needed_chunks(shape, inner, size, words.itemsize)
+    memory = target(words[part], shape, inner, words.itemsize)
+    return TensorRead(component, entry, memory, chunks)
 
 
 def needed_chunks(
@@ -362,51 +414,6 @@ def _flat(shape: Sequence[int], index: Sequence[int]) -> int:
     return at
 
 
-class _PartTarget:
-    """A Target for a stored piece of which a box is wanted: `region` is the box's memory."""
-
-    def __init__(
-        self,
-        region: Any,
-        shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-        words: Words,
-    ) -> None:
-        self.region, self.shape, self.offset, self.words = region, shape, offset, words
-        # Where the box is one run of the piece and of the memory, bytes go straight in.
-        split = next((d for d in reversed(range(len(shape))) if size[d] != shape[d]), 0)
-        run = all(size[d] == 1 for d in range(split)) and size[split + 1 :] == shape[split + 1 :]
-        self.memory = words.memory(region) if run else None
-        self.items: Any = words.flattened(region) if run and self.memory is None else None
-        self.first = _flat(shape, offset) * words.itemsize
-        self.pinned = words.pinned
-
-    def view(self, start: int, stop: int) -> memoryview | None:
-        if self.memory is None or start < self.first or stop > self.first + len(self.memory):
-            return None
-        return self.memory[start - self.first : stop - self.first]
-
-    def put(self, start: int, data: memoryview) -> None:
-        with self.words.moving():
-            if self.items is not None:
-                self._put_run((start - self.first) // self.words.itemsize, self.words.flat(data))
-                return
-            _scatter(
-                self.region,
-                self.shape,
-                self.offset,
-                start // self.words.itemsize,
-                self.words.flat(data),
-            )
-
-    def _put_run(self, at: int, flat: Any) -> None:
-        """Put what is wanted of the items from `at` of the box on, as one block copy."""
-        low, high = max(0, at), min(len(self.items), at + len(flat))
-        if low < high:
-            self.items[low:high] = flat[low - at : high - at]
-
-
 def _scatter(
     region: Any, shape: Sequence[int], offset: Sequence[int], start: int, flat: Any
 ) -> None:
@@ -417,6 +424,7 @@ def _scatter(
         return
     row, count, at = prod(shape[1:]), len(flat), 0
     low, high = offset[0], offset[0] + region.shape[0]
+    inner = tuple(slice(o, o + s) for o, s in zip(offset[1:], region.shape[1:], strict=True))
     while at < count:
         index, within = divmod(start + at, row)
         if within or count - at < row:
@@ -427,11 +435,7 @@ def _scatter(
             n = (count - at) // row * row
             first, last = max(index, low), min(index + n // row, high)
             if first < last:
-                block = flat[at + (first - index) * row : at + (last - index) * row].reshape(
-                    last - first, *shape[1:]
-                )
-                inner = tuple(
-                    slice(o, o + s) for o, s in zip(offset[1:], region.shape[1:], strict=True)
-                )
+                whole = flat[at + (first - index) * row : at + (last - index) * row]
+                block = whole.reshape(last - first, *shape[1:])
                 region[first - low : last - low] = block[(slice(None), *inner)]
         at += n

@@ -40,7 +40,7 @@ from ..format.values import TensorRef, decode
 from ..storage.base import Storage
 from ..storage.opening import open_storage
 from ..storage.urls import masked_url, split_url
-from .reader import StoredFiles, TensorRead, numpy_words, read_of
+from .reader import StoredFiles, TensorRead, read_of
 
 PORTION = 256 << 20  # bytes that `verify` checks between two words of progress
 
@@ -161,8 +161,7 @@ class CheckpointView:
     def __init__(self, storage: Storage, folder: str) -> None:
         self.storage, self.folder = storage, folder
         self.files = StoredFiles(storage, folder)
-        self.url = storage.at(folder).rstrip("/")
-        self.name = split_url(self.url)[1]
+        self.url = self.files.url
         try:
             self.manifest: CheckpointManifest = read_manifest(storage, folder)
         except CheckpointNotFound as error:
@@ -180,6 +179,11 @@ class CheckpointView:
         self._tables: dict[str, StoredComponent] = {}
         self._starts: dict[int, dict[str, list[int]]] = {}
         self._found: dict[str, tuple[str, StoredComponent, int]] = {}
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return split_url(self.url)[1]
 
     def __enter__(self) -> CheckpointView:
         return self
@@ -200,9 +204,10 @@ class CheckpointView:
                 raise self._corrupt(MANIFEST_NAME, f"lists no {name}, which a component needs")
             data = self.read_file(name)
             try:
-                index = Index.decode(data, self.files.at(name))
+                index = Index.decode(data, name)
             except CheckpointCorrupt as error:
-                error.path, error.file = self.url, name
+                error.message = self.files.at(name) + error.message.removeprefix(name)
+                error.path = self.url
                 raise
             for file, digest in index.file_digests().items():
                 known = self.manifest.files.get(file)
@@ -373,10 +378,10 @@ class CheckpointView:
             )
         return entry
 
-    def _stored(self) -> Iterator[tuple[str, StoredComponent]]:
-        """All copies of all components. Where there are several, the label follows the name:
-        "rng.rank00001"."""
-        for key in self.manifest.components:
+    def _stored(self, keys: Iterable[str] | None = None) -> Iterator[tuple[str, StoredComponent]]:
+        """All copies of some components (None: of all) that this storage has. Where there are
+        several, the label follows the name: "rng.rank00001"."""
+        for key in self.manifest.components if keys is None else keys:
             for number, copy in enumerate(self.manifest.copies(key)):
                 if self.manifest.holds(copy):
                     yield key + copy.label, self.component(key, number)
@@ -397,12 +402,10 @@ class CheckpointView:
         """
         self.check_copy(component, copy)
         stored = self.component(component, copy)
-        found: dict[str, list[StoredBox]] = {}
-        for number, tensor in enumerate(stored.tensors):
-            whole = ((0,) * len(tensor.shape), tensor.shape)
-            found[tensor.name] = [
+        return {
+            tensor.name: [
                 StoredBox(
-                    piece.offset or whole[0],
+                    piece.offset or (0,) * len(tensor.shape),
                     piece.local_shape,
                     piece.nbytes,
                     piece.file,
@@ -410,10 +413,11 @@ class CheckpointView:
                     self.manifest.files[piece.file].writer,
                     piece.digests,
                 )
-                for piece in stored.pieces(number, whole)
+                for piece in stored.pieces(number, tensor.whole)
                 if piece.file is not None
             ]
-        return found
+            for number, tensor in enumerate(stored.tensors)
+        }
 
     def dtypes(self, component: str, copy: int = 0) -> list[str]:
         """The dtypes of a component's tensors. Raises what `values` raises.
@@ -472,14 +476,7 @@ class CheckpointView:
 
         Raises UnknownName when there is no such component, CheckpointCorrupt, StorageError.
         """
-        if self.manifest.components[component].pattern == "SHARDED":
-            return len(self.component(component).tree)
-        copies = enumerate(self.manifest.copies(component))
-        return sum(
-            len(self.component(component, n).tree)
-            for n, copy in copies
-            if self.manifest.holds(copy)
-        )
+        return sum(len(stored.tree) for _, stored in self._stored([component]))
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Any:
         """A tensor, or a box of it, as a verified numpy array. Only what is needed is read,
@@ -509,7 +506,7 @@ class CheckpointView:
         words = (
             array[..., None].view("u8") if array.itemsize > 8 else array.view(f"u{array.itemsize}")
         )
-        reads = [read_of(key, piece, wanted, numpy_words(words)) for piece in pieces]
+        reads = [read_of(key, piece, wanted, words) for piece in pieces]
         self.files.read(reads, io_threads=2)
         return array
 
@@ -553,18 +550,20 @@ class CheckpointView:
             available=names,
         )
 
-    def check_files(self, files: Iterable[str]) -> None:
+    def check_files(self, files: Iterable[str], *, others: bool = False) -> None:
         """Check sizes and headers of tensor files whose indexes were read. Raises
         CheckpointCorrupt, StorageError.
 
         files: names, as in the manifest.
+        others: bool, check what the manifest lists beside tensors and indexes, too (default False).
         """
         wanted = sorted(set(files))  # which may read indexes
-        known = {
-            name: entry for index in self._indexes.values() for name, entry in index.files.items()
-        }
+        known = {name: f for index in self._indexes.values() for name, f in index.files.items()}
         for file in wanted:
             self.files.check_header(file, known[file])
+        for name in self.manifest.files if others else ():
+            if name.endswith(".safetensors.index.json"):
+                self.read_file(name)
 
     def _check_size(self, file: str) -> None:
         self.files.open(file, self.manifest.files[file].size).close()
@@ -574,37 +573,21 @@ class CheckpointView:
 
         index: Index, that of the writer.
         """
+        writer = index.writer
         for key, part in index.components.items():
             yield from (TensorRead(key, entry, None) for entry in part.tensors)
-            if part.pieces:
-                tensors = self._sharded(key).tensors
-                for piece in part.pieces:
-                    if piece.number >= len(tensors):
-                        raise self._corrupt(
-                            index_file_name(index.writer),
-                            f"has a piece of tensor {piece.number} of {len(tensors)}",
-                        )
-                    tensor = tensors[piece.number]
-                    box = (
-                        tensor.layout.box_of(tensor.shape, index.writer)
-                        if tensor.layout is not None
-                        else None
-                    )
-                    if box is None:
-                        raise self._corrupt(
-                            index_file_name(index.writer),
-                            f"has a piece of {tensor.name!r} that is not its own",
-                        )
-                    yield TensorRead(
-                        key, self._piece(key, piece.number, tensor, index.writer, box), None
-                    )
-
-    def check_small_files(self) -> None:
-        """Files that the manifest lists beside tensors and indexes. Raises CheckpointCorrupt,
-        StorageError."""
-        for name in self.manifest.files:
-            if name.endswith(".safetensors.index.json"):
-                self.read_file(name)
+            tensors = self._sharded(key).tensors if part.pieces else []
+            for number in (piece.number for piece in part.pieces or ()):
+                what = f"has a piece of tensor {number} of {len(tensors)}"
+                box = None
+                if number < len(tensors):
+                    tensor, what = tensors[number], f"has a piece of {tensors[number].name!r} that"
+                    what += " is not its own"
+                    layout = tensor.layout
+                    box = None if layout is None else layout.box_of(tensor.shape, writer)
+                if box is None:
+                    raise self._corrupt(index_file_name(writer), what)
+                yield TensorRead(key, self._piece(key, number, tensor, writer, box), None)
 
     def foreign_files(self) -> list[str]:
         """Names in the folder that the manifest does not list. Loading ignores them."""
@@ -623,52 +606,67 @@ class CheckpointView:
         io_threads: int, how many threads read (default 2).
         progress: function of tensor bytes checked and tensor bytes in all (default None).
         """
-        problems: list[Problem] = []
+        checks = _Checks()
         checked: set[str] = set()
         reads: list[TensorRead] = []
-
-        def attempt(file: str, check: Callable[[], Any]) -> bool:
-            try:
-                check()
-            except (CheckpointCorrupt, StorageError) as error:
-                problems.append(_problem(error, file))
-                return False
-            return True
-
         for writer in sorted({w for c in self.manifest.components.values() for w in c.writers}):
             name = index_file_name(writer)
             checked.add(name)
-            if not attempt(name, partial(self.index, writer)):
+            if not checks.attempt(name, self.index, writer):
                 # What only this index describes is not to blame; its size is all that can be
                 # checked.
                 for file, record in self.manifest.files.items():
                     if record.writer == writer and file.endswith(".safetensors"):
                         checked.add(file)
-                        attempt(file, partial(self._check_size, file))
+                        checks.attempt(file, self._check_size, file)
                 continue
-            index = self.index(writer)
+            index, whole = self.index(writer), set()
             checked.update(index.files)
-            whole = {
-                f
-                for f, known in index.files.items()
-                if attempt(f, partial(self.files.check_header, f, known))
-                or problems[-1].kind == "header"
-            }
-            found: list[TensorRead] = []
-            attempt(name, lambda index=index, found=found: found.extend(self.reads_of(index)))  # type: ignore[misc]
-            reads += [read for read in found if read.entry.file in whole]
+            for file, known in index.files.items():
+                # Bytes behind a damaged header can be checked, those of a shorter file cannot.
+                found = checks.attempt(file, self.files.check_header, file, known)
+                if found or checks.problems[-1].kind == "header":
+                    whole.add(file)
+            found_reads: list[TensorRead] = []
+            checks.attempt(
+                name, lambda into, of: into.extend(self.reads_of(of)), found_reads, index
+            )
+            reads += [read for read in found_reads if read.entry.file in whole]
         for name in self.manifest.files.keys() - checked:
-            attempt(name, partial(self.read_file, name))
+            checks.attempt(name, self.read_file, name)
         done, total, unreadable = 0, sum(read.entry.nbytes for read in reads), ""
-        report = lambda e: problems.append(_problem(e, e.file or ""))  # noqa: E731
         for batch in _batches(reads):
             file, done = _file_of(batch[0]), done + sum(read.entry.nbytes for read in batch)
-            read = partial(self.files.read, batch, io_threads, report)
-            if file != unreadable and not attempt(file, read):
-                unreadable = file
+            if file != unreadable:
+                whole_batch = checks.attempt(file, self.files.read, batch, io_threads, checks.add)
+                unreadable = unreadable if whole_batch else file
             if progress is not None:
                 progress(done, total)
-        return sorted(problems, key=lambda p: (p.file, p.tensor or "", p.message))
+        return sorted(checks.problems, key=lambda p: (p.file, p.tensor or "", p.message))
+
+
+class _Checks:
+    """What was checked and found wrong."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def attempt(self, file: str, check: Callable[..., Any], *args: Any) -> bool:
+        """Whether a check goes well; else what it raises is a problem of the file."""
+        try:
+            check(*args)
+        except StorageError as error:
+            self.problems.append(Problem(file, "storage", str(error)))
+            return False
+        except CheckpointCorrupt as error:
+            self.add(error, file)
+            return False
+        return True
+
+    def add(self, error: CheckpointCorrupt, file: str = "") -> None:
+        where, kind = error.file or file, error.kind or "format"
+        facts = error.tensor, error.expected, error.actual
+        self.problems.append(Problem(where, kind, str(error), *facts))
 
 
 def _batches(reads: Iterable[TensorRead]) -> Iterator[list[TensorRead]]:
@@ -695,23 +693,16 @@ def _on_other_nodes(
 ) -> StateMismatch:
     """The error for something that only the storage of other nodes has. saved_by: the ranks that
     had it."""
-    here = ", ".join(map(str, manifest.stored_ranks[:8])) + (
-        ", ..." if len(manifest.stored_ranks) > 8 else ""
-    )
-    others = [
-        str(node)
-        for node, ranks in enumerate(manifest.nodes)
-        if not set(ranks).isdisjoint(saved_by)
-    ]
+    ranks, more = manifest.stored_ranks[:8], ", ..." if len(manifest.stored_ranks) > 8 else ""
+    others = [str(n) for n, on in enumerate(manifest.nodes) if not set(on).isdisjoint(saved_by)]
     where = f", but on node {', '.join(others[:8])}" if others else ""
     return StateMismatch(
         f"{url}: {what} is not on this node, whose storage has the part that node {manifest.node} "
-        f"of {len(manifest.nodes)} "
-        f"(ranks {here}) saved{where}. With storage_mode='node' every rank restores from its own "
-        "node alone: start as many ranks "
-        "on each node as at the save, on the same nodes (or copy each node's folder to the node "
-        "that takes its place); to change "
-        "the layout, save with storage_mode='shared' where all nodes see the files",
+        f"of {len(manifest.nodes)} (ranks {', '.join(map(str, ranks))}{more}) saved{where}. With "
+        "storage_mode='node' every rank restores from its own node alone: start as many ranks on "
+        "each node as at the save, on the same nodes (or copy each node's folder to the node that "
+        "takes its place); to change the layout, save with storage_mode='shared' where all nodes "
+        "see the files",
         path=url,
     )
 
@@ -736,13 +727,6 @@ def _stored_cuts(
     return found
 
 
-def _problem(error: CheckpointCorrupt | StorageError, file: str) -> Problem:
-    if isinstance(error, StorageError):
-        return Problem(file, "storage", str(error))
-    where, kind = error.file or file, error.kind or "format"
-    return Problem(where, kind, str(error), error.tensor, error.expected, error.actual)
-
-
 def _whole(entries: Sequence[TensorEntry], number: int, box: Box) -> Iterator[TensorEntry]:
     """What is stored of a tensor that is not sharded and meets `box`."""
     return iter([entries[number]] if volume(box[1]) else [])
@@ -759,17 +743,14 @@ def _sound_alias(entry: TensorEntry, found: Sequence[TensorEntry]) -> bool:
 def _infos(component: str, stored: StoredComponent) -> list[TensorInfo]:
     infos = []
     for number, t in enumerate(stored.tensors):
-        # Which files hold a sharded tensor is said by the indexes of all its writers, which are not
-        # read for this.
-        whole = ((0,) * len(t.shape), t.shape)
-        held = stored.tensors[t.alias_of] if t.alias_of is not None else t
-        file = (
-            next((p.file for p in stored.pieces(number, whole)), None)
-            if held.layout is None
-            else None
-        )
-        alias = None if t.alias_of is None else held.name
-        layout = None if held.layout is None else held.layout.words()
+        held = t if t.alias_of is None else stored.tensors[t.alias_of]
+        file = alias = layout = None
+        if held.layout is None:
+            file = next((piece.file for piece in stored.pieces(number, t.whole)), None)
+        else:  # which files have it the indexes of all its writers say, which are not read for this
+            layout = held.layout.words()
+        if t.alias_of is not None:
+            alias = held.name
         nbytes = tensor_nbytes(t.dtype, t.shape)
         infos.append(TensorInfo(component, t.name, t.dtype, t.shape, nbytes, file, alias, layout))
     return infos

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,7 +15,15 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 import torch
 from torch import nn
 
-from ..arguments import check_flag, check_flags, check_mapping, check_name, check_number, shown
+from ..arguments import (
+    Names,
+    check_flag,
+    check_flags,
+    check_mapping,
+    check_name,
+    check_number,
+    shown,
+)
 from ..errors import InvalidState, RanksDisagree
 from ..format.values import MAX_DEPTH, PLAIN_TYPES, encode, only_plain
 from .layout import Shard, is_dtensor_class
@@ -280,24 +288,13 @@ def check_equal(calls: str, reports: Sequence[Any], step: int | None = None) -> 
 
 def _differing_components(first: Sequence[str], other: Sequence[str], rank: int) -> str:
     """How the components of `rank` differ from those of rank 0, in words."""
-    only_first = [
-        f"component {key!r} is on rank 0 and not on rank {rank}"
-        for key in first
-        if key not in other
-    ]
-    only_other = [
-        f"component {key!r} is on rank {rank} and not on rank 0"
-        for key in other
-        if key not in first
-    ]
-    found = only_first + only_other
+    found = [f"{k!r} is on rank 0 and not on rank {rank}" for k in first if k not in other]
+    found += [f"{k!r} is on rank {rank} and not on rank 0" for k in other if k not in first]
     if not found:
-        return (
-            f"components are {list(first)} on rank 0 and {list(other)} on rank {rank}: the order "
-            "counts"
-        )
+        both = f"{list(first)} on rank 0 and {list(other)} on rank {rank}"
+        return f"components are {both}: the order counts"
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"components differ: {', '.join(found[:3])}{more}"
+    return f"components differ: {', '.join(f'component {each}' for each in found[:3])}{more}"
 
 
 def refuse_fixed_values(components: Iterable[StateComponent]) -> None:
@@ -311,21 +308,16 @@ def refuse_fixed_values(components: Iterable[StateComponent]) -> None:
                 encode(held.value, component=key)  # refuses what no dict can hold either
             raise InvalidState(
                 f"component {key!r} is {text}, a value of type {type(held.value).__qualname__}, "
-                "which a restore cannot change in "
-                f"place: put it into a dict, as in {{'progress': {{{key!r}: {text}}}}}, or into a "
-                "ckptcore.Value(...), and use "
-                "it from there",
+                "which a restore cannot change in place: put it into a dict, as in {'progress': "
+                f"{{{key!r}: {text}}}}}, or into a ckptcore.Value(...), and use it from there",
                 component=key,
             )
 
 
 def owner_of(stateful: Any) -> Any:
     """Whose state it is, where `stateful` stands for a part of it."""
-    return (
-        getattr(stateful, "whole", stateful)
-        if type(stateful).__module__.startswith("ckptcore.")
-        else stateful
-    )
+    own = type(stateful).__module__.startswith("ckptcore.")
+    return getattr(stateful, "whole", stateful) if own else stateful
 
 
 def is_optimizer(owner: Any) -> bool:
@@ -361,20 +353,16 @@ def as_components(state: Any, world_size: int = 1) -> list[StateComponent]:
     else:
         raise InvalidState(
             "a state is a dict, a list of StateComponent, or an object with "
-            "get_state_components(), not "
-            f"{shown(state)}, a {type(state).__qualname__}"
+            f"get_state_components(), not {shown(state)}, a {type(state).__qualname__}"
         )
     if not found:
         raise InvalidState("the state has no components: nothing to save or load")
     keys = [component.key for component in found]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise InvalidState(f"two components have the key {twice[0]!r}", component=twice[0])
-    modules = {
-        c.key: c.stateful
-        for c in found
-        if _is_model(c.stateful) or isinstance(c.stateful, ModelState)
-    }
-    plain = {c.key: c.stateful for c in found if isinstance(c.stateful, torch.Tensor | Mapping)}
+    held = {c.key: c.stateful for c in found}
+    modules = {k: v for k, v in held.items() if _is_model(v) or isinstance(v, ModelState)}
+    plain = {k: v for k, v in held.items() if isinstance(v, torch.Tensor | Mapping)}
     for component in found:
         with _named(component):
             _adapt(component, world_size)
@@ -392,32 +380,14 @@ Only = str | Collection[str] | Callable[[str], bool]
 def chosen_of(components: Sequence[StateComponent], only: Only) -> list[StateComponent]:
     """The components that `only` asks for, by name or pattern. Raises InvalidState for a name that
     none has."""
-    patterns = () if callable(only) else (only,) if isinstance(only, str) else only
-    if not isinstance(patterns, list | tuple | set | frozenset | KeysView) or not (
-        callable(only) or (patterns and all(isinstance(name, str) and name for name in patterns))
-    ):
-        raise InvalidState(
-            "only must be the name of a component, a pattern, a list of them or a function of a "
-            f"name, not {shown(only)}"
-        )
-    keys = [component.key for component in components]
-    unknown = [p for p in patterns if not any(fnmatchcase(key, p) for key in keys)]
-    if callable(only):
-        chosen = {key for key in keys if _asks_for(only, key)}
-    else:
-        chosen = {key for key in keys for p in patterns if fnmatchcase(key, p)}
-    if unknown or not chosen:
-        which = f"{unknown[0]!r}, which" if unknown else "what"
-        raise InvalidState(f"only asks for {which} the state has not; it has {', '.join(keys)}")
-    return [component for component in components if component.key in chosen]
-
-
-def _asks_for(only: Callable[[str], bool], key: str) -> bool:
-    try:
-        return bool(only(key))
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise InvalidState(f"the function given as only fails for {key!r} ({what})") from error
+    names = Names("only", only, "the name of a component")
+    chosen = [component for component in components if names.answer(component.key)]
+    if names.unused or not chosen:
+        unknown = next((p for p in names.patterns if p in names.unused), None)
+        which = "what" if unknown is None else f"{unknown!r}, which"
+        has = ", ".join(component.key for component in components)
+        raise InvalidState(f"only asks for {which} the state has not; it has {has}")
+    return chosen
 
 
 @contextmanager
@@ -502,12 +472,8 @@ def _tensors_of(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any
 
 def _is_model(value: Any) -> bool:
     """A module, or a list of them: the stages of a pipeline."""
-    several = (
-        isinstance(value, list | tuple)
-        and value
-        and all(isinstance(item, nn.Module) for item in value)
-    )
-    return isinstance(value, nn.Module) or bool(several)
+    several = value if isinstance(value, list | tuple) else [value]
+    return bool(several) and all(isinstance(item, nn.Module) for item in several)
 
 
 def _is_split(value: Any) -> bool:
@@ -524,17 +490,12 @@ def _are_optimizers(value: Any) -> bool:
 def _adapt(component: StateComponent, world_size: int) -> None:
     """Have the engine ask for the state what knows how to give it; of optimizers, see below."""
     stateful = component.stateful
-    whole = component.sharing_pattern in (
-        SharingPattern.GLOBAL,
-        SharingPattern.REPLICATED,
-        SharingPattern.PER_NODE,
-    )
+    pattern = component.sharing_pattern.value
+    whole = pattern in ("GLOBAL", "REPLICATED", "PER_NODE")
     if whole and world_size > 1 and _is_split(stateful):
         raise InvalidState(
-            f"component {component.key!r}: each rank has only a part of the optimizer's state, "
-            "and "
-            f"{component.sharing_pattern.value} would store that of one; declare it SHARDED",
-            component=component.key,
+            f"each rank has only a part of the optimizer's state, and {pattern} would store that "
+            "of one; declare it SHARDED"
         )
     # What says its pattern itself says this, too.
     on_resize = getattr(stateful, "on_resize", None)
@@ -549,12 +510,9 @@ def _adapt(component: StateComponent, world_size: int) -> None:
 def _optimizer_state(optimizer: Any, modules: dict[str, Any], plain: dict[str, Any]) -> Any:
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     trained = {id(p) for p in _tensors_of(optimizer)}
-    holders = {
-        k: held
-        for k, held in modules.items()
-        if not trained.isdisjoint(parameter_table(held).names)
-    }
-    trained = trained.difference(*(parameter_table(held).names for held in holders.values()))
+    tables = {key: parameter_table(held).names for key, held in modules.items()}
+    holders = {k: held for k, held in modules.items() if not trained.isdisjoint(tables[k])}
+    trained = trained.difference(*(tables[key] for key in holders))
     for key, value in plain.items() if trained else ():
         # Tensors that are trained without a module go by the names that they have in the state.
         found = _named_tensors(value, trained)

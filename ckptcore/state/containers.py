@@ -33,10 +33,44 @@ class _Container:
     whole: frozenset[str]
     transposed: frozenset[str]
 
+    @classmethod
+    def named(cls, name: Any) -> _Container:
+        """The class that a file calls so. Raises StateMismatch where it is not registered."""
+        if (found := _BY_NAME.get(name)) is None:
+            raise StateMismatch(
+                f"the saved state has a tensor of class {name!s:.200}, which is not registered "
+                "here; call register_tensor_class for it"
+            )
+        return found
+
     def load_class(self) -> Any:
-        return getattr(importlib.import_module(self.home[0]), self.home[1])
+        """Raises StateMismatch where it is not installed."""
+        module, name = self.home
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            what = f"the saved state has a tensor of class {'.'.join(self.home)}"
+            raise StateMismatch(f"{what}; install {module.split('.')[0]}") from None
+
+    def made(
+        self, parts: Mapping[str, Any], context: Any, shape: torch.Size, *geometry: Any, device: Any
+    ) -> Any:
+        """A tensor of the class. context: as it is stored; geometry: what else its class is given.
+        Raises StateMismatch for parts that do not make up one of `shape`."""
+        cls, kind = self.load_class(), self.name
+        try:
+            meant = _context(context, shape, device)
+            made: Any = cls.__tensor_unflatten__(parts, meant, *geometry)
+        except _UNFIT as error:
+            what = f"what is stored makes no {kind} ({type(error).__name__}: {error})"
+            raise StateMismatch(what) from error
+        if made.shape != shape:
+            what = f"what is stored makes a {kind} of {list(made.shape)}, not of {list(shape)}"
+            raise StateMismatch(what)
+        return made
 
 
+_UNFIT = (ImportError, KeyError, TypeError, ValueError, AttributeError, AssertionError)
 _BY_HOME: dict[tuple[str, str], _Container] = {}
 _BY_NAME: dict[str, _Container] = {}
 # Classes of what stands in the context of a registered class: made anew as only these are.
@@ -304,22 +338,11 @@ def _context(stored: Any, shape: torch.Size, device: torch.device) -> Any:
 
 def rebuilt(payload: Any) -> Any:
     """The tensor again, from inner tensors that are there now, whole. Raises StateMismatch."""
+    shape, parts = torch.Size(payload["shape"]), payload["tensors"]
+    stride = torch.empty(shape, device="meta").stride()
+    device = next(iter(parts.values())).device
     container = known_container(payload)
-    cls, name = _loaded(container), container.name
-    shape = torch.Size(payload["shape"])
-    parts = payload["tensors"]
-    devices = {part.device for part in parts.values()}
-    try:
-        context = _context(payload["context"], shape, next(iter(devices)))
-        stride = torch.empty(shape, device="meta").stride()
-        made: Any = cls.__tensor_unflatten__(parts, context, shape, stride)
-    except (ImportError, KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
-        raise StateMismatch(
-            f"what is stored makes no {name} ({type(error).__name__}: {error})"
-        ) from error
-    if made.shape != shape:
-        raise StateMismatch(f"what is stored makes a {name} of {list(made.shape)}, not of {shape}")
-    return made
+    return container.made(parts, payload["context"], shape, shape, stride, device=device)
 
 
 register_codec(TensorParts, lambda parts: parts.payload, rebuilt, name=CODEC)
@@ -334,13 +357,7 @@ def known_container(payload: Any) -> _Container:
     """The registered class of saved parts. Raises StateMismatch, ValueError where they are none."""
     if not isinstance(payload, dict) or payload.keys() != {"class", "shape", "context", "tensors"}:
         raise ValueError("the parts of a tensor are a class, a shape, a context and tensors")
-    container = _BY_NAME.get(payload["class"])
-    if container is None:
-        raise StateMismatch(
-            f"the saved state has a tensor of class {payload['class']!s:.200}, which is not "
-            "registered here; call register_tensor_class for it"
-        )
-    return container
+    return _Container.named(payload["class"])
 
 
 def check_parts(payload: Any) -> None:
@@ -349,7 +366,7 @@ def check_parts(payload: Any) -> None:
     container = known_container(payload)
     if not isinstance(payload["tensors"], dict) or not payload["tensors"]:
         raise ValueError(f"a {container.name} has no parts")
-    _loaded(container)
+    container.load_class()
 
 
 def is_made_of(live: Any, payload: Mapping[str, Any]) -> bool:
@@ -363,16 +380,6 @@ def is_made_of(live: Any, payload: Mapping[str, Any]) -> bool:
 
 def _memory(part: Any) -> Any:
     return part.tensor if isinstance(part, Shard) else part
-
-
-def _loaded(container: _Container) -> Any:
-    try:
-        return container.load_class()
-    except (ImportError, AttributeError):
-        raise StateMismatch(
-            f"the saved state has a tensor of class {'.'.join(container.home)}; install "
-            f"{container.home[0].split('.')[0]}"
-        ) from None
 
 
 def misfit(saved: Any, live: Any) -> tuple[str, str] | None:
@@ -489,11 +496,8 @@ class Moment:
         """What stands for a moment in a checkpoint: itself, unless it is of a registered class."""
         if type(value) in _ORDINARY or not isinstance(value, torch.Tensor):
             return value
-        inner: Any = value
-        if is_dtensor(value):
-            inner = value._local_tensor  # type: ignore[attr-defined]  # to_local() takes 10 times as long
-        container = _BY_HOME.get((type(inner).__module__, type(inner).__qualname__))
-        if container is None:
+        inner = _local_part(value)
+        if (container := _container_of(inner)) is None:
             return value
         names, context = inner.__tensor_flatten__()
         cut = _Slice.of(self.name, self.parameter)
@@ -522,40 +526,19 @@ class Moment:
         """
         if not isinstance(value, Mapping) or value.keys() != _KEYS:
             return value
-        container = _BY_NAME.get(value["quantized"])
-        if container is None:
-            raise StateMismatch(
-                f"{self.name}: the saved state is a tensor of class {value['quantized']!s:.200}, "
-                "which is not registered here; call register_tensor_class for it"
-            )
+        mine: Any = self.parameter
+        shape = torch.Size(mine.to_local().shape if is_dtensor(mine) else mine.shape)
         try:
-            cls = container.load_class()
-        except (ImportError, AttributeError):
-            raise StateMismatch(
-                f"{self.name}: the saved state is a tensor of class {'.'.join(container.home)}; "
-                f"install {container.home[0].split('.')[0]}, or go on with the optimizer that was "
-                "saved"
-            ) from None
-        shape = torch.Size(
-            self.parameter.to_local().shape if is_dtensor(self.parameter) else self.parameter.shape
-        )
-        try:
-            parts = {
-                name: part.tensor if isinstance(part, Shard) else part
-                for name, part in value["tensors"].items()
-            }
-            context = [_meant(item, shape) for item in value["context"]]
-            whole: Any = cls.__tensor_unflatten__(parts, context)
-        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
-            raise self._misfit(container, f"{type(error).__name__}: {error}") from error
-        if whole.shape != shape:
-            raise self._misfit(container, f"{list(whole.shape)} instead of {list(shape)}")
-        return whole
-
-    def _misfit(self, container: _Container, why: str) -> StateMismatch:
-        return StateMismatch(
-            f"{self.name}: what is stored makes no {container.name} of this parameter ({why})"
-        )
+            container = _Container.named(value["quantized"])
+            parts = {name: _memory(part) for name, part in dict(value["tensors"]).items()}
+            context = [_meant(item) for item in value["context"]]
+            return container.made(parts, context, shape, device=mine.device)
+        except StateMismatch as error:
+            error.message = f"{self.name}: {error.message}"
+            raise
+        except (TypeError, ValueError) as error:
+            what = f"what is stored makes no moment ({type(error).__name__}: {error})"
+            raise StateMismatch(f"{self.name}: {what}") from error
 
 
 def _plain(item: Any) -> Any:
@@ -565,9 +548,10 @@ def _plain(item: Any) -> Any:
     return "shape" if isinstance(item, tuple) else item
 
 
-def _meant(item: Any, shape: torch.Size) -> Any:
+def _meant(item: Any) -> Any:
+    """The reverse, as the context of any tensor has it."""
     if item == "shape":
-        return shape
+        return {"shape": "Size"}
     if not isinstance(item, str) or not item.startswith("torch."):
         return item
     found = getattr(torch, item.removeprefix("torch."), None)

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..arguments import shown
-from ..errors import InvalidState, StateMismatch
+from ..errors import InvalidState, StateMismatch, UnsupportedValue
 from ..format.layout import Box, Mesh, MeshLayout, volume
 from ..format.tensorfile import DTYPES
 from ..storage.chunks import Chunk, MakeMemory, Scratch
@@ -68,19 +68,19 @@ def dtype_name(dtype: torch.dtype) -> str | None:
 torch_dtype: Callable[[str], torch.dtype | None] = _DTYPES.get
 
 
-def why_not_storable(tensor: torch.Tensor) -> str | None:
+def _why_not_storable(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be stored, or None."""
-    ordinary = type(tensor) in ORDINARY
+    dispatch = getattr(tensor, "__torch_dispatch__", None)
     # What has inner tensors, or runs operations in a way of its own.
-    if not ordinary and (
-        is_traceable_wrapper_subclass(tensor) or _dispatch(tensor) is not _dispatch(torch.Tensor)
+    if type(tensor) not in ORDINARY and (
+        is_traceable_wrapper_subclass(tensor)
+        or dispatch is not getattr(torch.Tensor, "__torch_dispatch__", None)
     ):
-        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         return (
-            f"tensor subclass {kind} is not supported; call register_tensor_class for it where it "
-            "is a plain container of other tensors, or store those"
+            f"tensor subclass {_type_name(tensor)} is not supported; call register_tensor_class "
+            "for it where it is a plain container of other tensors, or store those"
         )
-    if not ordinary and torch.nn.parameter.is_lazy(tensor):
+    if type(tensor) not in ORDINARY and torch.nn.parameter.is_lazy(tensor):
         return "an uninitialized parameter has no data; run the model once first"
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
@@ -97,8 +97,8 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _dispatch(of: Any) -> Any:
-    return getattr(of, "__torch_dispatch__", None)
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,6 +232,73 @@ def forms_of(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         forms.append(form)
         memory.append(local)
     return forms, memory
+
+
+class TensorFacts(NamedTuple):
+    """What is stored of a tensor beside its name. shape: of the memory on this rank; global_shape,
+    box, layout: as in LocalShard."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    global_shape: tuple[int, ...]
+    box: Box | None
+    layout: MeshLayout | Literal["box"] | None
+
+    @classmethod
+    def of(cls, shard: LocalShard) -> TensorFacts:
+        tensor = shard.tensor
+        dtype, shape = dtype_name(tensor.dtype) or "", tuple(tensor.shape)
+        return cls(dtype, shape, tensor.nbytes, shard.shape, shard.box, shard.layout)
+
+
+def describe(
+    component: str, names: Sequence[str], leaves: list[Any], *, sharded: bool, loading: bool
+) -> tuple[list[Any], list[torch.Tensor], list[TensorFacts]]:
+    """The forms of leaves, their memory on this rank, and what is stored of each.
+
+    sharded: slices are allowed. Raises UnsupportedValue for what cannot be stored, InvalidState for
+    slices that are not expected or not complete, and where there is no memory to load into.
+    """
+    try:
+        forms, memory = forms_of(leaves)
+    except RuntimeError:  # one has no shape, and is refused by name
+        forms, memory = [object() for _ in leaves], leaves
+    # Leaves of one form are described alike, and large states have few forms.
+    known: dict[Any, TensorFacts] = {}
+    for form, leaf, name in zip(forms, leaves, names, strict=True):
+        if form in known:
+            continue
+        try:
+            known[form] = TensorFacts.of(_checked_shard(leaf, sharded, loading))
+        except (InvalidState, UnsupportedValue) as error:
+            error.message = f"component {component!r}, key {name!r}{error.message}"
+            error.component, error.key = component, name
+            raise
+    return forms, memory, [known[form] for form in forms]
+
+
+def _checked_shard(leaf: Any, sharded: bool, loading: bool) -> LocalShard:
+    """What this rank holds of a leaf. Raises as `describe` does."""
+    inner = leaf if isinstance(leaf, torch.Tensor) else leaf.tensor
+    if loading and inner.is_meta:
+        raise InvalidState(
+            " is on the meta device, and a load has no memory to read into: give "
+            "ModelState(module, device=...), or call module.to_empty(device=...) before it"
+        )
+    why = None if is_dtensor(inner) else _why_not_storable(inner)
+    if why is None:
+        try:
+            part = local_shard(leaf)
+        except InvalidState as error:
+            error.message = f": {error.message}"
+            raise
+        if part.layout is not None and not sharded:
+            what = f" is a slice of a tensor ({type(leaf).__name__}); declare the component SHARDED"
+            raise InvalidState(what)
+        if part.tensor is inner or (why := _why_not_storable(part.tensor)) is None:
+            return part
+    raise UnsupportedValue(f": {why}", type_name=_type_name(leaf))
 
 
 class _MeshFacts(NamedTuple):
@@ -368,6 +435,22 @@ def memory_span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return str(tensor.device), start, start + (reach + 1) * tensor.element_size()
+
+
+def memory_clusters(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Numbers of tensors whose memory lies in one stretch, where there are several."""
+    spans = [(*span, n) for n, t in enumerate(tensors) if (span := memory_span(t)) is not None]
+    cluster: list[int] = []
+    device, end = "", 0
+    for on, start, stop, number in sorted(spans):
+        if on != device or start >= end:
+            if len(cluster) > 1:
+                yield cluster
+            device, end, cluster = on, 0, []
+        cluster.append(number)
+        end = max(end, stop)
+    if len(cluster) > 1:
+        yield cluster
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

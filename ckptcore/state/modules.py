@@ -17,9 +17,9 @@ from torch import nn
 
 from ..arguments import shown
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
-from ..format.values import TensorRef
+from ..format.values import TensorRef, key_names
 from .containers import is_flattened
-from .tree import DEFAULT_METADATA, Differences, differences
+from .tree import DEFAULT_METADATA, Differences
 
 # Wrappers that put the wrapped module under a name of their own: class name -> that name.
 _WRAPPERS: dict[str, str] = {
@@ -110,12 +110,10 @@ class Names:
         self.prefixes = dict(_prefixes(module))
         # Canonical prefixes of modules that load by code of their own, and may change what is below
         # them.
-        self.own_loading = {
-            self.prefixes.get(at, at) for at, inner in _modules(module) if _loads_itself(inner)
-        }
-        if type(
-            module
-        ).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module):
+        own = {at for at, inner in _modules(module) if _loads_itself(inner)}
+        self.own_loading = {self.prefixes.get(at, at) for at in own}
+        overridden = type(module).load_state_dict is not nn.Module.load_state_dict
+        if overridden or "load_state_dict" in vars(module):
             self.own_loading.add("")
 
     def canonical(self, key: str) -> str:
@@ -145,21 +143,17 @@ def _modules(module: nn.Module, raw: str = "") -> Iterator[tuple[str, nn.Module]
 def _loads_itself(module: nn.Module) -> bool:
     """Whether a module loads by more than copying into its parameters and buffers: an override, or
     hooks."""
-    load = getattr(type(module), "_load_from_state_dict", None)
-    own = "_load_from_state_dict" in vars(module) or (
+    load = type(module)._load_from_state_dict
+    if "_load_from_state_dict" in vars(module) or (
         load is not nn.Module._load_from_state_dict
         and getattr(load, "__module__", "") not in _COPYING
-    )
-    hooks = [
-        *module._load_state_dict_pre_hooks.values(),
-        *module._load_state_dict_post_hooks.values(),
-    ]
+    ):
+        return True
+    before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    hooks = [getattr(hook, "hook", hook) for each in (before, after) for hook in each.values()]
+    homes = [getattr(hook, "__module__", None) or "" for hook in hooks]
     # Those of torch's distributed wrappers only bring keys or shards into form.
-    return own or any(not _home(hook).startswith("torch.distributed.") for hook in hooks)
-
-
-def _home(hook: Any) -> str:
-    return getattr(getattr(hook, "hook", hook), "__module__", None) or ""
+    return not all(home.startswith("torch.distributed.") for home in homes)
 
 
 def _prefixed(models: Models) -> list[tuple[str, nn.Module]]:
@@ -305,13 +299,11 @@ class ModelState:
             for key, value in state.items():
                 name = prefix + names.canonical(key)
                 if name in found:
-                    raise InvalidState(
-                        f"{found[name][1]!r} and {key!r} are both {name!r} without wrappers; pass "
-                        "several models as a dict, "
-                        "whose keys become prefixes",
-                        key=name,
-                    )
+                    what = f"{found[name][1]!r} and {key!r} are both {name!r} without wrappers"
+                    hint = "pass several models as a dict, whose keys become prefixes"
+                    raise InvalidState(f"{what}; {hint}", key=name)
                 found[name] = module, key, value
+        self.decides_some = bool(self._own_loading) or any(map(is_extra, found))
         return found
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -328,7 +320,7 @@ class ModelState:
         """Whether code of the module's own decides how `name` is loaded: it is handed what was
         saved, and may resize."""
         first = name.split("/", 1)[0]
-        if first.rpartition(".")[2] == EXTRA_STATE:
+        if is_extra(first):
             return True
         ends = [0, *(at + 1 for at, letter in enumerate(first) if letter == ".")]
         return any(first[:end] in self._own_loading for end in ends)
@@ -337,28 +329,24 @@ class ModelState:
         """By the names, and whether there is a tensor where the module has one. What a module's own
         code decides about is left to it."""
         live = self.state_dict()
-        shown = {n: None if n.rpartition(".")[2] == EXTRA_STATE else v for n, v in live.items()}
-        if isinstance(saved, Mapping):
-            saved = {
-                n: None if str(n).rpartition(".")[2] == EXTRA_STATE else v for n, v in saved.items()
-            }
-        found = differences(saved, shown)
-        for name, value in live.items() if isinstance(saved, Mapping) else ():
-            kept = saved.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and name in saved
-                and not self.decides(name)
-                and not (isinstance(kept, TensorRef) and not kept.numpy)
-                and not is_flattened(kept)  # which is compared part by part
-            ):
+        by_name = isinstance(saved, Mapping)
+        held = dict.fromkeys(key_names(_without_extra(saved) if by_name else saved))
+        wanted = dict.fromkeys(key_names(_without_extra(live)))
+        missing, unexpected = (
+            [n for n in names if n not in others and (is_extra(n) or not self.decides(n))]
+            for names, others in ((wanted, held), (held, wanted))
+        )
+        mismatched: dict[str, tuple[str, str]] = {}
+        for name, value in live.items() if by_name else ():
+            if name not in saved or not isinstance(value, torch.Tensor) or self.decides(name):
+                continue
+            kept = saved[name]
+            # What is made of others is compared part by part.
+            if not (isinstance(kept, TensorRef) and not kept.numpy) and not is_flattened(kept):
                 kind = "numpy.ndarray" if isinstance(kept, TensorRef) else type(kept).__qualname__
-                found.mismatched[name] = (f"a value of type {kind}", "a tensor")
-        left = [
-            [n for n in names if not self.decides(n) or n.rpartition(".")[2] == EXTRA_STATE]
-            for names in (found.missing, found.unexpected)
-        ]
-        return found._replace(missing=left[0], unexpected=left[1])
+                mismatched[name] = (f"a value of type {kind}", "a tensor")
+        matched = sum(name in held for name in wanted)
+        return Differences(missing, unexpected, matched, mismatched)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         raw = self._raw()
@@ -385,24 +373,31 @@ class ModelState:
 
     def _check_own(self, names: Names, prefix: str, found: Any) -> None:
         """Names that only code of the module's own could judge. Raises StateMismatch."""
-        lists = [
+        missing, unexpected = (
             [
-                n
-                for key in getattr(found, kind, None) or ()
-                if (n := prefix + names.canonical(key)) is not None
-                and self.decides(n)
-                and n.rpartition(".")[2] != EXTRA_STATE
+                name
+                for name in map(names.canonical, getattr(found, kind, None) or ())
+                if self.decides(prefix + name) and not is_extra(name)
             ]
             for kind in ("missing_keys", "unexpected_keys")
-        ]
-        if self.strict and (lists[0] or lists[1]):
+        )
+        if self.strict and (missing or unexpected):
+            missing, unexpected = ([prefix + n for n in names] for names in (missing, unexpected))
             raise StateMismatch(
-                f"its own loading code found missing keys: {lists[0][:5] or 'none'}, and "
-                "unexpected ones: "
-                f"{lists[1][:5] or 'none'}; strict=False loads the rest",
-                missing=lists[0],
-                unexpected=lists[1],
+                f"its own loading code found missing keys: {missing[:5] or 'none'}, and unexpected "
+                f"ones: {unexpected[:5] or 'none'}; strict=False loads the rest",
+                missing=missing,
+                unexpected=unexpected,
             )
+
+
+def is_extra(name: str) -> bool:
+    """Whether it is the extra state of a module, which may be anything."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if is_extra(str(name)) else value for name, value in state.items()}
 
 
 def _give_memory(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

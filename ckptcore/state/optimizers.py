@@ -19,6 +19,7 @@ from .modules import ParameterTable, last_table, parameter_table
 from .tree import Differences
 
 _NOT_OPTIONS = ("params", "param_names")
+_PARTS = ("state", "group_of", "shapes", "groups")  # of what is stored
 # Options that torch gave its optimizers over the years, and fills in for older checkpoints.
 _ADDED_LATER = {
     "amsgrad",
@@ -198,9 +199,8 @@ def _not_stored(optimizer: Optimizer) -> str | None:
     packed = [part.packed() for part in [*_parts(optimizer), *_nested(optimizer)]]
     where = _beyond(optimizer.state_dict(), packed)
     return where and (
-        f"{type(optimizer).__qualname__} has a state_dict() of its own, or hooks on it, which "
-        "hold more "
-        f"than the state and param_groups of what makes the steps: {where!r}"
+        f"{type(optimizer).__qualname__} has a state_dict() of its own, or hooks on it, which hold "
+        f"more than the state and param_groups of what makes the steps: {where!r}"
     )
 
 
@@ -236,8 +236,7 @@ class OptimizerState:
 
     _hint = (
         "; give the optimizer itself as the component, whose own state_dict() is then stored, or "
-        "the "
-        "optimizers inside it: OptimizerState([...], models)"
+        "the optimizers inside it: OptimizerState([...], models)"
     )
 
     def __init__(self, optimizer: Optimizer | Sequence[Optimizer], models: Any = ()) -> None:
@@ -269,14 +268,13 @@ class OptimizerState:
         """Names of the parameters, by id; not to be changed. table: what is known of the models."""
         groups = self._groups()
         table = table or parameter_table(self._models)
+        names, taken, twice = table.names, table.parameters, table.twice
         given = [
             (name, parameter)
             for group in groups
-            if "param_names" in group
-            for name, parameter in zip(group["param_names"], group["params"], strict=False)
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
             if id(parameter) not in table.names  # else the model's own name counts
         ]
-        names, taken, twice = table.names, table.parameters, table.twice
         if given:
             names, taken = dict(names), dict(taken)
         for name, parameter in given:
@@ -284,11 +282,8 @@ class OptimizerState:
                 twice = twice or name
             names.setdefault(id(parameter), name)
         if twice is not None:
-            raise InvalidState(
-                f"two parameters are named {twice!r}; pass the models as a dict, whose keys "
-                "become prefixes",
-                key=twice,
-            )
+            hint = "pass the models as a dict, whose keys become prefixes"
+            raise InvalidState(f"two parameters are named {twice!r}; {hint}", key=twice)
         number_of: dict[int, int] = {}
         for number, group in enumerate(groups):
             for parameter in group["params"]:
@@ -296,8 +291,7 @@ class OptimizerState:
                     raise InvalidState(
                         f"the optimizer's group {number} has a parameter of shape "
                         f"{list(parameter.shape)} that is in none of the models; wrap it as "
-                        "OptimizerState(optimizer, models) with all models that it trains, or "
-                        "with "
+                        "OptimizerState(optimizer, models) with all models that it trains, or with "
                         "a dict of its tensors by name"
                     )
                 if number_of.setdefault(id(parameter), number) != number:
@@ -337,25 +331,28 @@ class OptimizerState:
                 other |= mine if len(parts) == 1 else {number: mine}
         return {**stored, "other": other} if other else stored
 
+    @staticmethod
+    def saved_parts(saved: Any) -> dict[str, dict[Any, Any]]:
+        """The parts of a saved state. Raises StateMismatch where it has not all of them."""
+        parts: dict[str, Any] = dict.fromkeys(_PARTS)
+        if isinstance(saved, dict):
+            parts |= {name: saved[name] for name in _PARTS if name in saved}
+        whole = all(isinstance(part, dict) for part in parts.values())
+        groups = parts["groups"] if whole else {}
+        values = [*parts["state"].values(), *map(groups.get, range(len(groups)))] if whole else []
+        if not whole or not all(isinstance(value, dict) for value in values):
+            raise StateMismatch(
+                "the saved state is not that of an OptimizerState (no groups of named parameters)"
+            )
+        return parts
+
     def differences(self, saved: Any) -> Differences:
         """By the names and shapes of parameters.
 
         Raises StateMismatch for a regrouping, and for another kind of optimizer.
         """
-        try:
-            was, shapes, saved_groups = (
-                dict(saved["group_of"]),
-                dict(saved["shapes"]),
-                len(saved["groups"]),
-            )
-            options = [saved["groups"][n] for n in range(saved_groups)]
-            parts = [saved["state"], *saved["state"].values(), *options]
-            if not all(isinstance(part, dict) for part in parts):
-                raise TypeError
-        except (TypeError, KeyError, AttributeError, ValueError):
-            raise StateMismatch(
-                "the saved state is not that of an OptimizerState (no groups of named parameters)"
-            ) from None
+        parts = self.saved_parts(saved)
+        was, shapes, saved_groups = parts["group_of"], parts["shapes"], len(parts["groups"])
         live = self.state_dict()
         at = live["group_of"]
         moved = sorted(name for name in at.keys() & was.keys() if at[name] != was[name])
@@ -405,10 +402,10 @@ class OptimizerState:
                 for p in group["params"]
                 if id(p) in held
             }
-        known: tuple[Any, dict[str, Any]] = self._by_name.get(keys[1], (None, {}))
-        parameter, group = known
-        if parameter is None:
+        if keys[1] not in self._by_name:
             return None
+        parameter: Any
+        parameter, group = self._by_name[keys[1]]
         if len(keys) == 5 and keys[3] == "tensors":
             return Moment(keys[1], parameter).allocate(keys[4], name, dtype, tuple(shape))
         if is_dtensor(parameter) and tuple(parameter.shape) == shape:
@@ -435,6 +432,13 @@ class OptimizerState:
                 _update_group(at, group, state_dict["groups"][at])
             _fill(part, state)
         self._check_loaded(state_dict)
+
+    def load_part(self, part: Mapping[str, Any]) -> None:
+        """Takes the state of some parameters, and the options of some groups; the others stay as
+        they are."""
+        live = self.state_dict()
+        groups = {n: part["groups"].get(n) or options for n, options in live["groups"].items()}
+        self.load_state_dict({**live, "state": {}, **part, "groups": groups})
 
     def _state_of(
         self, part: _Part, state_dict: Mapping[str, Any], names: dict[int, str]
@@ -463,27 +467,24 @@ class OptimizerState:
         """Raises StateMismatch unless the state is where the optimizer that makes the steps has
         it."""
         names, now = self._parameter_names(), OptimizerState.state_dict(self)
-        lost: list[str] = []
-        for part in self._parts():
-            held = {names[key] for key in part.held if key in names}
-            for name, values in state_dict.get("state", {}).items():
-                found = now["state"].get(name, {}) if name in held else values
-                lost += [
-                    f"state/{name}/{k}"
-                    for k, v in values.items()
-                    if not _came_back(v, found.get(k))
-                ]
-        for number, group in now["groups"].items():
-            saved = state_dict["groups"][number]
-            lost += [
-                f"groups/{number}/{k}" for k, v in saved.items() if not _came_back(v, group.get(k))
-            ]
+        pairs = {
+            f"groups/{n}": (state_dict["groups"][n], group) for n, group in now["groups"].items()
+        }
+        held = {names[key] for part in self._parts() for key in part.held if key in names}
+        for name, values in state_dict.get("state", {}).items():
+            if name in held:
+                pairs[f"state/{name}"] = values, now["state"].get(name, {})
+        lost = [
+            f"{where}/{key}"
+            for where, (saved, found) in pairs.items()
+            for key, value in saved.items()
+            if not _came_back(value, found.get(key))
+        ]
         if lost:
             kinds = ", ".join(sorted({type(one).__qualname__ for one in self._optimizers}))
             raise StateMismatch(
                 f"{kinds} did not take what was loaded: {_few(lost)} of the checkpoint is not in "
-                "its state "
-                "now; live state was changed; give the optimizer that it wraps",
+                "its state now; live state was changed; give the optimizer that it wraps",
                 missing=lost,
             )
 
@@ -540,28 +541,26 @@ def _check_kind(part: _Part, first: int, saved: Mapping[str, Any]) -> None:
     moments = [saved["state"][name] for name in mine if saved["state"][name]]
     if not moments:
         return
-    kind = type(part.optimizer)
-    of_torch = (cls for cls in kind.__mro__ if cls.__module__.startswith("torch.optim."))
+    cls = type(part.optimizer)
+    of_torch = (each for each in cls.__mro__ if each.__module__.startswith("torch.optim."))
     torch_kind = next(of_torch, Optimizer)
-    own_step = kind is not torch_kind and "step" in vars(kind)
+    own_step = cls is not torch_kind and "step" in vars(cls)
     known = not own_step and torch_kind.__name__ in _NEEDED
     needed = _NEEDED[torch_kind.__name__] if known else set()
-    lacking = [needed - values.keys() for values in moments if needed - values.keys()]
+    keys = {key for values in moments for key in values if isinstance(key, str)}
+    lacking = {key for values in moments for key in needed - values.keys()}
     foreign = set().union(*_NEEDED.values()) - needed if known else set()
     for number, group in enumerate(part.groups, first):
         options = groups[number].keys() - group.keys()
         wanted = part.optimizer.defaults.keys() & group.keys()
         wanted = wanted - groups[number].keys() - _ADDED_LATER
-        if lacking or (options and wanted) or any(foreign & values.keys() for values in moments):
-            keys = sorted({key for values in moments for key in values if isinstance(key, str)})
+        if lacking or (options and wanted) or foreign & keys:
+            kind = cls.__qualname__
             raise StateMismatch(
-                f"the saved state is that of another kind of optimizer than {kind.__qualname__}: "
-                "it has "
-                f"{keys} of each parameter and options that {kind.__qualname__} lacks: "
-                f"{sorted(options)}; "
-                f"what {kind.__qualname__} needs and the checkpoint lacks: "
-                f"{sorted(wanted.union(*lacking))}; resume with the optimizer that was saved, or "
-                "load "
+                f"the saved state is that of another kind of optimizer than {kind}: it has "
+                f"{sorted(keys)} of each parameter and options that {kind} lacks: "
+                f"{sorted(options)}; what {kind} needs and the checkpoint lacks: "
+                f"{sorted(wanted | lacking)}; resume with the optimizer that was saved, or load "
                 "the model alone"
             )
 
@@ -618,8 +617,7 @@ class OwnOptimizerState:
             if forgotten is not None:
                 raise InvalidState(
                     f"{kind} and the optimizers inside it hold state that its state_dict() does "
-                    "not: "
-                    f"{forgotten}{_Inside._hint}"
+                    f"not: {forgotten}{_Inside._hint}"
                 )
         return own
 
@@ -634,7 +632,7 @@ class OwnOptimizerState:
 
     def _differences(self, saved: Any) -> Differences:
         assert self._named is not None
-        if _by_name(saved) or not _has_own("load_state_dict", self._optimizer):
+        if is_by_name(saved) or not _has_own("load_state_dict", self._optimizer):
             return self._named.differences(saved)
         # There was more than names can say when it was saved, as there is not in a fresh optimizer.
         return Differences([], [], 1, {})
@@ -642,60 +640,46 @@ class OwnOptimizerState:
     def load_state_dict(self, state_dict: Any) -> None:
         """Raises StateMismatch when the class's own state_dict() does not have then what was
         loaded."""
-        if _by_name(state_dict):
+        if is_by_name(state_dict):
             OptimizerState(self._optimizer, self._models).load_state_dict(state_dict)
             return
         names = set(_paths(state_dict))
         self._optimizer.load_state_dict(state_dict)
         lost = sorted(names - set(_paths(self._optimizer.state_dict())))
         if lost:
+            kind = type(self._optimizer).__qualname__
             raise StateMismatch(
-                f"{type(self._optimizer).__qualname__}.load_state_dict() did not take what was "
-                "loaded: its "
-                f"state_dict() lacks {_few(lost)} now; live state was changed",
+                f"{kind}.load_state_dict() did not take what was loaded: its state_dict() lacks "
+                f"{_few(lost)} now; live state was changed",
                 missing=lost,
             )
 
 
-def _by_name(state: Any) -> bool:
+def is_by_name(state: Any) -> bool:
     return isinstance(state, Mapping) and state.keys() >= {"group_of", "shapes", "groups"}
 
 
 def _forgotten(optimizer: Optimizer, stored: list[torch.Tensor]) -> str | None:
     """State of an optimizer, or of one inside it, that is not among what a state_dict() gives, nor
     a copy of it."""
-    known = {id(tensor) for tensor in stored} | {
-        same_view_key(t) for t in stored if not is_dtensor(t)
-    }
+    known = {id(t) for t in stored} | {same_view_key(t) for t in stored if not is_dtensor(t)}
+    known.discard(None)
     by_form: dict[Any, list[torch.Tensor]] = {}
     for tensor in stored:
         by_form.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
-    for item in [
-        optimizer,
-        *(part.optimizer for one in inside(optimizer) for part in _nested(one)),
-    ]:
-        states = [
-            values for values in getattr(item, "state", {}).values() if isinstance(values, Mapping)
-        ]
-        tensors = [
-            (key, value) for values in states for key, value in values.items() if _is_tensor(value)
-        ]
+    within = [part.optimizer for one in inside(optimizer) for part in _nested(one)]
+    for item in (optimizer, *within):
+        states = [v for v in getattr(item, "state", {}).values() if isinstance(v, Mapping)]
+        tensors = [kv for each in states for kv in each.items() if isinstance(kv[1], torch.Tensor)]
         if item is optimizer and len(tensors) <= len(stored):
             continue  # in which form it stores what is its own, is its own affair
         for key, tensor in tensors:
-            if id(tensor) in known or (
-                not is_dtensor(tensor) and same_view_key(tensor) in known - {None}
-            ):
+            if id(tensor) in known or (not is_dtensor(tensor) and same_view_key(tensor) in known):
                 continue
-            if not any(
-                _equal(tensor, other) for other in by_form.get((tensor.shape, tensor.dtype), ())
-            ):
+            alike = by_form.get((tensor.shape, tensor.dtype), ())
+            if not any(_equal(tensor, other) for other in alike):
                 return f"{key!r} of the {type(item).__qualname__}"
     return None
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -52,12 +52,9 @@ class PlainState:
         and where not all need be there (not strict)."""
         fixed = fixed_parts(self.value, every_tensor=sharded)
         self._inside = fixed.inside
-        there, held = (
-            dict.fromkeys(key_names(self.value)),
-            {name: item for name, _, item in key_leaves(saved)},
-        )
-        needed = fixed.names if self.strict else there
-        missing = [name for name in needed if name not in held]
+        there = dict.fromkeys(key_names(self.value))
+        held = {name: item for name, _, item in key_leaves(saved)}
+        missing = [n for n in (fixed.names if self.strict else there) if n not in held]
         strays: list[str] = []
         tolerated: list[str] = []
         for name, leaf in held.items():
@@ -66,9 +63,8 @@ class PlainState:
             strict = any(not path or name.startswith(f"{path}/") for path in fixed.modules)
             if sharded and not strict:
                 parts = name.split("/")
-                strict = holds_tensors(leaf) and not any(
-                    "/".join(parts[:n]) in there for n in range(1, len(parts))
-                )
+                above = ("/".join(parts[:n]) for n in range(1, len(parts)))
+                strict = holds_tensors(leaf) and not any(name in there for name in above)
             (strays if strict else tolerated).append(name)
         others = len(there) > len(fixed.names) or not fixed.names
         matched = sum(name in held for name in fixed.names) + others
@@ -77,28 +73,23 @@ class PlainState:
     def _kind_differs(self, saved: Any) -> dict[str, tuple[str, str]]:
         """Where the value as a whole cannot take what was saved, and nothing can be put in its
         place."""
-        live = self.value
+        live, form = self.value, ""
         if isinstance(saved, TensorRef) or is_flattened(saved):
             fits, kind = isinstance(live, torch.Tensor | Shard | np.ndarray), "Tensor"
         else:
-            cls = (
-                codec.cls
-                if type(saved) is Opaque and (codec := BY_NAME.get(saved.codec))
-                else type(saved)
-            )
-            fits, kind = (
-                cls is type(live) or (isinstance(live, dict) and issubclass(cls, dict)),
-                cls.__qualname__,
-            )
+            codec = BY_NAME.get(saved.codec) if type(saved) is Opaque else None
+            cls = type(saved) if codec is None else codec.cls
+            fits = cls is type(live) or (isinstance(live, dict) and issubclass(cls, dict))
+            kind = cls.__qualname__
             if fits and isinstance(live, np.ndarray):
                 fits = (live.shape, live.dtype) == (saved.shape, saved.dtype)
                 kind = f"{kind} {saved.dtype} {list(saved.shape)}"
         if fits or not changeable(live):
             return {}
-        form = f" {live.dtype} {list(live.shape)}" if isinstance(live, np.ndarray) else ""
-        return {
-            "value": (f"a value of type {kind}", f"one of type {type(live).__qualname__}{form}")
-        }
+        if isinstance(live, np.ndarray):
+            form = f" {live.dtype} {list(live.shape)}"
+        now = f"one of type {type(live).__qualname__}{form}"
+        return {"value": (f"a value of type {kind}", now)}
 
     def may_replace(self, live: Any) -> bool:
         """Whether a tensor may be another object after a load."""
@@ -207,10 +198,8 @@ def _room(value: Any) -> Any:
 def _array(live: np.ndarray, saved: np.ndarray) -> np.ndarray:
     if type(live) is not type(saved) or (live.dtype, live.shape) != (saved.dtype, saved.shape):
         return saved
-    if (
-        live.__array_interface__["data"][0] == saved.__array_interface__["data"][0]
-        and live.strides == saved.strides
-    ):
+    one, other = (array.__array_interface__["data"][0] for array in (live, saved))
+    if one == other and live.strides == saved.strides:
         return live  # its memory was read into
     if not live.flags.writeable:
         return saved
@@ -234,10 +223,8 @@ def has_other_owner(value: Any) -> bool:
     tensor = value.tensor if isinstance(value, Shard) else value
     if not isinstance(tensor, torch.Tensor):
         return False
-    special = (
-        isinstance(value, torch.nn.Parameter | Shard) or is_dtensor(tensor) or tensor.requires_grad
-    )
-    if special or tensor._base is not None:
+    special = isinstance(value, torch.nn.Parameter | Shard) or is_dtensor(tensor)
+    if special or tensor.requires_grad or tensor._base is not None:
         return True
     return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
 
@@ -266,11 +253,8 @@ def fixed_parts(state: Any, *, every_tensor: bool = False) -> Fixed:
             return
         if inside:
             found.inside.add(id(value))
-        if (
-            inside
-            or has_other_owner(value)
-            or (every_tensor and isinstance(value, torch.Tensor | Shard))
-        ):
+        wanted = every_tensor and isinstance(value, torch.Tensor | Shard)
+        if inside or wanted or has_other_owner(value):
             found.names.append(join_path(path) if path else "value")
 
     walk(state, (), False)

@@ -16,7 +16,7 @@ import torch
 from ..errors import InvalidState, UnsupportedValue
 from ..format.digest import content_hash
 from ..format.layout import Box, MeshLayout
-from ..format.manifest import SIZE_LIMIT
+from ..format.manifest import SIZE_LIMIT, exact
 from ..format.values import (
     Opaque,
     TensorRef,
@@ -29,17 +29,7 @@ from ..format.values import (
     tensors_wire,
 )
 from .containers import flattened, holds_containers
-from .layout import (
-    ORDINARY,
-    LocalShard,
-    Shard,
-    dtype_name,
-    forms_of,
-    is_dtensor,
-    local_shard,
-    same_view_key,
-    why_not_storable,
-)
+from .layout import ORDINARY, LocalShard, Shard, TensorFacts, describe, forms_of, same_view_key
 
 _TENSORS = (torch.Tensor, Shard)
 # What torch says of a module that says nothing of its own.
@@ -49,22 +39,6 @@ INLINE_ARRAY_BYTES = 4096
 # Readers take no index of more than SIZE_LIMIT; a sixteenth of that is left to what it says of
 # tensors.
 VALUES_LIMIT = SIZE_LIMIT - SIZE_LIMIT // 16
-
-register_codec(torch.Size, list, lambda payload: _size_of(payload), name="torch.Size")
-register_codec(torch.device, str, torch.device, name="torch.device")
-register_codec(
-    torch.dtype,
-    lambda d: str(d).removeprefix("torch."),
-    lambda name: _dtype_of(name),
-    name="torch.dtype",
-)
-
-
-def _size_of(payload: Any) -> torch.Size:
-    if type(payload) is not list:
-        raise TypeError("a torch.Size is stored as a list")
-    return torch.Size(payload)
-
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -79,12 +53,16 @@ def _dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+register_codec(torch.Size, list, lambda items: torch.Size(exact(items, list)), name="torch.Size")
+register_codec(torch.device, str, torch.device, name="torch.device")
+register_codec(torch.dtype, lambda d: str(d).removeprefix("torch."), _dtype_of, name="torch.dtype")
+
+
 class LeafSpec(NamedTuple):
     """What stays of a tensor leaf from save to save.
 
-    stored_name: what the tensor file calls it. shape: of the memory on this rank. global_shape,
-    box, layout: as in LocalShard. alias_of: the number of the leaf that is the same view of the
-    same memory.
+    stored_name: what the tensor file calls it. dtype to layout: see TensorFacts. alias_of: the
+    number of the leaf that is the same view of the same memory.
     """
 
     name: str
@@ -101,18 +79,7 @@ class LeafSpec(NamedTuple):
     def of(
         cls, name: str, shard: LocalShard, stored_name: str | None = None, alias: int | None = None
     ) -> LeafSpec:
-        return cls(name, stored_name or name, *_form_of(shard), alias)
-
-
-def _form_of(
-    shard: LocalShard,
-) -> tuple[
-    str, tuple[int, ...], int, tuple[int, ...], Box | None, MeshLayout | Literal["box"] | None
-]:
-    """What a LeafSpec has between its names and its alias."""
-    tensor = shard.tensor
-    dtype, shape = dtype_name(tensor.dtype) or "", tuple(tensor.shape)
-    return dtype, shape, tensor.nbytes, shard.shape, shard.box, shard.layout
+        return cls(name, stored_name or name, *TensorFacts.of(shard), alias)
 
 
 class TensorLeaf:
@@ -125,12 +92,6 @@ class TensorLeaf:
         self, spec: LeafSpec, tensor: torch.Tensor, live: Any = None, digest: bytes | None = None
     ) -> None:
         self.spec, self.tensor, self.live, self.digest = spec, tensor, live, digest
-
-    @property
-    def part(self) -> LocalShard:
-        """What this rank holds of the logical tensor."""
-        spec = self.spec
-        return LocalShard(self.tensor, spec.global_shape, spec.box, spec.layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +258,11 @@ class _Walk:
                 raise _Changed
             return node.wire
         self.keys[number] = name, list(items)
-        self.names += [(join_path((*path, key)), False) for key in items]
+        above = f"{name}/" if name else ""
+        for key in items:
+            # Nearly all keys are as they stand, and there may be very many.
+            plain = key.isascii() and "/" not in key and "~" not in key
+            self.names.append((above + key if plain else join_path((*path, key)), False))
         return [TensorRef(at) for at in range(number, number + len(items))]
 
     def renumber(self) -> list[int]:
@@ -340,22 +305,17 @@ def capture(
         with suppress(_Changed, RuntimeError):
             return _known_again(key, state, metadata, last)
     walk = _Walk(key, metadata, live_only)
+    renumber = None if live_only else walk.renumber
     tree = encode(
-        state, walk.leaf, component=key, renumber=walk.renumber, large=walk.large, many=walk.many
+        state, walk.leaf, component=key, renumber=renumber, large=walk.large, many=walk.many
     )
-    if not live_only:
+    if live_only:
+        walk.renumber()
+    else:
         check_values_fit(key, tree, len(tree))
-    try:
-        forms, memory = forms_of(walk.tensors)
-    except RuntimeError:  # one has no shape, and is refused by name
-        forms, memory = [object() for _ in walk.tensors], walk.tensors
-    # Leaves of one form are described alike, and large states have few forms.
-    first: dict[Any, LocalShard] = {}
-    leaves = zip(forms, walk.tensors, walk.values, walk.names, strict=True)
-    for form, tensor, value, (name, _) in leaves:
-        if form not in first:
-            first[form] = _shard_of(tensor, value, key, name, sharded, live_only)
-    structure = _structure(key, walk, sharded, forms, memory, first)
+    names = [name for name, _ in walk.names]
+    forms, memory, facts = describe(key, names, walk.tensors, sharded=sharded, loading=live_only)
+    structure = _structure(key, walk, sharded, forms, facts, _aliases(walk.values, memory, facts))
     tensors = [
         TensorLeaf(spec, memory[at], walk.live(at), walk.digests.get(at))
         for spec, at in zip(structure.leaves, structure.order, strict=True)
@@ -412,29 +372,22 @@ def _structure(
     walk: _Walk,
     sharded: bool,
     forms: list[Any],
-    memory: list[torch.Tensor],
-    shards: Mapping[Any, LocalShard],
+    facts: list[TensorFacts],
+    aliases: list[int | None],
 ) -> Structure:
-    """The structure of a state that was taken apart. shards: of one leaf of each form. Raises
+    """The structure of a state that was taken apart; the lists are in the order of the walk. Raises
     InvalidState for two tensors of one name."""
     numbers = [0] * len(forms)
     for now, was in enumerate(walk.order):
         numbers[was] = now
-    aliases = _aliases(walk.values, memory, [shards[form] for form in forms])
     ordered = [walk.names[at][0] for at in walk.order]
-    for name, following in pairwise(ordered):
-        if name == following:
-            raise InvalidState(
-                f"component {key!r}: two tensors are named {name!r}; rename one of the keys",
-                component=key,
-                key=name,
-            )
-    described = {form: _form_of(shard) for form, shard in shards.items()}
+    if twice := next((name for name, following in pairwise(ordered) if name == following), None):
+        what = f"two tensors are named {twice!r}; rename one of the keys"
+        raise InvalidState(f"component {key!r}: {what}", component=key, key=twice)
     leaves = []
     for name, stored, at in zip(ordered, _stored_names(ordered, walk), walk.order, strict=True):
         first = aliases[at]
-        alias = None if first is None else numbers[first]
-        leaves.append(LeafSpec(name, stored, *described[forms[at]], alias))
+        leaves.append(LeafSpec(name, stored, *facts[at], None if first is None else numbers[first]))
     made = Structure(leaves, walk.order, sharded, walk.flat is not None, forms, walk.names, [], {})
     if not walk.live_only:
         refs = tensor_wires(TensorRef(numbers[at], n) for at, (_, n) in enumerate(walk.names))
@@ -446,7 +399,7 @@ def _structure(
 
 
 def _aliases(
-    values: list[Any], memory: list[torch.Tensor], shards: list[LocalShard]
+    values: list[Any], memory: list[torch.Tensor], facts: list[TensorFacts]
 ) -> list[int | None]:
     """For each leaf the first one that is the same view of the same memory."""
     if len({*map(id, values)}) == len(values) == len({*map(torch.Tensor.data_ptr, memory)}):
@@ -454,16 +407,13 @@ def _aliases(
     found: list[int | None] = []
     by_id: dict[int, int] = {}
     by_view: dict[Any, int] = {}
-    for number, (value, tensor, shard) in enumerate(zip(values, memory, shards, strict=True)):
-        # A leaf seen before is an alias even where its part here is empty, so that all ranks see
-        # the same aliases.
+    for number, (value, tensor, fact) in enumerate(zip(values, memory, facts, strict=True)):
+        # A leaf that was met before is an alias even where its part here is empty, so that all
+        # ranks see the same aliases.
         first = by_id.setdefault(id(value), number)
-        if (
-            first == number
-            and shard.layout != "box"
-            and (view := same_view_key(tensor)) is not None
-        ):
-            first = by_view.setdefault((view, shard.shape, shard.box), number)
+        view = None if first != number or fact.layout == "box" else same_view_key(tensor)
+        if view is not None:
+            first = by_view.setdefault((view, fact.global_shape, fact.box), number)
         found.append(None if first == number else first)
     return found
 
@@ -485,10 +435,10 @@ def _stored_names(ordered: list[str], walk: _Walk) -> list[str]:
 
 def _encoded(versions: dict[str, Any]) -> bytes | None:
     """versions: by the path of a module's state; of nearly all modules, none but the default."""
-    return _DEFAULT_VERSIONS if versions == {"": {}} else encode(versions) if versions else None
+    return DEFAULT_VERSIONS if versions == {"": {}} else encode(versions) if versions else None
 
 
-_DEFAULT_VERSIONS = encode({"": {}})
+DEFAULT_VERSIONS = encode({"": {}})
 
 
 def _other_than_default(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -509,14 +459,8 @@ def _other_than_default(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_versions(state: Any, versions: Mapping[str, Any], path: tuple[Any, ...] = ()) -> Any:
     """`state` with the `_metadata` that the states of modules in it had when they were saved."""
-    items = (
-        state.items()
-        if isinstance(state, dict)
-        else enumerate(state)
-        if type(state) in (list, tuple)
-        else ()
-    )
-    for key, item in items:
+    several = enumerate(state) if type(state) in (list, tuple) else ()
+    for key, item in state.items() if isinstance(state, dict) else several:
         with_versions(item, versions, (*path, key))
     table = versions.get(join_path(path))
     if type(state) is OrderedDict and isinstance(table, dict):
@@ -531,44 +475,6 @@ def with_versions(state: Any, versions: Mapping[str, Any], path: tuple[Any, ...]
             name: dict(table.get(name, DEFAULT_METADATA)) for name in {*names, *table}
         }
     return state
-
-
-def _shard_of(
-    tensor: Any, value: Any, key: str, name: str, sharded: bool, loading: bool
-) -> LocalShard:
-    """What this rank holds of a leaf. Raises UnsupportedValue and InvalidState, as `capture`
-    says."""
-    inner = tensor if isinstance(tensor, torch.Tensor) else tensor.tensor
-    why = None if is_dtensor(inner) else why_not_storable(inner)
-    if loading and inner.is_meta:
-        raise InvalidState(
-            f"component {key!r}, key {name!r} is on the meta device, and a load has no memory to "
-            "read into: give ModelState(module, device=...), or call module.to_empty(device=...) "
-            "before it",
-            component=key,
-            key=name,
-        )
-    try:
-        part = local_shard(tensor) if why is None else None
-    except InvalidState as error:
-        raise InvalidState(
-            f"component {key!r}, key {name!r}: {error.message}", component=key, key=name
-        ) from None
-    if part is not None and part.layout is not None and not sharded:
-        raise InvalidState(
-            f"component {key!r}, key {name!r} is a slice of a tensor ({type(value).__name__}); "
-            "declare the component SHARDED",
-            component=key,
-            key=name,
-        )
-    if part is not None and part.tensor is not inner:
-        why = why_not_storable(part.tensor)
-    if why is not None or part is None:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise UnsupportedValue(
-            f"component {key!r}, key {name!r}: {why}", component=key, key=name, type_name=kind
-        )
-    return part
 
 
 def _array_as_tensor(value: Any) -> torch.Tensor | None:
@@ -627,11 +533,8 @@ def holds_tensors(saved: Any) -> bool:
         return True
     if type(saved) is Opaque:
         return holds_tensors(saved.payload)
-    items = (
-        saved.values()
-        if isinstance(saved, dict)
-        else saved
-        if isinstance(saved, list | tuple | deque)
-        else ()
-    )
-    return any(holds_tensors(item) for item in items)
+    if isinstance(saved, dict):
+        saved = saved.values()
+    elif not isinstance(saved, list | tuple | deque):
+        return False
+    return any(map(holds_tensors, saved))

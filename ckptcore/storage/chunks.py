@@ -28,12 +28,11 @@ Job = Callable[[], None]
 
 
 class Memory(Protocol):
-    """The memory of one tensor, as its bytes in C order.
+    """The memory of one tensor, as its bytes in C order."""
 
-    pinned: how to make memory that is fast to copy from and to; None where any memory is.
-    """
-
-    pinned: MakeMemory | None
+    @property
+    def pinned(self) -> MakeMemory | None:
+        """How to make memory that is fast to copy from and to; None where any memory is."""
 
     def view(self, start: int, stop: int) -> memoryview | None:
         """The memory itself; None when it is not contiguous host memory."""

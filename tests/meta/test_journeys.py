@@ -18,7 +18,7 @@ from ckptcore.testing.processes import patience
 
 LIMITS = {
     "save to the first byte": {"modules": 19, "moves": 140, "closures": 4},
-    "restore": {"modules": 21, "moves": 310, "closures": 4},
+    "restore": {"modules": 20, "moves": 256, "closures": 4},
     "talk": {
         "rounds of a save": 4,
         "messages of a save": 13,

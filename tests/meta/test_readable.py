@@ -112,7 +112,7 @@ OLD_WORDS: dict[str, int] = {
 }
 OLD_WORDS_IN_DEFINITIONS: dict[str, int] = {
     "copies": 4,
-    "found": 15,
+    "found": 14,
     "here": 0,
     "its": 0,
     "own": 8,
@@ -120,7 +120,7 @@ OLD_WORDS_IN_DEFINITIONS: dict[str, int] = {
     "pieces": 3,
     "share": 2,
     "shares": 0,
-    "what": 15,
+    "what": 14,
 }
 
 

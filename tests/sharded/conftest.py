@@ -55,7 +55,7 @@ def _local_part(leaf: Any) -> LocalShard:
 @pytest.fixture
 def mesh_shard(monkeypatch: pytest.MonkeyPatch) -> type[MeshShard]:
     """MeshShard(full, layout, rank): leaves that the engine takes for DTensors."""
-    for module in ("ckptcore.state.tree", "ckptcore.loading.placement"):
+    for module in ("ckptcore.state.layout", "ckptcore.loading.placement"):
         monkeypatch.setattr(f"{module}.local_shard", _local_part)
     return MeshShard
 

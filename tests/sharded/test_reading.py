@@ -23,7 +23,7 @@ from ckptcore import (
 )
 from ckptcore.format.digest import content_digest
 from ckptcore.format.layout import Mesh, MeshLayout
-from ckptcore.loading.reader import _PartTarget
+from ckptcore.loading.reader import PartTarget
 from ckptcore.loading.view import CheckpointView
 from ckptcore.testing.ranks import run_ranks
 
@@ -97,9 +97,9 @@ def test_whole_pieces_go_straight_into_place(
 ) -> None:
     folder = saved(tmp_path, 4)
     copied: list[int] = []
-    put = _PartTarget.put
+    put = PartTarget.put
     monkeypatch.setattr(
-        _PartTarget,
+        PartTarget,
         "put",
         lambda self, start, data: (copied.append(len(data)), put(self, start, data)),
     )

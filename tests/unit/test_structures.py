@@ -131,7 +131,7 @@ def test_shards_are_known_by_their_boxes() -> None:
     assert same.structure is before.structure and torch.equal(same.tensors[0].tensor, whole[4:])
     moved = {"w": Shard(whole[4:], (8,), (4,))}
     found = capture("m", moved, sharded=True, last=before.structure)
-    assert found.tensors[0].part.box == ((4,), (4,))
+    assert found.tensors[0].spec.box == ((4,), (4,))
     with pytest.raises(InvalidState, match="declare the component SHARDED"):
         capture("m", first, last=before.structure)
 
