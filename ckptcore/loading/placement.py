@@ -383,7 +383,8 @@ class Substitution:
         held nothing else. Raises ValueError and the like where it makes no sense."""
         kind = type(state)
         if kind is TensorRef:
-            if not 0 <= state.index < (count := len(self.stored.tensors)):
+            count = len(self.stored.tensors)
+            if not 0 <= state.index < count:
                 raise ValueError(f"the tree refers to tensor {state.index} of {count}")
             found = self.leaf(state)
             self.skipped += found is SKIPPED
