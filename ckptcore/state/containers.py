@@ -57,17 +57,18 @@ class _Container:
     ) -> Any:
         """A tensor of the class. context: as it is stored; geometry: what else its class is given.
         Raises StateMismatch for parts that do not make up one of `shape`."""
-        cls, kind = self.load_class(), self.name
+        cls = self.load_class()
         try:
             meant = _context(context, shape, device)
             made: Any = cls.__tensor_unflatten__(parts, meant, *geometry)
         except _UNFIT as error:
-            what = f"what is stored makes no {kind} ({type(error).__name__}: {error})"
-            raise StateMismatch(what) from error
+            raise self.unfit(f"{type(error).__name__}: {error}") from error
         if made.shape != shape:
-            what = f"what is stored makes a {kind} of {list(made.shape)}, not of {list(shape)}"
-            raise StateMismatch(what)
+            raise self.unfit(f"it is of {list(made.shape)}, not of {list(shape)}")
         return made
+
+    def unfit(self, why: str) -> StateMismatch:
+        return StateMismatch(f"what is stored makes no {self.name} ({why})")
 
 
 _UNFIT = (ImportError, KeyError, TypeError, ValueError, AttributeError, AssertionError)
@@ -530,15 +531,15 @@ class Moment:
         shape = torch.Size(mine.to_local().shape if is_dtensor(mine) else mine.shape)
         try:
             container = _Container.named(value["quantized"])
-            parts = {name: _memory(part) for name, part in dict(value["tensors"]).items()}
-            context = [_meant(item) for item in value["context"]]
+            try:
+                parts = {name: _memory(part) for name, part in dict(value["tensors"]).items()}
+                context = [_meant(item) for item in value["context"]]
+            except (TypeError, ValueError) as error:
+                raise container.unfit(f"{type(error).__name__}: {error}") from error
             return container.made(parts, context, shape, device=mine.device)
         except StateMismatch as error:
             error.message = f"{self.name}: {error.message}"
             raise
-        except (TypeError, ValueError) as error:
-            what = f"what is stored makes no moment ({type(error).__name__}: {error})"
-            raise StateMismatch(f"{self.name}: {what}") from error
 
 
 def _plain(item: Any) -> Any:
