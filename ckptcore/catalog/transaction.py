@@ -125,6 +125,16 @@ class Transaction(ABC):
     @abstractmethod
     def _commit(self, manifest: CheckpointManifest, encoded: bytes, pinned: bool) -> None: ...
 
+    def published(self) -> CheckpointManifest | None:
+        """The manifest, where a `commit` that was interrupted has come about all the same; it
+        survives a crash then. None where that is not known."""
+        with suppress(CheckpointCorrupt, CheckpointNotFound, UnsupportedVersion, StorageError):
+            manifest = read_manifest(self.storage, self.name)
+            if manifest.attempt_id == self.attempt:
+                self.storage.sync_folder("")
+                return manifest
+        return None
+
     def remove_replaced(self) -> None:
         """Remove what has given way to the checkpoint. That is committed, so a failure is a warning
         only."""

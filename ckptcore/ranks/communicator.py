@@ -73,6 +73,10 @@ class Communicator(ABC):
         """This rank does not make the call of that number, because of `error`: the others hear of
         it there."""
 
+    def conclude(self, verdict: Any) -> None:  # noqa: B027
+        """On rank 0, when Ctrl-C has left a round although what it decides has come about: the
+        others get `verdict` all the same."""
+
     @contextmanager
     def keep_alive(self) -> Iterator[None]:
         """This rank has work of its own to do before its next call, and comes to it when that is

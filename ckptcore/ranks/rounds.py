@@ -147,6 +147,7 @@ class BoardCommunicator(Communicator):
         self._turn = Turn()
         self._in_round = False
         self._answered = True  # whether this rank has the verdict of its round, or has given it
+        self._answering: Verdict | None = None  # which some ranks may have, and others not yet
         self._last = self.at  # the last round that rank 0 answered, or that this rank has read
         self._patience = join_timeout  # that of this call
         self._unread: list[str] = []  # to be removed when all ranks have gone on
@@ -237,12 +238,13 @@ class BoardCommunicator(Communicator):
                 f"{what}: the connections of this communicator are the parent process's; save there"
             )
         with self._turn.taken(what):
+            self._in_round = False
             try:
                 if not self.heart.lives():
                     self.heart.start()
                 if number is None or number != self.number:
                     self.at = RoundId(self.number + 1 if number is None else number, 0)
-                    self._answered = True
+                    self._answered, self._answering = True, None
                 in_error = sys.exc_info()[1] is not None
                 shorter = min(self.join_timeout, self.error_join_timeout)
                 self._patience = shorter if in_error else self.join_timeout
@@ -261,6 +263,9 @@ class BoardCommunicator(Communicator):
         """
         at = self.at if number == self.number else RoundId(number, 0)
         if at == self.at:
+            if self._answering is not None:
+                with suppress(BoardLost):
+                    self._answer(self._answering)
             self._say_read()
         if getattr(error, "raised_in", None) == at:
             return
@@ -281,6 +286,11 @@ class BoardCommunicator(Communicator):
             self._last = rounds[0]
             if rounds[0] == at:
                 self.board.give_up(self._reports(at))
+
+    def conclude(self, verdict: Any) -> None:
+        if self.rank == 0 and not self._answered:
+            with suppress(BoardLost):
+                self._answer(Verdict(self.nodes, self._turn.doing, verdict))
 
     @contextmanager
     def round(self, topic: str, *, joining: bool = False) -> Iterator[Round]:
@@ -323,15 +333,21 @@ class BoardCommunicator(Communicator):
 
     def _answer(self, verdict: Verdict) -> None:
         """Post the verdict of this round to all. Raises UnsupportedValue before anything is
-        posted."""
+        posted. Where it is interrupted, `leave` posts it to the rest."""
         data = packed(verdict)
+        self._answering = None if verdict.over else verdict
         keys = [self.at.to_rank(rank) for rank in range(1, self.world_size)]
-        if len(data) > LARGE_BYTES:
-            self.board.put(self.at.verdict, data)
-            self._unread.append(self.at.verdict)
-            data = b""
-        self.board.put_all(keys, data)
+        try:
+            if len(data) > LARGE_BYTES:
+                self.board.put(self.at.verdict, data)
+                self._unread.append(self.at.verdict)
+                data = b""
+            self.board.put_all(keys, data)
+        except BoardLost:  # nobody gets it
+            self._answering = None
+            raise
         self._unread += keys
+        self._answered, self._answering = not verdict.over, None
 
     def _reports(self, at: RoundId) -> list[str]:
         """Where the others post what they bring to a round."""
@@ -493,7 +509,6 @@ class _BoardRound(Round):
             failure = Failure.of(error)
             verdict = Verdict(comm.nodes, self.call, failure=failure, absent=absent)
             comm._answer(verdict)
-        comm._answered = True
         if error is not None:
             comm._say_read()
             gone = [r for r, report in enumerate(self.reports) if report.left or report.late]

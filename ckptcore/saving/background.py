@@ -517,11 +517,11 @@ class Saves:
             # A call that ranks did not come to was none.
             alone = joined is None and isinstance(error, JoinTimeout | RankLost)
             if record.name and not alone:
-                self._emit("failed", job, record, error=error)
+                self._emit_end(job, record, error)
             with suppress(CheckpointWarning):  # as an error it must not hide the one that counts
                 warn_all(record.warnings)
             raise
-        self._emit("committed", job, record, saved.info.size_bytes or 0)
+        self._emit_end(job, record)
         self.after(saved, self.comm)
         warn_all(record.warnings)
         return saved.info
@@ -672,10 +672,8 @@ class Saves:
             failed = error
             self.failed_steps.append(record.step)
         try:
-            if saved is None:
-                self._emit("failed", job, record, error=failed)
-            else:
-                self._emit("committed", job, record, saved.info.size_bytes or 0)
+            self._emit_end(job, record, failed)
+            if saved is not None:
                 with self._call_of(joined, branch):
                     self.after(saved, branch)
         except BaseException as error:  # the outcome is what it is all the same
@@ -692,6 +690,15 @@ class Saves:
         words = f"save of step {joined.request.step}"
         with nullcontext() if branch is self.comm else branch.call(words, number=joined.number):
             yield
+
+    def _emit_end(
+        self, job: SaveJob, record: SaveRecord, error: BaseException | None = None
+    ) -> None:
+        """What has become of a save: one that was interrupted after its commit is committed."""
+        if record.manifest is None:
+            self._emit("failed", job, record, error=error)
+        else:
+            self._emit("committed", job, record, record.manifest.size_bytes)
 
     def _emit(
         self,

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -210,7 +211,7 @@ class SaveRecord:
     this rank has written of those that it has to. step, name: known from the join on. retries: what
     the storage had tried again before it. files: what became of this rank's tensor files; reused:
     bytes of those that were taken over from the checkpoint before. suspects: on rank 0, those of
-    each rank (see Unchanged)."""
+    each rank (see Unchanged). manifest: from the commit on."""
 
     def __init__(self, retries: int = 0) -> None:
         self.step, self.name = 0, ""
@@ -220,6 +221,7 @@ class SaveRecord:
         self.written = self.total = self.reused = 0
         self.files: list[WrittenFile] = []
         self.suspects: list[Suspects] = []
+        self.manifest: CheckpointManifest | None = None
         self._lock = threading.Lock()
 
     @property
@@ -801,13 +803,11 @@ def finish(
     comm, workers = comm or job.comm, workers or job.workers
     with in_flight(joined.verdict.attempt):
         prepared = _prepare(staged, comm, workers)
-        encoded = _commit(prepared)
+        manifest = _commit(prepared)
     catalog, name, destination = job.domains.catalog, joined.request.name, prepared.destination
-    record = save.record
+    record, where = save.record, catalog.storage.at(joined.request.name)
     if job.kept.reuse is not None:
         job.kept.reuse.committed(catalog.storage, name, record.files)
-    where = catalog.storage.at(name)
-    manifest = CheckpointManifest.decode(encoded, where)
     if (file := prepared.transaction.file) is not None:
         catalog.remember(name, file, manifest)
     if (last := job.kept.unchanged) is not None:
@@ -936,11 +936,13 @@ def _transaction(save: SnapshottedSave, destination: Destination | None) -> Tran
     )
 
 
-def _commit(prepared: PreparedSave) -> bytes:
+def _commit(prepared: PreparedSave) -> CheckpointManifest:
     """Write, and commit in every domain what its ranks have written; this domain's manifest."""
     save, comm, transaction = prepared.save, prepared.comm, prepared.transaction
-    domains, committed = save.job.domains, False
+    domains, record, committed = save.job.domains, save.record, False
     leads = comm.rank == save.joined.domain[0]
+    of_domain = itemgetter(save.joined.domains.index(save.joined.domain))
+    verdict: list[bytes] = []
     try:
         if save.joined.destination is not None:  # not begun by rank 0
             with comm.round("begin on each node"):
@@ -951,14 +953,22 @@ def _commit(prepared: PreparedSave) -> bytes:
             domains.check_begun(transaction, comm)
             receipts = r.gather(prepared.write())
             if r.leads:
-                r.verdict = _manifests(prepared, receipts)
+                r.verdict = verdict = _manifests(prepared, receipts)
             if r.acts():
                 with _needing(prepared.plan):
-                    transaction.commit(_domain_manifest(prepared, r.verdict))
+                    transaction.commit(of_domain(r.verdict))
                 committed = True
+        where = transaction.storage.at(transaction.name)
+        record.manifest = manifest = CheckpointManifest.decode(of_domain(r.verdict), where)
     except BaseException as error:
         # When a rank is lost, or this one is on its way out, the others were not waited for.
-        early = isinstance(error, RankLost) or not isinstance(error, Exception)
+        interrupted = not isinstance(error, Exception)
+        if interrupted and len(save.joined.domains) == 1:
+            record.manifest = transaction.published()
+            if record.manifest is not None:
+                comm.conclude(verdict)
+                raise
+        early = interrupted or isinstance(error, RankLost)
         if leads and not committed:
             transaction.abort(others_write=early)
         elif leads and len(save.joined.domains) > 1 and not early:
@@ -966,7 +976,7 @@ def _commit(prepared: PreparedSave) -> bytes:
         raise
     if leads:
         transaction.remove_replaced()
-    return _domain_manifest(prepared, r.verdict)
+    return manifest
 
 
 def _manifests(prepared: PreparedSave, receipts: Sequence[RankReceipt]) -> list[bytes]:
@@ -984,11 +994,6 @@ def _manifests(prepared: PreparedSave, receipts: Sequence[RankReceipt]) -> list[
     for each in encoded if len(encoded) > 1 else ():  # before one of them is published
         check_readable(each)
     return encoded
-
-
-def _domain_manifest(prepared: PreparedSave, manifests: Sequence[bytes]) -> bytes:
-    joined = prepared.save.joined
-    return manifests[joined.domains.index(joined.domain)]
 
 
 def _check_manifest(request: SaveRequest, components: Sequence[StateComponent]) -> None:

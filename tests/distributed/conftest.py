@@ -66,4 +66,6 @@ def split_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def processes(jobs_of: Callable[..., Any]) -> Any:
-    return jobs_of(*(HERE / name for name in ("programs.py", "training.py", "calls.py")))
+    return jobs_of(
+        *(HERE / name for name in ("programs.py", "training.py", "calls.py", "interrupts.py"))
+    )
