@@ -429,8 +429,8 @@ class Saves:
         self._background = Background()
         self._branch: Communicator | None = None
         # Rank 0 says it. Ranks count no branches: one that was interrupted in an earlier call may
-        # have made fewer.
-        self._branch_name = ""
+        # have made fewer, or, if that is rank 0, not know what it has said there.
+        self._branch_name = self._branch_made_as = ""
         self._pending: SaveHandle | None = None
         self._pid = os.getpid()
         # One pool, one save at a time, whichever threads they are called from.
@@ -547,7 +547,7 @@ class Saves:
             save = capture(job, joined, record)
         except BaseException as error:
             handle.give_up()
-            if branch is not self.comm and getattr(error, "of_round", None) is None:
+            if branch is not self.comm and getattr(error, "raised_in", None) is None:
                 branch.leave(joined.number, error)  # Ctrl-C, say: others may be further by now
             raise
         staged = StagedSave(save)
@@ -641,10 +641,7 @@ class Saves:
                 threads.close(JOIN_SECONDS if ended else 0.0)
             if ended:
                 self._pool.release()
-            if self._branch is not None and self._branch is not self.comm:
-                self._branch.close()
-            if self._branch is not None:
-                at_exit.discard(self._branch)
+            self._close_branch()
 
     def _ready(self) -> Communicator:
         """Threads and connections, made before they are needed: at the end of a program none can
@@ -652,10 +649,19 @@ class Saves:
         self.workers.start()
         self._low_priority.start()
         self._background.start()
-        if self._branch is None:
+        if self._branch is None or self._branch_made_as != self._branch_name:
+            self._close_branch()
             self._branch = self.comm.branch(self._branch_name)
+            self._branch_made_as = self._branch_name
             at_exit.add(self._branch)
         return self._branch
+
+    def _close_branch(self) -> None:
+        branch = self._branch
+        if branch is not None:
+            if branch is not self.comm:
+                branch.close()
+            at_exit.discard(branch)
 
     def _finish(self, staged: StagedSave, branch: Communicator) -> Outcome:
         """In the background: what is left of a save when its state is staged. Raises nothing."""

@@ -232,6 +232,15 @@ def test_a_manager_that_one_rank_left_early_does_not_mix_up_the_next_one(tmp_pat
         check([(how, 0, 1, ("Ctrl-C", moment)), ("save_async", 1, 0, None)], tmp_path / str(moment))
 
 
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_rank_0_may_not_know_which_branch_it_has_named(tmp_path, how):
+    """It is interrupted while it says so, and the others have made it: the next save in the
+    background is on one branch all the same."""
+    for moment in range(2, 7):
+        interrupted = (how, 0, 0, ("Ctrl-C", moment))
+        check([interrupted, ("save_async", 0, 1, None)], tmp_path / str(moment))
+
+
 @pytest.mark.filterwarnings("ignore::ckptcore.CheckpointWarning")
 @pytest.mark.parametrize("victim", range(SIZE))
 def test_a_rank_that_left_a_restore_saves_over_what_was_damaged(tmp_path, victim):
