@@ -351,11 +351,7 @@ class CheckpointManager:
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
         call = replace(call, exists=exists, files=files, name=name)
-        if (
-            isinstance(exists, str)
-            and exists == "skip"
-            and (there := self._committed(call)) is not None
-        ):
+        if (there := self._kept_instead(call)) is not None:
             return self._saves.skip(self._job, there).result() or there
         return self._saves.now(self._job, call, self._run_facts())
 
@@ -398,16 +394,14 @@ class CheckpointManager:
         """
         call = SaveCall(state, step, metrics, metadata, overwrite, training_args_hash)
         call = replace(call, exists=exists, files=files, name=name)
-        if (
-            isinstance(exists, str)
-            and exists == "skip"
-            and (there := self._committed(call)) is not None
-        ):
+        if (there := self._kept_instead(call)) is not None:
             return self._saves.skip(self._job, there)
         return self._saves.begin(self._job, call, self._run_facts(self.when_busy))
 
-    def _committed(self, call: SaveCall) -> CheckpointInfo | None:
-        """The committed checkpoint of a step that a save of this run would not replace."""
+    def _kept_instead(self, call: SaveCall) -> CheckpointInfo | None:
+        """The committed checkpoint of the step, where the call is to be skipped for it."""
+        if not (isinstance(call.exists, str) and call.exists == "skip"):
+            return None
         self._saves.wait_for_step(call.step)
         with self._domains.scan("step", joining=True, recall=True) as r:
             overwrites(call)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 from ..arguments import shown
 from ..errors import InvalidState
-
-T = TypeVar("T")
 
 
 class Round:
@@ -63,11 +61,6 @@ class Communicator(ABC):
         """
         turn: Turn = self.__dict__.setdefault("_turn", Turn())
         return turn.taken(what)
-
-    def exclusively(self, what: str, work: Callable[[], T], *, number: int | None = None) -> T:
-        """Do `work` in a call of its own."""
-        with self.call(what, number=number):
-            return work()
 
     def leave(self, number: int, error: BaseException) -> None:  # noqa: B027
         """This rank does not make the call of that number, because of `error`: the others hear of

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 from ..format.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_digest, content_hash
@@ -123,8 +124,37 @@ def unchanged_files(
     return [replace(file.earlier, plan=file.plan) for file in files if not file.differs]
 
 
-class _Comparison:
-    """A file that may be as it was. Every batch is one job, in any order."""
+class _Batches:
+    """A planned file in batches, each of which is one job, in any order."""
+
+    def __init__(
+        self, plan: FilePlan, source: ByteSource, scratch: Scratch, known: Known, least: int = 0
+    ) -> None:
+        self.plan, self._source, self._scratch = plan, source, scratch
+        self._known = {n: known.get((plan.component, n)) for n, _ in plan.contents if known}
+        chunks = [
+            Chunk(stored.start + offset, min(CHUNK_BYTES, stored.nbytes - offset), offset, number)
+            for number, stored in plan.contents
+            for offset in range(0, stored.nbytes, CHUNK_BYTES)
+        ]
+        self.count = len(chunks)
+        self.batches = batches(chunks, scratch.size) or [[]] * least
+        ends = accumulate(DIGEST_BYTES * len(batch) for batch in self.batches)
+        self._ends = [0, *ends]  # of each batch's digests, among those of the file
+
+    def hashed(self, number: int) -> tuple[list[memoryview], slice, bytes]:
+        """The bytes of a batch, and where among the digests of the file its own are."""
+        chunks = self.batches[number]
+        buffers = self._source.fetch(chunks, self._scratch) if chunks else []
+        digests = []
+        for (_, _, offset, of), buffer in zip(chunks, split_up(chunks, buffers), strict=True):
+            before, at = self._known.get(of), offset // CHUNK_BYTES * DIGEST_BYTES
+            digests.append(before[at : at + DIGEST_BYTES] if before else chunk_digest(buffer))
+        return buffers, slice(self._ends[number], self._ends[number + 1]), b"".join(digests)
+
+
+class _Comparison(_Batches):
+    """A file that may be as it was."""
 
     def __init__(
         self,
@@ -134,41 +164,17 @@ class _Comparison:
         scratch: Scratch,
         known: Known,
     ) -> None:
-        self.plan, self.earlier, self.differs = plan, earlier, False
-        self._source, self._scratch = source, scratch
-        chunks = _chunks(plan)
-        self.batches = batches(chunks, scratch.size)
-        self._first = [0]
-        for batch in self.batches:
-            self._first.append(self._first[-1] + len(batch))
-        self._known = _known_in(plan, known)
+        super().__init__(plan, source, scratch, known)
+        self.earlier, self.differs = earlier, False
 
     def compare(self, number: int) -> None:
         if not self.differs:
-            chunks = self.batches[number]
-            buffers = self._source.fetch(chunks, self._scratch)
-            digests = _digests(chunks, buffers, self._known)
-            first = self._first[number] * DIGEST_BYTES
-            if digests != self.earlier.digests[first : first + len(digests)]:
-                self.differs = True
+            _, at, digests = self.hashed(number)
+            self.differs = self.differs or digests != self.earlier.digests[at]
 
 
-def _known_in(plan: FilePlan, known: Known) -> dict[int, bytes | None]:
-    return {n: known.get((plan.component, n)) for n, _ in plan.contents if known}
-
-
-def _digests(
-    chunks: Sequence[Chunk[int]], buffers: Sequence[memoryview], known: Mapping[int, bytes | None]
-) -> bytes:
-    digests = []
-    for (_, _, offset, number), buffer in zip(chunks, split_up(chunks, buffers), strict=True):
-        before, at = known.get(number), offset // CHUNK_BYTES * DIGEST_BYTES
-        digests.append(before[at : at + DIGEST_BYTES] if before else chunk_digest(buffer))
-    return b"".join(digests)
-
-
-class _File:
-    """A file that is being written. Every batch is one job, in any order."""
+class _File(_Batches):
+    """A file that is being written."""
 
     def __init__(
         self,
@@ -179,35 +185,20 @@ class _File:
         known: Known,
         progress: Callable[[int], None],
     ) -> None:
-        self.source, self.scratch, self.progress = source, scratch, progress
-        chunks = _chunks(plan)
-        self.batches = batches(chunks, scratch.size) or [[]]
-        self.due = DueFile(partial(target.create, plan.name, plan.size), len(chunks))
-        self.first = [0]  # of the chunks of each batch, among those of the file
-        for batch in self.batches:
-            self.first.append(self.first[-1] + len(batch))
-        self.known = _known_in(plan, known)
-        digests = bytearray(DIGEST_BYTES * self.first[-1])
+        super().__init__(plan, source, scratch, known, least=1)  # one without tensors has a header
+        self.progress = progress
+        self.due = DueFile(partial(target.create, plan.name, plan.size), self.count)
+        digests = bytearray(DIGEST_BYTES * self.count)
         self.written = WrittenFile(plan, content_hash(plan.header), digests)
 
     def write(self, numbers: Sequence[int]) -> None:
         """Hash and write batches."""
         for number in numbers:
             writer, chunks = self.due.open(), self.batches[number]
-            buffers = self.source.fetch(chunks, self.scratch) if chunks else []
-            digests = _digests(chunks, buffers, self.known)
-            first = self.first[number] * DIGEST_BYTES
-            self.written.digests[first : first + len(digests)] = digests
+            buffers, at, digests = self.hashed(number)
+            self.written.digests[at] = digests
             if number == 0:
-                buffers = [memoryview(self.written.plan.header), *buffers]
+                buffers = [memoryview(self.plan.header), *buffers]
             writer.write_at(chunks[0].start if number else 0, buffers)
             self.progress(sum(len(buffer) for buffer in buffers))
             self.due.done(len(chunks))
-
-
-def _chunks(plan: FilePlan) -> list[Chunk[int]]:
-    return [
-        Chunk(stored.start + offset, min(CHUNK_BYTES, stored.nbytes - offset), offset, number)
-        for number, stored in plan.contents
-        for offset in range(0, stored.nbytes, CHUNK_BYTES)
-    ]
