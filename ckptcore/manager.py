@@ -279,6 +279,9 @@ class CheckpointManager:
         groups, workers = self.process_groups, self._saves.workers
         return SaveJob(self.comm, self._domains, groups, workers, self._kept)
 
+    def __reduce__(self) -> Any:
+        raise one_per_process(self)
+
     @property
     def root(self) -> str:
         return self.storage.url
@@ -1118,6 +1121,9 @@ class CheckpointCoordinator:
         self.writers = writers
         self.storage_mode: StorageMode = storage_mode
 
+    def __reduce__(self) -> Any:
+        raise one_per_process(self)
+
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -1218,6 +1224,14 @@ class CheckpointCoordinator:
             if r.leads:
                 r.verdict = same_call(calls)
         return load(job, r.verdict, Location(storage, ""), request)
+
+
+def one_per_process(made: Any) -> InvalidState:
+    """For what is to be pickled, or copied."""
+    return InvalidState(
+        f"a {type(made).__qualname__} cannot be pickled or copied: its threads and connections are "
+        "those of this process; make one in each process"
+    )
 
 
 def check_parts(comm: Any, groups: Any, io_threads: Any, writers: Any, storage_mode: Any) -> None:

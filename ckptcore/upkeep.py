@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .arguments import check_path
 from .catalog.catalog import committed, left_behind, newest_run, scan, sweep
 from .catalog.folder import Attempt, CheckpointInfo, attempts_among, delete_for_good, read_manifest
 from .catalog.folder import pin_checkpoint as pin_folder
@@ -231,7 +232,7 @@ def sweep_root(url: Url, storage_options: Options = None) -> tuple[list[str], li
 
 
 def _location(url: Url, options: Options) -> tuple[Storage, str]:
-    around, name = split_url(os.fspath(url))
+    around, name = split_url(check_path("url", url))
     return open_storage(around, options), name
 
 

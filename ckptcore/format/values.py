@@ -101,14 +101,16 @@ def register_codec(
 
     Raises ValueError when the name is taken by another class, TypeError when functions are missing.
     """
+    if not isinstance(cls, type):
+        raise TypeError(f"register_codec takes a class, not {cls!r}")
     if issubclass(cls, Flag):  # any combination of members
         encode = encode or (lambda flag: [member.name for member in flag])  # type: ignore[attr-defined]
         decode = decode or (lambda names: reduce(or_, [cls[n] for n in exact(names, list)], cls(0)))
     elif issubclass(cls, Enum):
         encode = encode or (lambda member: member.name)  # type: ignore[attr-defined]
         decode = decode or (lambda member_name: cls[member_name])
-    if encode is None or decode is None:
-        raise TypeError(f"register_codec({cls.__qualname__}) needs encode= and decode=")
+    if not callable(encode) or not callable(decode):
+        raise TypeError(f"register_codec({cls.__qualname__}) needs encode= and decode=, functions")
     name = name or f"{cls.__module__}.{cls.__qualname__}"
     taken = BY_NAME.get(name)
     if taken is not None and (taken.cls.__module__, taken.cls.__qualname__) != (

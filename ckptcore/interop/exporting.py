@@ -17,6 +17,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ..arguments import check_path
 from ..errors import InvalidArgument, InvalidState, StorageError
 from ..format.values import Opaque
 from ..loading.view import CheckpointView, TensorInfo, open_checkpoint
@@ -108,7 +109,7 @@ def export_checkpoint(
     Raises InvalidState, CheckpointExists, CheckpointNotFound, CheckpointCorrupt, StorageError,
     OSError.
     """
-    target = os.fspath(folder)
+    target = check_path("folder", folder)
     options = storage_options if target_options is None else target_options
     if format not in FORMATS:
         raise InvalidArgument(f"format {format!r} is not one of {', '.join(FORMATS)}")

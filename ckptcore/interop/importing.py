@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..arguments import check_path
 from ..catalog.folder import CheckpointInfo
 from ..errors import CheckpointCorrupt, InvalidState
 from ..loading.load import LoadReport
@@ -123,6 +124,7 @@ def import_checkpoint(
     Raises InvalidState, CheckpointNotFound, CheckpointExists, StorageError, OSError. No file is
     ever executed: what could not be read without is in `left`.
     """
+    root = check_path("root", root)
     options = storage_options if source_options is None else source_options
     known = model if model is None or isinstance(model, nn.Module) else made(model)
     with fetched(source, options, scratch, max_download) as local, Scratch(scratch) as mapped:
@@ -136,7 +138,7 @@ def import_checkpoint(
             for p in parts
             if p.key
         ]
-        target, number = _root_and_step(os.fspath(root), found.step if step is None else step)
+        target, number = _root_and_step(root, found.step if step is None else step)
         report = ImportReport(
             found.shown, found.format, number, left=found.left, checks=found.checks
         )

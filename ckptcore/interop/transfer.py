@@ -14,6 +14,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
+from ..arguments import check_path
 from ..errors import CheckpointExists, CheckpointNotFound, InvalidState, StorageError
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
@@ -46,7 +47,7 @@ def fetched(
     limit: bytes that are downloaded at most; None: nine tenths of what is free in `scratch`.
     Raises CheckpointNotFound, InvalidState where it is more, StorageError.
     """
-    url = os.fspath(source)
+    url = check_path("source", source)
     local = local_path(url)
     if local is not None:
         yield Fetched(Path(local).expanduser())

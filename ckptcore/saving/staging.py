@@ -79,7 +79,13 @@ class HostPool:
         if self.block.numel() < nbytes or (nbytes and pinned and not self.pinned):
             size = aligned(max(nbytes, self.block.numel()), ALIGNMENT)
             self.release()
-            self.block = _new_memory(size, self.large_pages)
+            try:
+                self.block = _new_memory(size, self.large_pages)
+            except (RuntimeError, OSError) as error:  # of torch, and of the system
+                raise MemoryError(
+                    f"save_async copies the state, and {size:,} bytes of host memory for that "
+                    "cannot be allocated; save() makes no copy"
+                ) from error
             _touch(self.block, workers)
             if pinned:
                 pin(self.block)

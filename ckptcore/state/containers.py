@@ -105,6 +105,8 @@ def register_tensor_class(
     if isinstance(cls, str):
         module, _, own_name = cls.rpartition(".")
     else:
+        if not isinstance(cls, type):
+            raise TypeError(f"register_tensor_class takes a class or its name, not {cls!r}")
         module, own_name = cls.__module__, cls.__qualname__
         if not (hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")):
             raise TypeError(

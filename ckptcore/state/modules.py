@@ -164,7 +164,12 @@ def _prefixed(models: Models) -> list[tuple[str, nn.Module]]:
         return [
             (f"{key}.", module) for key, held in models.items() for _, module in _prefixed(held)
         ]
-    return [("", module) for module in models]
+    several = list(models) if isinstance(models, Iterable) else [models]
+    if other := [held for held in several if not isinstance(held, nn.Module)]:
+        raise InvalidState(
+            f"ModelState takes a module, or a list or dict of modules, not {shown(other[0])}"
+        )
+    return [("", module) for module in several]
 
 
 def named_parameters(models: Any) -> Iterator[tuple[str, torch.Tensor]]:

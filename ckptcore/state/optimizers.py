@@ -4,18 +4,19 @@ back."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.optim import Optimizer
 
+from ..arguments import shown
 from ..errors import CheckpointWarning, InvalidState, StateMismatch
 from .containers import Moment, stored_moments
 from .layout import dtensor_of, is_dtensor, same_view_key, words
-from .modules import ParameterTable, last_table, parameter_table
+from .modules import ModelState, ParameterTable, last_table, parameter_table
 from .tree import Differences
 
 _NOT_OPTIONS = ("params", "param_names")
@@ -241,7 +242,18 @@ class OptimizerState:
 
     def __init__(self, optimizer: Optimizer | Sequence[Optimizer], models: Any = ()) -> None:
         self.optimizer = optimizer
-        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        made: Any = optimizer
+        several = isinstance(made, Iterable) and not isinstance(made, Optimizer)
+        self._optimizers: list[Optimizer] = list(made) if several else [made]
+        if other := [held for held in self._optimizers if not isinstance(held, Optimizer)]:
+            raise InvalidState(
+                f"OptimizerState takes a torch optimizer, or a list of them, not {shown(other[0])}"
+            )
+        if not isinstance(models, nn.Module | Iterable | ModelState):
+            raise InvalidState(
+                "OptimizerState: models must be modules, or a dict of tensors by name, not "
+                f"{shown(models)}"
+            )
         self._models = models
         self._by_name: dict[str, tuple[torch.Tensor, dict[str, Any]]] | None = None
         # What was known of the module a moment ago does, where it has all of these parameters: a

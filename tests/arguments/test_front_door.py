@@ -3,6 +3,8 @@ checkpoints, names."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from ckptcore import (
     CheckpointManager,
     CheckpointNotFound,
     InvalidState,
+    ModelState,
+    OptimizerState,
     ReplicationMismatch,
     RNGState,
     Shard,
@@ -25,7 +29,13 @@ from ckptcore import (
     StatefulProvider,
     StateMismatch,
     UnknownName,
+    delete_checkpoint,
+    export_checkpoint,
+    import_checkpoint,
     open_checkpoint,
+    pin_checkpoint,
+    register_tensor_class,
+    unpin_checkpoint,
 )
 from ckptcore.testing.ranks import run_ranks
 
@@ -275,9 +285,9 @@ def test_names_that_a_checkpoint_does_not_have(tmp_path: Path) -> None:
     assert caught.value.available == ["model"]
     with pytest.raises(IndexError, match="copies 0 to 0"):
         view.values("model", 1)
-    for copy in (-1, 1.0, "0"):
+    for number in (-1, 1.0, "0"):
         with pytest.raises(InvalidState):
-            view.values("model", copy)
+            view.values("model", number)
     with pytest.raises(InvalidState, match="one slice"):
         view.read("model/weight", [slice(0, 1), slice(0, 1)])
 
@@ -331,3 +341,55 @@ def test_a_restore_may_do_without_what_was_saved_as_not_required(tmp_path: Path)
             report = CheckpointManager(root).restore([StateComponent("model", live)])
             assert report.unexpected == ["cache"]
         assert live["w"].item() == (0.0 if required else 1.0)
+
+
+@pytest.mark.parametrize("path", [None, 1, b"checkpoint-1", ["checkpoint-1"], ""])
+def test_a_path_is_text_for_every_function(tmp_path: Path, path: Any) -> None:
+    CheckpointManager(tmp_path).save(1, {"m": {"a": torch.ones(1)}})
+    calls: list[tuple[str, Any]] = [
+        ("url", lambda: delete_checkpoint(path)),
+        ("url", lambda: pin_checkpoint(path)),
+        ("url", lambda: unpin_checkpoint(path)),
+        ("source", lambda: import_checkpoint(path, tmp_path)),
+        ("root", lambda: import_checkpoint(tmp_path, path)),
+        ("folder", lambda: export_checkpoint(tmp_path / "checkpoint-1", path)),
+    ]
+    for name, call in calls:
+        with pytest.raises(InvalidState, match=rf"^{name} (must be a path or a URL|is empty)"):
+            call()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_manager_belongs_to_its_process(tmp_path: Path, how: Any) -> None:
+    """As a data set that holds one finds out when its workers are spawned."""
+    single = CheckpointCoordinator({"m": {"a": torch.ones(1)}})
+    with CheckpointManager(tmp_path) as ckpt:
+        for made in (ckpt, single):
+            with pytest.raises(InvalidState) as refused:
+                how([made] if how is not copy.copy else made)
+            assert str(refused.value) == (
+                f"a {type(made).__name__} cannot be pickled or copied: its threads and connections "
+                "are those of this process; make one in each process"
+            )
+        assert ckpt.save(1, {"m": {"a": torch.ones(1)}}).step == 1
+
+
+def test_what_is_no_model_and_no_optimizer_is_refused_by_name() -> None:
+    linear = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(linear.parameters())
+    refused: list[tuple[Any, str]] = [
+        (lambda: ModelState(None), "a list or dict of modules, not None"),
+        (lambda: ModelState(nn.Linear), "a list or dict of modules, not <class"),
+        (lambda: ModelState({"a": linear, "b": [1]}), "a list or dict of modules, not 1"),
+        (lambda: OptimizerState(None, linear), "a list of them, not None"),
+        (lambda: OptimizerState([optimizer, linear], linear), "a list of them, not Linear"),
+        (lambda: OptimizerState(optimizer, 1), "a dict of tensors by name, not 1"),
+    ]
+    for call, says in refused:
+        with pytest.raises(InvalidState, match=says):
+            call()
+    with pytest.raises(TypeError, match="takes a class or its name, not 1"):
+        register_tensor_class(1)  # type: ignore[arg-type]
+    assert OptimizerState([optimizer], [linear]).optimizer == [optimizer]
+    assert ModelState({"a": [linear], "b": linear}).prefixed == [("a.", linear), ("b.", linear)]

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from ckptcore import (
+    AsyncSaveError,
     CheckpointManager,
     SharingPattern,
     StateComponent,
     ValidationLevel,
     open_storage,
 )
+from ckptcore.saving import staging
 from ckptcore.testing import FaultStorage
 from ckptcore.testing.ranks import run_ranks
 
@@ -157,3 +159,21 @@ def test_what_is_trained_does_not_remember_its_copy(tmp_path: Path) -> None:
         ckpt.load({"m": live}, step=3)
         for name, parameter in state.items():
             assert torch.equal(live[name], saved[name]) and parameter.requires_grad
+
+
+def test_memory_that_is_not_there_is_said_so_and_the_next_save_goes_on(tmp_path, monkeypatch):
+    def refuse(size, large_pages):
+        raise RuntimeError("can't allocate memory")
+
+    with CheckpointManager(tmp_path) as ckpt:
+        with monkeypatch.context() as without:
+            without.setattr(staging, "_new_memory", refuse)
+            handle = ckpt.save_async(1, state(1))
+            with pytest.raises(
+                AsyncSaveError, match=r"and 602,176 bytes of host memory for that"
+            ) as e:
+                handle.result(60)
+            assert isinstance(e.value.__cause__, MemoryError)
+        assert ckpt.save(2, state(2)).step == 2
+        assert ckpt.save_async(3, state(3)).result(60).step == 3
+        assert [info.step for info in ckpt.list()] == [2, 3]

@@ -301,6 +301,10 @@ def test_codec_registration_is_checked() -> None:
 
     with pytest.raises(TypeError, match="needs encode= and decode="):
         register_codec(Other)
+    with pytest.raises(TypeError, match=r"needs encode= and decode=, functions"):
+        register_codec(Other, 1, 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes a class, not 'Other'"):
+        register_codec("Other", str, str)  # type: ignore[type-var]
     with pytest.raises(ValueError, match="'OrderedDict' is taken"):
         register_codec(Other, str, str, name="OrderedDict")
 
