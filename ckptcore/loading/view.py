@@ -561,7 +561,13 @@ class CheckpointView:
         known = {name: f for index in self._indexes.values() for name, f in index.files.items()}
         for file in wanted:
             self.files.check_header(file, known[file])
-        for name in self.manifest.files if others else ():
+        if others:
+            self.check_small_files()
+
+    def check_small_files(self) -> None:
+        """Files that the manifest lists beside tensors and indexes. Raises CheckpointCorrupt,
+        StorageError."""
+        for name in self.manifest.files:
             if name.endswith(".safetensors.index.json"):
                 self.read_file(name)
 
