@@ -1,5 +1,4 @@
-"""Trainers on top of ckptcore's public API. Names are imported when they are first used, as
-ckptcore's are."""
+"""Trainers on top of ckptcore's public API; names are imported when they are first used."""
 
 from __future__ import annotations
 

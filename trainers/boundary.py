@@ -18,30 +18,25 @@ from .parallel.environment import DistributedEnvironment
 log = logging.getLogger(__name__)
 
 
-def due_after_step(args: Any, state: TrainerState) -> set[str]:
-    """Flags of TrainerControl that the arguments set at this step."""
-    step = state.global_step
-
-    def is_due(strategy: str, period: int) -> bool:
-        return strategy == "steps" and step % period == 0
-
-    due = {
-        "should_log": is_due(args.logging_strategy, state.logging_steps)
-        or (args.logging_first_step and step == 1),
-        "should_evaluate": is_due(args.eval_strategy, state.eval_steps) and step >= args.eval_delay,
-        "should_save": is_due(args.save_strategy, state.save_steps),
+def due(args: Any, state: TrainerState, when: str) -> set[str]:
+    """Flags of TrainerControl that the arguments set after a step (when: "steps") or at the end of
+    a whole epoch ("epoch")."""
+    step, of_epoch = state.global_step, when == "epoch"
+    plans = {
+        "should_log": (args.logging_strategy, state.logging_steps),
+        "should_evaluate": (args.eval_strategy, state.eval_steps),
+        "should_save": (args.save_strategy, state.save_steps),
     }
-    return {flag for flag, is_due in due.items() if is_due}
-
-
-def due_after_epoch(args: Any, state: TrainerState) -> set[str]:
-    """The same at the end of a whole epoch."""
-    due = {
-        "should_log": args.logging_strategy == "epoch",
-        "should_evaluate": args.eval_strategy == "epoch" and state.epoch >= args.eval_delay,
-        "should_save": args.save_strategy == "epoch",
+    found = {
+        flag
+        for flag, (strategy, period) in plans.items()
+        if strategy == when and (of_epoch or step % period == 0)
     }
-    return {flag for flag, is_due in due.items() if is_due}
+    if args.logging_first_step and step == 1 and not of_epoch:
+        found.add("should_log")
+    if (state.epoch if of_epoch else step) < args.eval_delay:
+        found.discard("should_evaluate")
+    return found
 
 
 class Agreement:
@@ -111,9 +106,7 @@ def preemption_guard(args: Any, manager: CheckpointManager) -> Iterator[Preempti
         yield None
     else:
         if args.save_only_model:
-            log.warning(
-                "enable_jit_checkpoint with save_only_model: what SIGTERM saves cannot be resumed "
-                "from"
-            )
+            why = "what SIGTERM saves cannot be resumed from"
+            log.warning("enable_jit_checkpoint with save_only_model: %s", why)
         with PreemptionGuard(manager, [signal.SIGTERM]) as guard:
             yield guard

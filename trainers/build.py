@@ -87,8 +87,7 @@ class ModelBuilder:
     filled: bool = True
 
     def build(self, device: torch.device | str, empty: bool = False) -> nn.Module:
-        """On a device. empty: without values where the arguments want that, since a checkpoint is
-        to bring them."""
+        """On a device; empty: without values, where the arguments leave them to a checkpoint."""
         wanted = self.args.construct_model_on
         if self.model is not None or self.model_init is None:
             assert self.model is not None
@@ -272,8 +271,7 @@ def compile_backend(name: str) -> str:
 
 @contextmanager
 def naming_kernels(wanted: str | list[str]) -> Iterator[None]:
-    """Attention finds out in the forward pass that no kernel that is allowed fits the device and
-    the inputs."""
+    """Attention finds out in the forward pass that no kernel fits the device and the inputs."""
     try:
         yield
     except RuntimeError as error:

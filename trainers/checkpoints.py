@@ -1,9 +1,9 @@
-"""A trainer's checkpoints: which one a run goes on from, what is saved, and which one is the
-best."""
+"""A trainer's checkpoints: which one a run goes on from, what is saved, which is the best."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 from collections.abc import Mapping
@@ -11,6 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from ckptcore import (
     CheckpointCorrupt,
@@ -28,7 +31,6 @@ from ckptcore import (
     SaveEvent,
     SaveHandle,
     StateComponent,
-    StateMismatch,
     open_checkpoint,
     scan_root,
 )
@@ -201,54 +203,40 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def chosen(self) -> int | str | None:
         """Which checkpoint to restore; None for a fresh start. On all ranks, as rank 0 sees it."""
-        wanted, root, metric = self.args.resume_from_checkpoint, self.root, self.rule.metric
+        wanted = self.args.resume_from_checkpoint
         infos = self.present() if wanted in (True, "best") else []
         which: int | str | None = None
         weights = False
         if self.env.rank == 0 and wanted is True:
             which = newest_whole(infos)
         elif self.env.rank == 0 and wanted == "best":
-            best = next(iter(self.rule.ranked(infos)), None)
-            if best is not None:
+            for best in self.rule.ranked(infos)[:1]:
                 which, weights = best.step, not is_whole(best.manifest)
         elif self.env.rank == 0:
             which, weights = wanted, holds_weights_alone(wanted)
         which, weights = self.env.broadcast_object((which, weights))
         if which is None and wanted == "best":
-            text = f"resume_from_checkpoint='best': {root} holds no checkpoint with {metric}"
+            held = f"{self.root} holds no checkpoint with {self.rule.metric}"
             instead = "name one, or another metric_for_best_model"
-            raise CheckpointNotFound(f"{text}; {instead}", path=root)
+            text = f"resume_from_checkpoint='best': {held}; {instead}"
+            raise CheckpointNotFound(text, path=self.root)
         if weights:
             reason = "it was made with save_only_model and holds weights alone"
             instead = "load it as a model, or name one that holds a whole run"
             raise InvalidArgument("resume_from_checkpoint", wanted, reason, instead)
         return which
 
-    def refuse_mismatch(self, report: LoadReport, optimizer: str, state: TrainerState) -> None:
-        """What the run would stumble over later: the state of another optimizer, or later steps
-        that are there and that its saves would not replace. Raises StateMismatch, CheckpointExists.
-
-        optimizer: the name of this run's class.
-        """
-        if report.manifest is None:
+    def refuse_later_steps(self, report: LoadReport, state: TrainerState) -> None:
+        """Later steps are there that the run's saves would not replace. Raises CheckpointExists."""
+        first, last = state.global_step + 1, state.max_steps
+        if report.manifest is None or self._replace or self.args.save_strategy == "no":
             return
-        metadata = report.manifest.metadata
-        was = metadata.get("optimizer")
-        if was not in (None, optimizer):
-            optim = metadata.get("training_args", {}).get("optim")
-            text = (
-                f"{report.path} holds the state of the optimizer {was} (optim={optim!r}), and this "
-                f"run has {optimizer}: go on with it, or start another run from its weights"
-            )
-            raise StateMismatch(text, path=report.path)
-        if self._replace or self.args.save_strategy == "no" or state.global_step >= state.max_steps:
-            return
-        coming, run_id = range(state.global_step + 1, state.max_steps + 1), report.manifest.run_id
+        run_id = report.manifest.run_id
         mine = [
             info.step
-            for info in (committed(self.root) if self.lists else [])
+            for info in (committed(self.root) if self.lists and first <= last else [])
             # What the run had abandoned before gives way: that it is to go back was decided then.
-            if info.step in coming
+            if info.step in range(first, last + 1)
             and info.name not in report.skipped
             and (info.pinned or not info.abandoned or info.run_id != run_id)
         ]
@@ -319,17 +307,15 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         return self.rule.ranked([i for i in self.present() if (i.step or 0) <= state.global_step])
 
     def check_best(self, state: TrainerState) -> None:
-        """The best checkpoint may have gone since: then the best of those present takes its
-        place."""
+        """The best checkpoint may have gone since: then the best of those present is it."""
         keeps = self.args.load_best_model_at_end or self.args.preserve_best_model
         if state.best_checkpoint is None or not keeps:
             return
         ranked = self.ranked(state)
         now: Any = (state.best_checkpoint, state.best_step, state.best_metric)
         if self.env.rank == 0 and all(info.step != state.best_step for info in ranked):
-            best, instead = next(iter(ranked), None), "there is no other"
-            now = (None, None, None)
-            if best is not None:
+            now, instead = (None, None, None), "there is no other"
+            for best in ranked[:1]:
                 now = (best.name, best.step, best.metrics[self.rule.metric])
                 instead = f"{best.name} is the best of those present"
             gone = f"{state.best_checkpoint}, the best checkpoint so far, is not there any more"
@@ -338,30 +324,25 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         state.best_checkpoint, state.best_step, state.best_metric = found
 
     def load_best(self, weights: list[StateComponent], state: TrainerState) -> None:
-        """Put the best checkpoint's weights into the model; those of the next best where it is
-        damaged."""
+        """Put the best checkpoint's weights into the model; where it is damaged, the next one's."""
         failed: list[str] = []
-        loaded = None
+        now = "the final weights stay"
         for step in self.env.broadcast_object([info.step for info in self.ranked(state)]):
             try:
                 self.manager.load(weights, step, transactional=True)
             except (CheckpointCorrupt, CheckpointNotFound) as error:
                 failed.append(str(error))
             else:
-                loaded = step
+                now = f"those of checkpoint-{step} are the best of the others"
+                if self.env.rank == 0:
+                    log.info("loaded the best weights, those of step %d", step)
                 break
-        if self.env.rank != 0:
-            return
-        if failed:
-            now = "the final weights stay"
-            if loaded is not None:
-                now = f"those of checkpoint-{loaded} are the best of the others"
+        else:
+            if self.env.rank == 0 and not failed:
+                what = f"no checkpoint has {self.rule.metric}; the model stays as it is"
+                log.warning("load_best_model_at_end: %s", what)
+        if failed and self.env.rank == 0:
             warn(f"the best weights cannot be loaded ({'; '.join(failed)}); {now}")
-        elif loaded is None:
-            what = f"no checkpoint has {self.rule.metric}; the model stays as it is"
-            log.warning("load_best_model_at_end: %s", what)
-        if loaded is not None:
-            log.info("loaded the best weights, those of step %d", loaded)
 
 
 def warn(text: str) -> None:
@@ -387,3 +368,33 @@ def holds_weights_alone(path: str) -> bool:
             return not is_whole(view.manifest)
     except CheckpointError:
         return False
+
+
+def write_model(
+    path: str, state: Mapping[str, Tensor], model: nn.Module, processing_class: Any
+) -> None:
+    """model.safetensors, and what model and processing class save of themselves, such as the
+    config that `from_pretrained` needs. The file is whole or not there."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "model.safetensors"
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    first: dict[Any, str] = {}  # memory -> its first name: safetensors does not take it twice
+    firsts = {
+        name: first.setdefault(
+            (value.data_ptr(), tuple(value.shape)) if value.numel() else name, name
+        )
+        for name, value in state.items()
+    }
+    weights = {
+        name: state[name].detach().cpu().contiguous() for name in firsts if firsts[name] == name
+    }
+    aliases = {name: of for name, of in firsts.items() if of != name}
+    save_file(weights, partial, metadata={"format": "pt", **aliases})
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())
+    partial.replace(target)
+    for part in (getattr(model, "config", None), processing_class):
+        save = getattr(part, "save_pretrained", None)
+        if save is not None:
+            save(path)

@@ -34,17 +34,6 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect)
 
 
-def ask(url: str, token: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the server at a URL answers: to a POST where there is a body. Raises URLError, OSError,
-    ValueError."""
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {**headers, "Content-Type": "application/json"})
-    with OPENER.open(request, timeout=PATIENCE) as answer:
-        found: dict[str, Any] = json.loads(answer.read(MOST_BYTES))
-    return found
-
-
 def fail(text: str, code: int) -> NoReturn:
     click.echo(f"ckpt-train control: {text}", err=True)
     sys.exit(code)
@@ -53,7 +42,8 @@ def fail(text: str, code: int) -> NoReturn:
 def ask_job(
     job_id: str, url: str | None, token_file: Path | None, path: str, body: Any = None
 ) -> dict[str, Any]:
-    """Ask a job of this machine, or the one at `url`; ends the command where that fails."""
+    """What a job of this machine, or the one at `url`, answers: to a POST where there is a body.
+    Ends the command where that fails."""
     try:
         token = None if token_file is None else token_file.read_text(encoding="ascii").strip()
         if url is None:
@@ -61,7 +51,14 @@ def ask_job(
             if job is None:
                 fail(f"no job {job_id} is running here; see `ckpt-train control list`", NOT_FOUND)
             url, token = job.url, token or job.token()
-        return ask(f"{url.rstrip('/')}/jobs/{job_id}/{path}", token, body)
+        headers = {"Content-Type": "application/json"}
+        headers |= {} if token is None else {"Authorization": f"Bearer {token}"}
+        data = None if body is None else json.dumps(body).encode()
+        where = f"{url.rstrip('/')}/jobs/{job_id}/{path}"
+        request = urllib.request.Request(where, data, headers)
+        with OPENER.open(request, timeout=PATIENCE) as answer:
+            found: dict[str, Any] = json.loads(answer.read(MOST_BYTES))
+        return found
     except InvalidArgument as error:
         fail(str(error), USAGE)
     except urllib.error.HTTPError as error:
@@ -105,15 +102,10 @@ def cleanup() -> None:
 
 def of_a_job(function: Callable[..., None]) -> Callable[..., None]:
     """The words that every command for one job has."""
-    for add in (
-        click.option(
-            "--token-file", type=click.Path(path_type=Path), help="With --url: holds its token."
-        ),
-        click.option("--url", help="Of a job on another machine: http://HOST:PORT"),
-        click.argument("job_id"),
-    ):
-        function = add(function)
-    return function
+    file, text = click.Path(path_type=Path), "With --url: holds its token."
+    function = click.option("--token-file", type=file, help=text)(function)
+    function = click.option("--url", help="Of a job on another machine: http://HOST:PORT")(function)
+    return click.argument("job_id")(function)
 
 
 @control.command()
@@ -134,12 +126,8 @@ def _command(name: str, sends: str, text: str, question: str | None = None) -> N
         click.echo(answer["message"])
 
 
+LOSES = "end now, and lose what was trained since the last checkpoint?"
 _command("save", "save_checkpoint", "Save a checkpoint at the next step.")
 _command("stop", "graceful_stop", "End at the next step, with the save that the end has.")
 _command("save-stop", "save_and_stop", "Save a checkpoint at the next step, and end.")
-_command(
-    "abort",
-    "abort",
-    "End at the next step and save nothing.",
-    "end now, and lose what was trained since the last checkpoint?",
-)
+_command("abort", "abort", "End at the next step and save nothing.", LOSES)

@@ -91,8 +91,7 @@ def partials(folder: Path) -> set[str]:
 def kill_inside_a_save(
     process: subprocess.Popen[bytes], folder: Path, number: int, chance: random.Random
 ) -> Path:
-    """SIGKILLs the process at a random moment of its save `number`, or of a later one if need be;
-    what that left."""
+    """SIGKILLs the process in its save `number`, or a later one; what that left."""
     known, count = partials(folder), 0
     while process.poll() is None:
         time.sleep(0.0003)
@@ -178,8 +177,7 @@ def fresh(folder: Path) -> None:
     "--seed", type=int, help="Of the moments of the kills.  [default: random, and printed]"
 )
 def main(folder: Path, steps: int, seed: int | None) -> None:
-    """Kill a training run inside a save, twice; resume it; compare it with one that was left
-    alone."""
+    """Kill a run inside a save, twice; resume it; compare it with one left alone."""
     fresh(folder)
     seed = secrets.randbits(31) if seed is None else seed
     chance = random.Random(seed)

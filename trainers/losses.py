@@ -63,8 +63,7 @@ def make_loss_function(
 
 
 def shifts_labels(model: nn.Module, loss_function: LossFunction | None) -> bool:
-    """Whether position n is compared with label n + 1, so that each row's first label counts for
-    nothing."""
+    """Whether position n is compared with label n + 1, so that a row's first one is left out."""
     if loss_function is not None:
         return bool(getattr(loss_function, "shifts_labels", False))
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
@@ -83,27 +82,23 @@ def count_labels(labels: Tensor, shifted: bool) -> int:
     return int((counted != IGNORED).sum())
 
 
+def _named(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
 def loss_of(outputs: Any) -> Tensor:
     """The loss that a model itself gives. Raises InvalidArgument."""
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    found = outputs if isinstance(outputs, Tensor) else _named(outputs, "loss")
     if found is None and isinstance(outputs, tuple) and not hasattr(outputs, "loss") and outputs:
         found = outputs[0]
-    if found is None and isinstance(outputs, Tensor):
-        found = outputs
     if not isinstance(found, Tensor):
-        raise InvalidArgument(
-            "model", type(outputs).__name__, "its output has no loss", "give a compute_loss_func"
-        )
+        kind, instead = type(outputs).__name__, "give a compute_loss_func"
+        raise InvalidArgument("model", kind, "its output has no loss", instead)
     return found
 
 
 def logits_of(outputs: Any) -> Tensor:
     """The logits in a model's output."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, Mapping):
-        found = outputs["logits"]
-    else:
-        found = getattr(outputs, "logits", None)
+    found = outputs if isinstance(outputs, Tensor) else _named(outputs, "logits")
     logits: Tensor = outputs[0] if found is None else found
     return logits

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ckptcore import quantization_config
 
-from .arguments import InvalidArgument
+from .arguments.conflicts import low_precision_conflicts
+from .arguments.errors import raise_any
 
 log = logging.getLogger(__name__)
 
@@ -20,28 +20,18 @@ log = logging.getLogger(__name__)
 def lower_precision(model: nn.Module, args: Any) -> nn.Module:
     """The model with the linear layers that `fp8_recipe` or `qat_recipe` want. Names of parameters
     and their values stay. Raises InvalidArgument."""
-    if args.fp8_recipe is not None:
-        return to_float8(model, args.fp8_recipe, args.fp8_dim_alignment, args.fp8_emulate)
-    if args.qat_recipe is not None:
-        return to_fake_quantised(model, args.qat_recipe)
+    for argument, convert in (("fp8_recipe", to_float8), ("qat_recipe", to_fake_quantised)):
+        if getattr(args, argument) is not None:
+            raise_any(low_precision_conflicts(args, argument))
+            return convert(model, args)
     return model
 
 
-def to_float8(model: nn.Module, recipe: str, alignment: int, emulate: bool) -> nn.Module:
-    """Linear layers whose dimensions are multiples of `alignment` (0: all) compute in float8."""
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        raise _not_installed("fp8_recipe", recipe) from None
-    if not emulate and (
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
-    ):
-        raise InvalidArgument(
-            "fp8_recipe",
-            recipe,
-            "needs a CUDA device of capability 8.9 or above",
-            "leave it out, or try the recipe with fp8_emulate=True",
-        )
+def to_float8(model: nn.Module, args: Any) -> nn.Module:
+    """Linear layers whose dimensions are multiples of fp8_dim_alignment (0: all), in float8."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe, alignment = args.fp8_recipe, args.fp8_dim_alignment
 
     def misfit(layer: nn.Linear) -> str | None:
         sizes = (layer.in_features, layer.out_features)
@@ -49,23 +39,19 @@ def to_float8(model: nn.Module, recipe: str, alignment: int, emulate: bool) -> n
         return None if aligned else f"{sizes[0]} x {sizes[1]}, no multiples of {alignment}"
 
     wanted = _chosen(model, f"fp8_recipe={recipe!r}", misfit)
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=args.fp8_emulate)
     made: nn.Module = convert_to_float8_training(
         model, config=config, module_filter_fn=lambda _, name: name in wanted
     )
     return made
 
 
-def to_fake_quantised(model: nn.Module, recipe: str) -> nn.Module:
-    """Linear layers train as if they were quantised. `ckpt export --quantize` makes them so after
-    training."""
-    try:
-        from torchao.quantization import quantize_
-        from torchao.quantization.qat import QATConfig
+def to_fake_quantised(model: nn.Module, args: Any) -> nn.Module:
+    """Linear layers train as if quantised; `ckpt export --quantize` makes them so afterwards."""
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
 
-        base = quantization_config(recipe)
-    except ImportError:
-        raise _not_installed("qat_recipe", recipe) from None
+    base = quantization_config(args.qat_recipe)
     granularity = getattr(base, "weight_granularity", None)
     group = getattr(base, "group_size", getattr(granularity, "group_size", 1))
 
@@ -73,7 +59,7 @@ def to_fake_quantised(model: nn.Module, recipe: str) -> nn.Module:
         whole = layer.in_features % group == 0
         return None if whole else f"{layer.in_features} inputs, no multiple of {group}"
 
-    wanted = _chosen(model, f"qat_recipe={recipe!r}", misfit)
+    wanted = _chosen(model, f"qat_recipe={args.qat_recipe!r}", misfit)
     # A model that is one layer is replaced, which torchao does only inside of another module.
     holder = nn.ModuleList([model])
     names = {f"0.{name}".rstrip(".") for name in wanted}
@@ -92,12 +78,3 @@ def _chosen(model: nn.Module, argument: str, misfit: Callable[[nn.Linear], str |
     level = logging.INFO if converted else logging.WARNING
     log.log(level, "%s: converted %d/%d Linear layers", argument, converted, len(layers))
     return layers.keys() - kept.keys()
-
-
-def _not_installed(argument: str, recipe: str) -> InvalidArgument:
-    return InvalidArgument(
-        argument,
-        recipe,
-        "torchao is not installed",
-        "pip install ckptcore[torchao], or leave it out",
-    )

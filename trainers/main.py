@@ -12,7 +12,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -44,10 +45,9 @@ from .arguments import (
     print_configuration,
     raise_any,
 )
-from .arguments.command_line import CommandLine, parse_command_line, show_help
-from .arguments.kinds import Count, Flag, Text, arguments_of
-from .arguments.trainer_checks import KINDS
-from .job import Job
+from .arguments.configuration import CommandLine, parse_command_line, show_help
+from .arguments.conflicts import KINDS
+from .arguments.kinds import Count, Flag, Text, arg, arguments_of
 
 if TYPE_CHECKING:
     from .parallel.environment import DistributedEnvironment
@@ -72,26 +72,19 @@ def _as_list(value: Any) -> Any:
 class ProgramArguments(Arguments):
     """What is trained, and by which trainer."""
 
-    trainer: Annotated[
-        Literal["auto", "single", "ddp", "fsdp2", "pipeline", "accel"],
-        "auto: single, or ddp on several processes",
-    ] = "auto"
-    schedule: Annotated[Text, "of a pipeline, as torch names it"] = "ScheduleGPipe"
-    threads: Annotated[
-        Count | None, "of torch on the CPU; results are the same at the same number only"
-    ] = None
-    data: Annotated[
-        list[Text],
-        BeforeValidator(_as_list),
-        "files, folders or globs of text; none: the sources of Python's standard library",
-    ] = field(default_factory=list)
-    max_data_bytes: Annotated[Count | None, "bytes of text that are used; None uses all"] = (
-        4 * 2**20
+    trainer: Literal["auto", "single", "ddp", "fsdp2", "pipeline", "accel"] = arg(
+        "auto", "auto: single, or ddp on several processes"
     )
-    control: Annotated[Flag, "take commands: see `ckpt-train control`"] = False
-    model: Annotated[GPTArguments, "size of the byte-level GPT"] = field(
-        default_factory=GPTArguments
+    schedule: Text = arg("ScheduleGPipe", "of a pipeline, as torch names it")
+    threads: Count | None = arg(
+        None, "of torch on the CPU; results are the same at the same number only"
     )
+    data: Annotated[list[Text], BeforeValidator(_as_list)] = arg(
+        list, "files, folders or globs of text; none: the sources of Python's standard library"
+    )
+    max_data_bytes: Count | None = arg(4 * 2**20, "bytes of text that are used; None uses all")
+    control: Flag = arg(False, "take commands: see `ckpt-train control`")
+    model: GPTArguments = arg(GPTArguments, "size of the byte-level GPT")
 
 
 # What a run without a configuration file does: a few minutes on a laptop.
@@ -135,8 +128,7 @@ class Program:
     own: ProgramArguments
 
     def to_yaml(self, everything: bool = False) -> str:
-        """YAML that is a configuration itself: all, or the arguments that are not at their
-        default."""
+        """YAML that is a configuration itself: all, or what is not at its default."""
         own = {**self.own.as_dict(), "trainer": self.kind}
         if not everything:
             own = {k: v for k, v in own.items() if v or k in ("data", "max_data_bytes")}
@@ -148,30 +140,26 @@ class Program:
 
 def make_program(said: CommandLine, world_size: int = 1) -> Program:
     """What a command line says. Raises one InvalidArgument for all that is wrong."""
-    given = dict(said.values)
+    given, own = dict(said.values), dict[str, Any]()
     faults: list[InvalidArgument] = []
     for name in arguments_of(GPTArguments).keys() & given.keys():
         instead = f"did you mean model.{name}?"
         faults.append(InvalidArgument(name, given.pop(name), "unknown name", instead))
-    own_names = arguments_of(ProgramArguments).keys() & given.keys()
-    own = {
-        name: given.pop(name) for name in own_names if given[name] is not None or name != "model"
-    }
-    given.pop("model", None)
+    for name in arguments_of(ProgramArguments).keys() & given.keys():
+        value = given.pop(name)
+        own |= {name: value} if value is not None or name != "model" else {}
     kind = own.get("trainer", "auto")
     if kind == "auto":
         kind = "single" if world_size == 1 else "ddp"
     if not said.has_file:
         names = {native_name(name) for name in given}
-        other = {name for name, alternative in INSTEAD.items() if given.get(alternative)}
-        given |= {name: value for name, value in DEMONSTRATION.items() if name not in names | other}
+        names |= {name for name, alternative in INSTEAD.items() if given.get(alternative)}
+        given |= {name: value for name, value in DEMONSTRATION.items() if name not in names}
     if kind == "fsdp2" and isinstance(inner := given.get("fsdp2") or {}, dict):
         given["fsdp2"] = {"transformer_layers_path": "blocks", **inner}
     made: list[Any] = []
-    for cls, values in (
-        (ProgramArguments, own),
-        (CLASSES.get(str(kind), TrainingArguments), given),
-    ):
+    arguments = CLASSES.get(str(kind), TrainingArguments)
+    for cls, values in ((ProgramArguments, own), (arguments, given)):
         try:
             made.append(cls(**values))
         except InvalidArgument as error:
@@ -181,6 +169,44 @@ def make_program(said: CommandLine, world_size: int = 1) -> Program:
     if os.path.isfile(args.output_dir):
         raise InvalidArgument("output_dir", args.output_dir, "is a file", "name a folder")
     return Program(args, kind, settings)
+
+
+class Job:
+    """Rank and size are known at once, the process group (and torch) come with `start`."""
+
+    def __init__(self) -> None:
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0")) if self.world_size > 1 else 0
+        self.environment: DistributedEnvironment | None = None
+        self._first_here = self.world_size == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+        self._starting = False
+
+    def start(self, args: Any) -> DistributedEnvironment:
+        from .parallel.environment import DistributedEnvironment
+
+        self._starting = True
+        self.environment = DistributedEnvironment.from_environ(args)
+        return self.environment
+
+    def finish(self) -> None:
+        """At a good end only: after a failure this could wait for ranks that never come."""
+        if self.environment is not None:
+            self.environment.close()
+
+    def say(self, text: str) -> None:
+        """On stderr, once for all ranks that have the same to say.
+
+        Before the ranks know each other it is the first of each machine: all have the same
+        arguments and the same files.
+        """
+        store = self.environment.store if self.environment is not None else None
+        speaks = self._starting or self._first_here
+        if store is not None:
+            me, speaks = str(self.rank), True
+            with suppress(RuntimeError):  # the store went with the process that hosts it
+                speaks = store.compare_set(f"ckpt-train said: {text}", "", me) == me.encode()
+        if speaks:
+            print(text, file=sys.stderr)
 
 
 OTHERS = {"control": ".control", "diloco": ".diloco.command"}  # imported when they are asked for
@@ -196,12 +222,10 @@ def main(words: Sequence[str] | None = None) -> int:
             getattr(home, said[0]).main(said[1:], prog_name=f"ckpt-train {said[0]}", obj=lent)
         except SystemExit as left:
             return int(left.code or 0)
-    job: Job = Job()
-    program: Program | None = None
+    job, program = Job(), None
     level = logging.INFO if job.rank == 0 else logging.ERROR
     # What --print_config and --show print is a configuration, and nothing else.
-    shows = bool({"--print_config", "--show"} & {*said})
-    stream = sys.stderr if shows else sys.stdout
+    stream = sys.stderr if {"--print_config", "--show"} & {*said} else sys.stdout
     logging.basicConfig(level=level, format="%(message)s", stream=stream, force=True)
 
     def show_warning(message: Warning | str, *_: object, **__: object) -> None:
@@ -225,24 +249,17 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         except InvalidArgument as error:
             for fault in error.faults:
-                text = " ".join(str(fault).splitlines()[0].split())
-                job.say(f"ckpt-train: {text}")
+                job.say(f"ckpt-train: {' '.join(str(fault).splitlines()[0].split())}")
             return USAGE
         except (CheckpointError, OSError) as error:
             job.say(f"ckpt-train: {' '.join(str(error).split())}")
-            return code_of(error)
+            if isinstance(error, CheckpointNotFound | DataNotFound):
+                return BAD if isinstance(error, NoUsableCheckpoint) else NOT_FOUND
+            storage = isinstance(error, StorageError) or not isinstance(error, CheckpointError)
+            return STORAGE if storage else BAD
         except KeyboardInterrupt:
             job.say(f"\ninterrupted; {_where_it_stands(program)}")
             return INTERRUPTED
-
-
-def code_of(error: Exception) -> int:
-    if isinstance(error, CheckpointNotFound | DataNotFound) and not isinstance(
-        error, NoUsableCheckpoint
-    ):
-        return NOT_FOUND
-    storage = isinstance(error, StorageError) or not isinstance(error, CheckpointError)
-    return STORAGE if storage else BAD
 
 
 def run(program: Program, job: Job) -> None:
@@ -250,8 +267,7 @@ def run(program: Program, job: Job) -> None:
 
     if program.own.threads is not None:
         torch.set_num_threads(program.own.threads)
-    environment = job.start(program.args)
-    trainer = make_trainer(program, environment)
+    trainer = make_trainer(program, job.start(program.args))
     if job.rank == 0:
         print(program.to_yaml())
     result = trainer.train()
@@ -299,7 +315,7 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
     if program.kind == "pipeline":
         from torch.distributed import pipelining
 
-        from .parallel.splitting import ByteGPTSplitter
+        from .parallel.stages import ByteGPTSplitter
 
         schedule = getattr(pipelining, own.schedule, None)
         if schedule is None:
@@ -318,11 +334,11 @@ def make_trainer(program: Program, environment: DistributedEnvironment) -> Train
 
 
 def _where_it_stands(program: Program | None) -> str:
-    output_dir = "" if program is None else program.args.output_dir
+    output_dir, found = "" if program is None else program.args.output_dir, []
     try:
         found = restore_candidates(scan_root(output_dir))
     except CheckpointNotFound:
-        found = []
+        pass
     except CheckpointError as error:
         return f"the checkpoints cannot be listed: {error}"
     newest = next((entry for entry in found if entry.status == "committed"), None)

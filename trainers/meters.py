@@ -1,5 +1,4 @@
-"""What a run measures of itself between two logs, kept so that a resumed run logs the same
-numbers."""
+"""What a run measures of itself between two logs, kept so that a resumed run logs the same."""
 
 from __future__ import annotations
 
@@ -57,19 +56,14 @@ class Meters:
             if self.counted not in (False, "no"):
                 mask = batch.get("attention_mask") if self.counted == "non_padding" else None
                 self._seen += ids.numel() if mask is None else int(mask.sum())
-            self._operations += self._operations_of(model, batch, ids.numel())
+            # Of a forward and backward pass: 6 per parameter and token, unless the model knows.
+            counts = getattr(model, "floating_point_ops", None)
+            if counts is None and self._parameters is None:
+                self._parameters = sum(p.numel() for p in model.parameters())
+            simple = 6.0 * (self._parameters or 0) * ids.numel()
+            self._operations += simple if counts is None else float(counts(batch))
         self._tokens += tokens
         return tokens
-
-    def _operations_of(self, model: nn.Module, batch: Any, tokens: int) -> float:
-        """Floating-point operations of a forward and backward pass: 6 per parameter and token,
-        unless the model knows."""
-        counts = getattr(model, "floating_point_ops", None)
-        if counts is not None:
-            return float(counts(batch))
-        if self._parameters is None:
-            self._parameters = sum(p.numel() for p in model.parameters())
-        return 6.0 * self._parameters * tokens
 
     def add(self, loss: Tensor, state: TrainerState) -> None:
         """The loss of a step that is done: this rank's share."""
@@ -133,19 +127,16 @@ class Meters:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "window": list(self.window),
-            "tokens": self.tokens,
-            "total_tokens": self.total_tokens,
-            "total_loss": self.total_loss,
-            "steps": self.steps,
-        }
+        return {**{name: getattr(self, name) for name in _KEPT}, "window": list(self.window)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._begin_window()
-        self.window, self.tokens = list(state["window"]), state["tokens"]
-        self.total_tokens, self.total_loss = state["total_tokens"], state["total_loss"]
-        self.steps = state["steps"]
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self.window = list(state["window"])
+
+
+_KEPT = ("window", "tokens", "total_tokens", "total_loss", "steps")
 
 
 def plain_numbers(values: Mapping[str, Any], event: str) -> dict[str, Any]:

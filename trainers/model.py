@@ -56,8 +56,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """`model(input_ids)` gives logits for each next byte; with `labels` (the next bytes) also the
-    loss."""
+    """`model(input_ids)` gives logits for each next byte; with `labels` (those) also the loss."""
 
     saves_memory = False
 
@@ -71,24 +70,19 @@ class ByteGPT(nn.Module):
         self.norm = nn.LayerNorm(args.n_embd)
         self.head = nn.Linear(args.n_embd, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self._initialise()
-
-    def _initialise(self) -> None:
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() > 1:
                 # What is added to the residual stream is scaled down with depth, as GPT-2 does.
                 residual = name.endswith(("attention.out.weight", "mlp.2.weight"))
-                nn.init.normal_(
-                    parameter, std=0.02 / (2 * len(self.blocks)) ** (0.5 if residual else 0)
-                )
+                depth = 2 * len(self.blocks) if residual else 1
+                nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Blocks are computed again for the backward pass; the name is that of Hugging Face's
-        models."""
+        """Blocks are computed again in the backward pass; Hugging Face's name of it."""
         self.saves_memory = True
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> GPTOutput:
@@ -107,6 +101,5 @@ class ByteGPT(nn.Module):
 
 
 def next_byte_loss(outputs: GPTOutput, labels: Tensor, items: float) -> Tensor:
-    """A loss for accumulated batches: the sum over these bytes, divided by the bytes of the whole
-    step."""
+    """A loss for accumulated batches: the sum over these bytes by the bytes of the step."""
     return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum") / items

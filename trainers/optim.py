@@ -15,8 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from .arguments import InvalidArgument, MinimalTrainingArguments
-from .arguments.native import SCHEDULES
-from .arguments.optimizer_options import ADAM, options_in
+from .arguments.optimizer_options import ADAM, SCHEDULES, options_in
 
 logger = logging.getLogger(__name__)
 debugging = logging.getLogger("ckpt_trainers.debugging")
@@ -154,8 +153,7 @@ def _patterns(groups: Groups) -> Iterator[tuple[str, tuple[re.Pattern[str], dict
 
 
 def parameter_names(model: Models) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters with their names in the unwrapped model; a tied one once, under its
-    first name."""
+    """Trainable parameters by their names in the unwrapped model; a tied one once, by its first."""
     seen: set[int] = set()
     for module in [model] if isinstance(model, nn.Module) else model:
         for name, parameter in module.named_parameters():
@@ -168,12 +166,8 @@ def _unwrapped(module: nn.Module, name: str) -> str:
     kept: list[str] = []
     inner: Any = module
     for part in name.split("."):
-        wrappers = [
-            _WRAPPERS.get(cls.__name__)
-            for cls in type(inner).__mro__
-            if cls.__module__.startswith("torch.")
-        ]
-        if part not in wrappers:
+        bases = [cls for cls in type(inner).__mro__ if cls.__module__.startswith("torch.")]
+        if part not in (_WRAPPERS.get(cls.__name__) for cls in bases):
             kept.append(part)
         inner = getattr(inner, part)
     return ".".join(kept)

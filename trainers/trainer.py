@@ -30,24 +30,16 @@ from ckptcore import (
 
 from . import callbacks as shipped
 from .arguments import InvalidArgument, Process, TrainingArguments, resolve_arguments, steps_of
-from .boundary import (
-    Agreement,
-    due_after_epoch,
-    due_after_step,
-    lasting_interrupt,
-    preemption_guard,
-)
+from .boundary import Agreement, due, lasting_interrupt, preemption_guard
 from .build import ModelBuilder, apply_settings, computing, free_memory, fuse_optimizer
-from .callbacks.log_paths import choose_logging_dir, relative_to_root
+from .callbacks.logs import choose_logging_dir, relative_to_root
 from .callbacks.protocol import CallbackHandler, TrainerControl, TrainerState
-from .checkpoints import Checkpoints, Part, best_rule, is_restorable
+from .checkpoints import Checkpoints, Part, best_rule, is_restorable, write_model
 from .data.evaluation import EvaluationBatches
 from .data.foreign import ForeignLoader
 from .data.loader import ResumableLoader, collate
-from .data.position import Counted, Loader, has_its_part, rows_of
-from .data.randomness import seeded_random
+from .data.position import Counted, Loader, has_its_part, rows_of, seeded_random
 from .data.ranks import CollateShares
-from .export import write_model
 from .losses import count_labels, labels_of, loss_of, make_loss_function, shifts_labels
 from .meters import Meters, plain_numbers
 from .optim import make_optimizer, make_scheduler, optimizer_class
@@ -165,7 +157,8 @@ class Trainer:
         self.manager_options = dict(manager_options or {})
         self.check()
         apply_settings(args, self.rank)
-        self.data_seed = self.choose_data_seed()
+        seed = args.seed if args.data_seed is None else args.data_seed
+        self.data_seed = int(env.broadcast_object(seed if seed >= 0 else secrets.randbits(32)))
         self.loader: Any = None if train_dataset is None else self.make_train_loader()
         self.beginning = None if self.loader is None else self.loader.state_dict()
         self.args_in_use = self.use_args()
@@ -209,10 +202,6 @@ class Trainer:
     def default_callbacks(cls) -> list[Any]:
         """What a trainer has where it is given none."""
         return [shipped.DefaultMetrics(), shipped.ProgressCallback(), shipped.InfoCallback()]
-
-    def choose_data_seed(self) -> int:
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return int(self.env.broadcast_object(seed if seed >= 0 else secrets.randbits(32)))
 
     def begin_anew(self) -> None:
         """As before the first step; the weights stay what they are."""
@@ -287,8 +276,7 @@ class Trainer:
         metadata: dict[str, Any] = {}
         report = self.checkpoints.restore(self, self.is_restored)
         if report is not None and report.manifest is not None:
-            kind = type(self.optimizer).__qualname__
-            self.checkpoints.refuse_mismatch(report, kind, self.state)
+            self.checkpoints.refuse_later_steps(report, self.state)
             if self.args.ignore_data_skip:
                 self.loader.go_to_epoch(int(self.state.epoch))
             metadata = dict(report.manifest.metadata)
@@ -328,8 +316,7 @@ class Trainer:
             log.warning(text, ", ".join(changed), kept)
 
     def is_over(self) -> bool:
-        """Whether there is nothing left to do: the last step is reached, or a callback had ended
-        the run before it."""
+        """Whether nothing is left to do: at the last step, or where a callback ended the run."""
         asked = (getattr(callback, "run_is_over", None) for callback in self.callbacks.callbacks)
         ended = [bool(over(self.args, self.state)) for over in asked if over is not None]
         return self.state.global_step >= self.state.max_steps or any(ended)
@@ -347,8 +334,14 @@ class Trainer:
             epoch_is_over = False
             while not epoch_is_over and not self.stopped:
                 self.training_step()
-                if state.steps_run == 1:
-                    self.prepare_saves()
+                if (
+                    state.steps_run == 1
+                    and self.args.save_async
+                    and self.args.save_strategy != "no"
+                ):
+                    # All of the state has come to be: have ready what the first save would wait
+                    # for.
+                    self.checkpoints.manager.prewarm(self.settled_state())
                 epoch_is_over = self.after_step()
             self.fire("on_epoch_end")
             if epoch_is_over:
@@ -431,8 +424,8 @@ class Trainer:
         that they have all of the epoch."""
         state = self.state
         ends = self.loader.epoch_ended or state.global_step >= state.max_steps
-        due = due_after_step(self.args, state)
-        self.agree(due, at_once=ends or bool(due))
+        now = due(self.args, state, "steps")
+        self.agree(now, at_once=ends or bool(now))
         if self.control.should_epoch_stop and not ends:
             self.loader.go_to_epoch(self.loader.epoch + 1)
             state.epoch = self.epochs_done()
@@ -444,15 +437,14 @@ class Trainer:
         """The same after on_epoch_end, for what is due once per epoch."""
         state = self.state
         whole = self.loader.epoch_ended or state.global_step >= state.max_steps
-        self.agree(due_after_epoch(self.args, state) if whole else set())
+        self.agree(due(self.args, state, "epoch") if whole else set())
         self.act(may_save=True)
 
-    def agree(self, due: Collection[str] = (), at_once: bool = True) -> None:
-        """Let `control` be what all ranks know of: what any of them asked for, and what is due
-        everywhere."""
+    def agree(self, flags: Collection[str] = (), at_once: bool = True) -> None:
+        """Let `control` be what all ranks know of: what any asked for, and what is due."""
         control = self.control
         self.check_interrupt()
-        self.agreement.reach(control, due, self.checkpoints.ended(), at_once)
+        self.agreement.reach(control, flags, self.checkpoints.ended(), at_once)
         stops = self.guard is not None and self.guard.should_stop(self.state.global_step)
         if stops and not control.should_abort_without_save:
             self.state.stop_reason = "sigterm"
@@ -467,7 +459,11 @@ class Trainer:
         control = self.control
         if control.should_log:
             control.should_log = False
-            self.log_training()
+            values = self.meters.take(self.reduce, self.state, self.learning_rate())
+            if self.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(self.device)
+                values["peak_mem_allocated"] = self.env.gather_objects(peak)
+            self.log(values)
             self.agree()
         saves = may_save and (self.control.should_save or self.ends_with_a_save())
         wanted = self.control.should_evaluate or (
@@ -505,12 +501,6 @@ class Trainer:
 
     # Saving.
 
-    def prepare_saves(self) -> None:
-        """After the first step, when all of the state has come to be: have ready what the first
-        save would wait for."""
-        if self.args.save_async and self.args.save_strategy != "no":
-            self.checkpoints.manager.prewarm(self.settled_state())
-
     def settled_state(self) -> Any:
         """What is saved, with nothing of it under way any more."""
         self.meters.settle(self.reduce, self.state)
@@ -537,7 +527,6 @@ class Trainer:
             metrics=self.measured(),
             metadata={
                 "training_args": self.args.as_dict(),
-                "optimizer": type(self.optimizer).__qualname__,
                 "logging_dir": folder and relative_to_root(folder, self.args.output_dir),
             },
             wait=wait,
@@ -556,8 +545,7 @@ class Trainer:
         return {name: v for name, v in numbers.items() if name.startswith(kept)}
 
     def announce(self, count: int) -> None:
-        """on_checkpoint_commit, where the last of `count` saves was not announced yet. On all
-        ranks."""
+        """on_checkpoint_commit, where the last of `count` saves was not announced. On all ranks."""
         if (record := self.checkpoints.record(count)) is not None:
             self.fire("on_checkpoint_commit", record=record)
 
@@ -566,8 +554,7 @@ class Trainer:
             self.checkpoints.load_best(self.weights(), self.state)
 
     def save_model(self, path: str | None = None) -> None:
-        """Write the weights, and what belongs to model and processing class, to a folder, for use
-        outside of training."""
+        """Write weights, config and processing class to a folder, for use outside of training."""
         self.fill_weights()
         self.share_state()
         state = self.export_state()
@@ -598,8 +585,7 @@ class Trainer:
         return metrics
 
     def evaluate_now(self, counts: bool = True) -> bool:
-        """Evaluate as a part of training. Whether it was the best so far; counts: whether it may
-        be."""
+        """Evaluate as a part of training: whether it was the best; counts: whether it may be."""
         metrics = self.evaluate()
         self.measured_step = self.state.global_step
         return counts and self.note_best(metrics)
@@ -681,17 +667,8 @@ class Trainer:
         state.best_checkpoint = None  # until this step is saved, if it is
         return True
 
-    def log_training(self) -> None:
-        """The numbers since the last log."""
-        values = self.meters.take(self.reduce, self.state, self.learning_rate())
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            values["peak_mem_allocated"] = self.env.gather_objects(peak)
-        self.log(values)
-
     def log(self, values: dict[str, Any]) -> None:
-        """Let callbacks add to a record of this step and write it; it becomes part of the
-        history."""
+        """Let callbacks add to a record of this step and write it, also into the history."""
         logs = {**values, "epoch": self.state.epoch}
         self.fire("on_log_step", logs=logs)
         logs = plain_numbers(logs, "on_log_step")
@@ -895,8 +872,7 @@ class Trainer:
             StateComponent("scaler", Part(self.scaler), shared),
             StateComponent("trainer", self, shared),
             StateComponent("callbacks", self.callbacks, shared),
-            # A position in the data means the same on every rank and for any number of ranks; a
-            # random stream does not.
+            # A position in the data means the same on any number of ranks; no random stream does.
             StateComponent("rng", RNGState(), own, on_resize="keep" if goes_on else "error"),
             per_rank,
         ]
@@ -917,8 +893,7 @@ class Trainer:
         return {}
 
     def share_state(self) -> None:
-        """Before a save or an evaluation: let all ranks hold what only one of them is right
-        about."""
+        """Before a save or an evaluation: let all ranks hold what one of them is right about."""
 
     def export_state(self) -> dict[str, Tensor]:
         """The whole weights, on every rank that is to write them."""
@@ -928,9 +903,9 @@ class Trainer:
 def refuse_others(others: Mapping[str, Any]) -> None:
     """Names that no trainer has. Raises InvalidArgument for Hugging Face's, TypeError else."""
     for name, value in others.items():
-        if name in INSTEAD:
-            raise InvalidArgument(name, value, "a trainer does not take it", INSTEAD[name])
-        raise TypeError(f"a trainer takes no argument {name!r}")
+        if name not in INSTEAD:
+            raise TypeError(f"a trainer takes no argument {name!r}")
+        raise InvalidArgument(name, value, "a trainer does not take it", INSTEAD[name])
 
 
 def add_reporters(handler: CallbackHandler, names: Sequence[str]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ckptcore.testing.processes import patience
 
-FILES = 16
-MOVES = 590
+FILES = 15
+MOVES = 587
 
 
 def test_one_step_and_its_checkpoint_are_read_in_few_files() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckpt_trainers.callbacks.json_log import JsonArrayFile, read_json_array
+from ckpt_trainers.callbacks.logs import JsonArrayFile, read_json_array
 
 LOSSES = "losses.json"
 

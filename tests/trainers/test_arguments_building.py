@@ -22,8 +22,7 @@ from ckpt_trainers.arguments import (
     print_configuration,
     resolve_arguments,
 )
-from ckpt_trainers.arguments.command_line import parse_command_line
-from ckpt_trainers.arguments.configuration import parse_value
+from ckpt_trainers.arguments.configuration import parse_command_line, parse_value
 from ckpt_trainers.arguments.kinds import arguments_of
 from ckpt_trainers.arguments.reference import page
 from ckpt_trainers.main import OPTIONS, make_program

@@ -185,7 +185,7 @@ def test_a_file_that_was_torn_anywhere_gives_its_whole_records(
             return kept.decode()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_trainers.callbacks.json_log.Path", lambda path: InMemory())
+        patch.setattr("ckpt_trainers.callbacks.logs.Path", lambda path: InMemory())
         found = read_json_array("memory")
     assert found == plain(made)[: len(found)]
     assert len(found) >= kept.count(b",\n")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from ckpt_trainers import trainer as trainer_module
 from ckpt_trainers.callbacks import ResumableSummaryWriter, read_json_array
-from ckpt_trainers.callbacks.json_log import JsonRecords
-from ckpt_trainers.callbacks.log_paths import path_in_root, relative_to_root
+from ckpt_trainers.callbacks.logs import JsonRecords, path_in_root, relative_to_root
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

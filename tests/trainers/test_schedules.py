@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ckpt_trainers.arguments import InvalidArgument, TrainingArguments
-from ckpt_trainers.arguments.native import SCHEDULES
+from ckpt_trainers.arguments.optimizer_options import SCHEDULES
 from ckpt_trainers.optim import StepSchedule, make_scheduler, schedule
 from hypothesis import given
 from hypothesis import strategies as st

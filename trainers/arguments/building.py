@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from .conflicts import conflicts
 from .errors import HIDDEN, InvalidArgument, raise_any
 from .exactness import plain
 from .hugging_face import NAMES, UNSET_IN_HF, Wish, accelerator_faults, accelerator_silent, wishes
@@ -22,8 +23,7 @@ log = logging.getLogger("ckpt_trainers.arguments")
 
 
 class _Built(type):
-    """Makes instances through `_build`, so that each class of arguments takes every name, and an
-    instance that exists is valid."""
+    """Makes instances by `_build`: a class takes every name, and what exists is valid."""
 
     def __call__(cls, **given: Any) -> Any:
         return _build(cls, given)  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ class Arguments(metaclass=_Built):
 
     def conflicts(self) -> Iterator[InvalidArgument]:
         """What does not go together."""
-        return iter(())
+        return conflicts(self)
 
     def fault(self, name: str, reason: str, instead: str) -> InvalidArgument:
         return InvalidArgument(name, getattr(self, name), reason, instead)
@@ -49,8 +49,7 @@ class Arguments(metaclass=_Built):
         return {name: plain(getattr(self, name)) for name in arguments_of(type(self))}
 
     def changed(self) -> dict[str, Any]:
-        """The arguments that are not at their default; nested ones as mappings of what differs
-        inside."""
+        """The arguments that are not at their default; nested ones as mappings of the same."""
         untouched, found = type(self)(), {}
         for name in arguments_of(type(self)):
             value, default = getattr(self, name), getattr(untouched, name)
@@ -68,9 +67,7 @@ class Arguments(metaclass=_Built):
         be followed.
         """
         values = dict(theirs if isinstance(theirs, Mapping) else theirs.to_dict())
-        untouched = {
-            field.name: field.default for field in (fields(theirs) if is_dataclass(theirs) else ())
-        }
+        untouched = {f.name: f.default for f in (fields(theirs) if is_dataclass(theirs) else ())}
         ours = arguments_of(cls)
         for name, value in list(values.items()):
             row = NAMES.get(name)
@@ -96,12 +93,15 @@ def resolve_arguments(cls: type[A], given: Mapping[str, Any] | Arguments | None 
     Raises InvalidArgument: unknown, refused or contradictory names, and values that do not fit.
     """
     if isinstance(given, Arguments):
-        # A class that is not of this project is derived from one that is, by its user.
-        foreign = not type(given).__module__.startswith(__package__ or __name__)
-        if isinstance(given, cls) and (type(given) is cls or foreign):
+        if isinstance(given, cls) and (type(given) is cls or not _is_ours(type(given))):
             return given
         given = given.changed()  # what a plainer, or another trainer's, arguments say
     return cls(**{str(name): value for name, value in dict(given or {}).items()})
+
+
+def _is_ours(cls: type) -> bool:
+    """Whether a class of arguments is this project's; others are derived from it by its user."""
+    return cls.__module__.startswith(__package__ or __name__)
 
 
 def known_names(cls: type[Arguments]) -> list[str]:
@@ -110,8 +110,7 @@ def known_names(cls: type[Arguments]) -> list[str]:
 
 
 def native_name(name: str) -> str:
-    """The native argument that a name of the whole vocabulary sets; the name itself where there is
-    none."""
+    """The native argument that a name of the whole vocabulary sets; itself where there is none."""
     row = NAMES.get(name)
     return row.target if row is not None and row.kind == "alias" else name
 
@@ -144,57 +143,46 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _translate(cls: type[Arguments], values: dict[str, Any]) -> Iterator[InvalidArgument]:
     """Leave native names only in `values`; what is wrong with the others."""
-    ours = arguments_of(cls)
-    if not cls.takes_hugging_face:
-        for name in [name for name in values if name not in ours]:
-            yield unknown_name(name, values.pop(name), ours, prefix="")
-        return
-    for name in UNSET_IN_HF & values.keys():
-        if values[name] is None:
-            del values[name]
-    asked: list[Wish] = []
-    silent: list[str] = []
+    ours, asked, silent = arguments_of(cls), list[Wish](), list[str]()
     for name in list(values):
-        row = NAMES.get(name)
+        row = NAMES.get(name) if cls.takes_hugging_face else None
         if row is None or (name in ours and name != "accelerator_config"):
             if name not in ours:
                 yield _not_ours(cls, name, values.pop(name))
+            elif values[name] is None and name in UNSET_IN_HF and cls.takes_hugging_face:
+                del values[name]
             continue
         value = values.pop(name)
-        target = row.target.partition(".")[0]
-        if row.is_untouched(value) and not (name == "accelerator_config" and value):
-            continue
-        if row.kind == "alias" and target not in ours:
-            if not row.is_untouched(value):
-                yield _not_ours(cls, name, value)
-        elif row.kind == "alias":
-            try:
-                asked += wishes(row, value)
-            except InvalidArgument as error:
-                yield from error.faults
-        elif row.kind == "no effect":
+        untouched = row.is_untouched(value)
+        is_ours = row.target.partition(".")[0] in ours
+        if is_ours and (not untouched or (value and name == "accelerator_config")):
+            found = list(wishes(row, value))
+            asked += [wish for wish in found if isinstance(wish, Wish)]
+            yield from (fault for fault in found if isinstance(fault, InvalidArgument))
+        elif row.kind == "no effect" and not untouched:
             silent.append(f"{name} ({row.reason})")
-        else:
+        elif row.kind == "refused" and not untouched:
             yield InvalidArgument(name, value, row.reason, row.instead)
+        elif not untouched:
+            yield _not_ours(cls, name, value)
     yield from _grant(cls, sorted(asked, key=lambda wish: "." in wish.target), values)
     if "accelerator_config" in values:
         given = values["accelerator_config"]
-        values["accelerator_config"] = {k: v for k, v in given.items() if v is not None}
-        yield from accelerator_faults(values["accelerator_config"])
-        silent += accelerator_silent(values["accelerator_config"])
+        settings = {k: v for k, v in given.items() if v is not None}
+        values["accelerator_config"] = settings
+        yield from accelerator_faults(settings)
+        silent += accelerator_silent(settings)
     if silent and os.environ.get("RANK", "0") == "0":
         log.info("arguments without effect: %s", "; ".join(silent))
 
 
 def _grant(
-    cls: type[Arguments], asked: list[Wish], values: dict[str, Any]
+    cls: type[Arguments], asked: Iterable[Wish], values: dict[str, Any]
 ) -> Iterator[InvalidArgument]:
     """Put what aliases ask for into `values`, unless something else was given."""
     granted: dict[str, Wish] = {}
@@ -226,38 +214,38 @@ def _inside(values: dict[str, Any], group: str) -> dict[str, Any] | None:
     if not isinstance(given, Mapping):
         return None
     values[group] = dict(given)
-    inside: dict[str, Any] = values[group]
-    return inside
+    return values[group]  # type: ignore[no-any-return]
 
 
 def _default(cls: type[Arguments], target: str) -> Any:
     group, _, name = target.rpartition(".")
     inner = arguments_of(cls)[group].group if group else cls
-    # Of groups accelerator_config alone is a plain mapping.
-    if inner is None:
+    if inner is None:  # accelerator_config, of groups the one that is a plain mapping
         return False if name == "split_batches" else None
     return arguments_of(inner)[name].default
 
 
 def _not_ours(cls: type[Arguments], name: str, value: Any) -> InvalidArgument:
     """A name that is another trainer's, or nobody's."""
+    if not cls.takes_hugging_face:
+        return unknown_name(name, value, arguments_of(cls), prefix="")
     target = native_name(name).partition(".")[0]
     owners = [
         owner.__name__.replace("ingArguments", "er")
         for owner in _family(Arguments)
         if name in owner.__annotations__ or target in owner.__annotations__
     ]
-    if owners:
-        listed = " and ".join([", ".join(owners[:-1]), *owners[-1:]]).removeprefix(" and ")
-        instead = f"use {listed.replace(' and ', ' or ')}, or leave it out"
-        return InvalidArgument(name, value, f"an argument of {listed} only", instead)
-    return unknown_name(name, value, arguments_of(cls))
+    if not owners:
+        return unknown_name(name, value, arguments_of(cls))
+    listed = " and ".join([", ".join(owners[:-1]), *owners[-1:]]).removeprefix(" and ")
+    instead = f"use {listed.replace(' and ', ' or ')}, or leave it out"
+    return InvalidArgument(name, value, f"an argument of {listed} only", instead)
 
 
 def _family(cls: type[Arguments]) -> Iterator[type[Arguments]]:
     """This project's classes of arguments of trainers."""
     for derived in cls.__subclasses__():
-        if derived.takes_hugging_face and derived.__module__.startswith(__package__ or __name__):
+        if derived.takes_hugging_face and _is_ours(derived):
             yield derived
             yield from _family(derived)
 
@@ -312,10 +300,8 @@ def _faults_of(
             if argument.group is None:
                 break
             owner = arguments_of(argument.group)
-        name = path
         if finding["type"] == "unexpected_keyword_argument":
             key = str(finding["loc"][-1])
-            name = f"{path}.{key}".lstrip(".")
             fault = unknown_name(key, value.get(key), owner, f"{path}.".lstrip("."))
         elif isinstance(own := finding.get("ctx", {}).get("error"), InvalidArgument):
             fault = InvalidArgument(path, value, own.reason, own.instead)
@@ -323,7 +309,7 @@ def _faults_of(
             meaning = f" ({argument.text})" if argument.text else ""
             instead = f"give {argument.allowed}{meaning}"
             fault = InvalidArgument(path, value, argument.reason_against(value), instead)
-        found.setdefault(name, fault)
+        found.setdefault(fault.name, fault)
     return list(found.values())
 
 

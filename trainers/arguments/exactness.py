@@ -69,8 +69,7 @@ def rounded(product: float) -> float:
 
 
 def computed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of an argument set's values that change the computation, flat: `ddp.static_graph` for a
-    nested one."""
+    """Those of some arguments that change the computation, flat: `ddp.static_graph`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name in NOT_COMPUTED:
@@ -103,8 +102,7 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`name old -> new`. Names that only one of the two has are left out: they belong to another
-    kind of trainer."""
+    """`name old -> new`, without names that only one has: they are another kind of trainer's."""
     was, live = computed(stored), computed(plain(now))
     return [
         f"{name} {_shown(was[name], stored, name)} -> {_shown(value, now, name)}"

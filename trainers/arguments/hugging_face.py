@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import InvalidArgument, raise_any
+from .errors import InvalidArgument
 
 Kind = Literal["alias", "no effect", "refused"]
 
@@ -99,34 +99,39 @@ class Wish:
     firm: bool = False
 
 
-def wishes(row: Name, value: Any) -> Iterator[Wish]:
-    """What an alias asks for. Raises InvalidArgument for what cannot be asked for."""
+Wishes = Iterator[Wish | InvalidArgument]
+_FLAG = "give True or False"
+
+
+def wishes(row: Name, value: Any) -> Wishes:
+    """What an alias asks for, and what of it cannot be asked for."""
     name = row.name
     if name == "fsdp":
         yield from _wishes_of_fsdp(value)
-    elif name == "fsdp_config":
-        yield from _wishes_of_fsdp_config(row, _read_mapping(name, value))
-    elif name == "accelerator_config":
-        yield Wish(name, value, name, _read_mapping(name, value))
-    elif row.values:
-        meaning = next((to for given, to in row.values.items() if _same(value, given)), None)
-        if meaning is not None:
-            yield Wish(name, value, row.target, meaning)
-        elif not isinstance(value, bool):
-            reason = f"is of type {type(value).__name__}"
-            raise InvalidArgument(name, value, reason, "give True or False")
-    else:
+    elif name in ("fsdp_config", "accelerator_config"):
+        found = _read_mapping(name, value)
+        if isinstance(found, InvalidArgument):
+            yield found
+        elif name == "fsdp_config":
+            yield from _wishes_of_fsdp_config(row, found)
+        else:
+            yield Wish(name, value, name, found)
+    elif not row.values:
         yield Wish(name, value, row.target, value)
         if name == "torchdynamo":
             yield Wish(name, value, "torch_compile", True)
+    elif not isinstance(value, bool):
+        yield InvalidArgument(name, value, f"is of type {type(value).__name__}", _FLAG)
+    elif value in row.values:
+        yield Wish(name, value, row.target, row.values[value])
 
 
-def _wishes_of_fsdp(value: Any) -> Iterator[Wish]:
+def _wishes_of_fsdp(value: Any) -> Wishes:
     words = ["full_shard"] if value is True else value.split() if isinstance(value, str) else value
     instead = "give full_shard, shard_grad_op, hybrid_shard, offload, auto_wrap, or set fsdp2"
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise InvalidArgument("fsdp", value, f"is of type {type(value).__name__}", instead)
-    faults = []
+        yield InvalidArgument("fsdp", value, f"is of type {type(value).__name__}", instead)
+        return
     for word in words:
         row = INSIDE.get(f"fsdp={word}")
         meaning = None if row is None else row.values.get(True)
@@ -137,32 +142,25 @@ def _wishes_of_fsdp(value: Any) -> Iterator[Wish]:
         elif word == "hybrid_shard":
             reason = "the launcher does not say the ranks per node (LOCAL_WORLD_SIZE)"
             other = "set fsdp2.reshard_after_forward to their number"
-            faults.append(InvalidArgument("fsdp", word, reason, other))
+            yield InvalidArgument("fsdp", word, reason, other)
         else:
             reason, other = ("unknown", instead) if row is None else (row.reason, row.instead)
-            faults.append(InvalidArgument("fsdp", word, reason, other))
-    raise_any(faults)
+            yield InvalidArgument("fsdp", word, reason, other)
 
 
-def _wishes_of_fsdp_config(of: Name, config: Mapping[str, Any]) -> Iterator[Wish]:
-    faults = []
+def _wishes_of_fsdp_config(of: Name, config: Mapping[str, Any]) -> Wishes:
     for key, value in config.items():
         row, shown = INSIDE.get(of.inside(key)), f"fsdp_config.{key}"
         silent = value in (None, "") or (row is not None and row.is_untouched(value))
         if silent or (key in ("version", "fsdp_version") and _same(value, 2)):
             continue
         if row is None or row.kind != "alias":
-            known = (
-                INSIDE["fsdp_config.xla"] if row is None else row
-            )  # which says what all others do
-            reason, instead = known.reason, known.instead
+            row = row or INSIDE["fsdp_config.xla"]  # which says what all others do
+            yield InvalidArgument(shown, value, row.reason, row.instead)
         elif row.values and not isinstance(value, bool):
-            reason, instead = f"is of type {type(value).__name__}", "give True or False"
+            yield InvalidArgument(shown, value, f"is of type {type(value).__name__}", _FLAG)
         else:
             yield Wish(shown, value, row.target, value, firm=not row.values)
-            continue
-        faults.append(InvalidArgument(shown, value, reason, instead))
-    raise_any(faults)
 
 
 def accelerator_silent(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -184,26 +182,24 @@ def accelerator_faults(settings: Mapping[str, Any]) -> Iterator[InvalidArgument]
             yield InvalidArgument(shown, value, reason, f"there are {', '.join(known)}")
         elif not row.is_untouched(value) and not (is_flag and row.kind != "refused"):
             reason = row.reason if is_flag else f"is of type {type(value).__name__}"
-            yield InvalidArgument(shown, value, reason, row.instead or "give True or False")
+            yield InvalidArgument(shown, value, reason, row.instead or _FLAG)
 
 
-def _read_mapping(name: str, value: Any) -> dict[str, Any]:
-    """A mapping given as such, as JSON or the path of it, or as an object with fields. Raises
-    InvalidArgument."""
-    instead = "give a mapping or the path of a JSON file"
+def _read_mapping(name: str, value: Any) -> dict[str, Any] | InvalidArgument:
+    """A mapping given as such, as JSON or its path, or as an object; or why it is none."""
+    reason = ""
     if isinstance(value, str):
         try:
             inline = value.lstrip().startswith("{")
             value = json.loads(value if inline else Path(value).read_text(encoding="utf-8"))
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
-            raise InvalidArgument(name, value, reason, instead) from None
         except ValueError as error:
-            raise InvalidArgument(name, value, f"is not JSON: {error}", instead) from None
-    elif (
-        hasattr(value, "__dict__") and not isinstance(value, Mapping | type) and not callable(value)
-    ):
+            reason = f"is not JSON: {error}"
+    elif not (isinstance(value, Mapping | type) or callable(value)) and hasattr(value, "__dict__"):
         value = vars(value)
-    if not isinstance(value, Mapping):
-        raise InvalidArgument(name, value, f"is of type {type(value).__name__}", instead)
+    if reason or not isinstance(value, Mapping):
+        reason = reason or f"is of type {type(value).__name__}"
+        instead = "give a mapping or the path of a JSON file"
+        return InvalidArgument(name, value, reason, instead)
     return {str(key): inner for key, inner in value.items()}

@@ -1,14 +1,15 @@
 """Types of arguments with their constraints, and how a type is spelled for a reader.
 
-A field is `Annotated[type, "what it means"]`. The text is used in errors, in `--help` and in
-docs/arguments.md. Types are strict: True is no number, "3" is none either.
+A field is `name: Type = arg(default, "what it means")`. The text is used in errors, in `--help` and
+in docs/arguments.md. Types are strict: True is no number, "3" is none either.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -18,6 +19,12 @@ from pydantic import AfterValidator, StrictBool, StrictFloat, StrictInt, StrictS
 from .errors import InvalidArgument
 
 _LARGEST_SEED = 2**32 - 1  # numpy's generator takes 32 bits
+
+
+def arg(default: Any, text: str) -> Any:
+    """A field of a class of arguments. default: its value, or what makes one (dict, a class)."""
+    how = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**how, metadata={"text": text})
 
 
 def _steps(value: int | float) -> int | float:
@@ -31,14 +38,17 @@ Flag = StrictBool
 Whole = StrictInt
 Real = StrictFloat
 Text = StrictStr
+Options = dict[str, Any]
 Count = Annotated[StrictInt, Ge(1)]
 Natural = Annotated[StrictInt, Ge(0)]
 Seed = Annotated[StrictInt, Ge(0), Le(_LARGEST_SEED)]
+SeedOrNone = Annotated[StrictInt, Ge(-1), Le(_LARGEST_SEED)]
 Number = Annotated[StrictFloat, Ge(0)]
 Positive = Annotated[StrictFloat, Gt(0)]
 Share = Annotated[StrictFloat, Ge(0), Le(1)]
 Below1 = Annotated[StrictFloat, Ge(0), Lt(1)]
 Period = Annotated[StrictInt | StrictFloat, Gt(0), AfterValidator(_steps)]
+Strategy = Literal["no", "steps", "epoch"]
 Level = Literal["passive", "debug", "info", "warning", "error", "critical"]
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -76,7 +86,7 @@ class Argument:
     @property
     def allowed(self) -> str:
         """What may be given, in words."""
-        words = [_spelled(member) for member in _members(self.hint)]
+        words = [_spelled(hint, limits) for hint, limits in _members(self.hint)]
         if "a number above 0" in words:
             words = [word.replace("a whole number above 0", "a number above 0") for word in words]
         return " or ".join(dict.fromkeys(words)) if words[1:] else words[0].removesuffix(" of them")
@@ -84,14 +94,12 @@ class Argument:
     def reason_against(self, value: Any) -> str:
         """Why a value that was refused is none of those."""
         kinds = self.kinds
-        if isinstance(value, str) and Literal in kinds:
-            return "unknown"
-        if isinstance(value, int | float) and not isinstance(value, bool) and kinds & {int, float}:
-            finite = value == value and abs(value) != float("inf")
-            if not finite:
+        if type(value) in (int, float) and kinds & {int, float}:
+            if not math.isfinite(value):
                 return "not a finite number"
             return "out of range" if float in kinds or isinstance(value, int) else "not whole"
-        if isinstance(value, list | tuple) and list in kinds:
+        of_choices = isinstance(value, str) and Literal in kinds
+        if of_choices or (isinstance(value, list | tuple) and list in kinds):
             return "unknown"
         return f"is of type {type(value).__name__}"
 
@@ -99,15 +107,13 @@ class Argument:
 @cache
 def arguments_of(cls: type) -> Mapping[str, Argument]:
     """The fields of a class of arguments, by name, in their order."""
-    hints = get_type_hints(cls, include_extras=True)
-    found = {}
-    for field in fields(cls):
-        hint = hints[field.name]
-        text = next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, str)), "")
-        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        group = plain if isinstance(plain, type) and is_dataclass(plain) else None
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        found[field.name] = Argument(field.name, hint, text, default, group)
+    hints, found = get_type_hints(cls, include_extras=True), {}
+    for one in fields(cls):
+        hint = hints[one.name]
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        group = hint if isinstance(hint, type) and is_dataclass(hint) else None
+        text = one.metadata.get("text", "")
+        found[one.name] = Argument(one.name, hint, text, default, group)
     return found
 
 
@@ -123,8 +129,7 @@ def _members(hint: Any, limits: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tup
         yield hint, limits
 
 
-def _spelled(member: tuple[Any, tuple[Any, ...]]) -> str:
-    hint, limits = member
+def _spelled(hint: Any, limits: tuple[Any, ...]) -> str:
     origin = get_origin(hint) or hint
     if origin is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"

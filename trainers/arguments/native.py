@@ -12,16 +12,14 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, get_args
 
-from annotated_types import Ge, Le
 from pydantic import AfterValidator
 
-from . import exactness, trainer_checks
+from . import conflicts, exactness
 from .building import Arguments
-from .errors import InvalidArgument, raise_any
+from .errors import InvalidArgument
 from .kinds import (
     Below1,
     Count,
@@ -30,37 +28,27 @@ from .kinds import (
     Level,
     Natural,
     Number,
+    Options,
     Period,
     Positive,
     Real,
     Seed,
+    SeedOrNone,
     Share,
+    Strategy,
     Text,
     Whole,
+    arg,
 )
-from .optimizer_options import known_optimizer, option_conflicts
+from .optimizer_options import Schedule, known_optimizer
 
-if TYPE_CHECKING:
-    pass
-
-# lr_scheduler_type -> its own lr_scheduler_kwargs with their defaults.
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "linear": {},
-    "cosine": {},
-    "cosine_with_restarts": {"num_cycles": 1},
-    "constant": {},
-    "constant_with_warmup": {},
-    "polynomial": {"power": 1.0},
-}
-Schedule = Literal[
-    "linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "polynomial"
-]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+Backend = Literal["nccl", "gloo", "mpi", "ccl", "hccl"]
+FP8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 QATRecipe = Literal[
     "int8-dynamic-act-int4-weight", "int4-weight-only", "float8-dynamic-act-float8-weight"
 ]
 Kernel = Literal["math", "flash", "efficient", "cudnn"]
-_NO_CUDAGRAPHS = "use 'max-autotune-no-cudagraphs'"
 
 
 def _reporters(given: str | list[str]) -> str | list[str]:
@@ -78,6 +66,11 @@ def _kernels(given: str | list[str]) -> str | list[str]:
         instead = f"give one of {', '.join(get_args(Kernel))}, or a list of them"
         raise InvalidArgument("sdpa_backend", given, "unknown", instead)
     return given
+
+
+Optimizer = Annotated[Text, AfterValidator(known_optimizer)]
+Reporters = Annotated[Text | list[Text], AfterValidator(_reporters)]
+Kernels = Annotated[Text | list[Text], AfterValidator(_kernels)]
 
 
 @dataclass(frozen=True)
@@ -102,138 +95,120 @@ class MinimalTrainingArguments(Arguments):
     takes_hugging_face = True
 
     # Output and device
-    output_dir: Annotated[Text, "folder of checkpoints, final model and logs"] = "tmp_trainer"
-    logging_dir: Annotated[
-        Text | None, "folder of the logs; None: a new one in output_dir/runs"
-    ] = None
-    run_name: Annotated[Text | None, "shown by loggers; None: output_dir"] = None
-    device: Annotated[Any, "as torch names it; None: cuda where there is one, else cpu"] = None
-    use_cpu: Annotated[Flag, "train on the CPU; wins over device"] = False
-    seed: Annotated[
-        Whole,
-        Ge(-1),
-        Le(2**32 - 1),
+    output_dir: Text = arg("tmp_trainer", "folder of checkpoints, final model and logs")
+    logging_dir: Text | None = arg(None, "folder of the logs; None: a new one in output_dir/runs")
+    run_name: Text | None = arg(None, "shown by loggers; None: output_dir")
+    device: Any = arg(None, "as torch names it; None: cuda where there is one, else cpu")
+    use_cpu: Flag = arg(False, "train on the CPU; wins over device")
+    seed: SeedOrNone = arg(
+        -1,
         "of all random streams; -1 does not seed, and the checkpoint keeps the order of the data",
-    ] = -1
-    data_seed: Annotated[Seed | None, "of the order of the data only; None uses seed"] = None
-    full_determinism: Annotated[Flag, "deterministic algorithms only; needs a seed"] = False
+    )
+    data_seed: Seed | None = arg(None, "of the order of the data only; None uses seed")
+    full_determinism: Flag = arg(False, "deterministic algorithms only; needs a seed")
 
     # Length
-    num_train_epochs: Annotated[
-        Real, "epochs, or part of one; below 0: no limit, max_steps is the length"
-    ] = 1.0
-    max_steps: Annotated[
-        Whole, "above 0: exactly so many optimizer steps, whatever num_train_epochs says"
-    ] = -1
-    epoch_train_steps: Annotated[Count, "steps of an epoch, for a dataset without a length"] = (
-        100000
+    num_train_epochs: Real = arg(
+        1.0, "epochs, or part of one; below 0: no limit, max_steps is the length"
     )
+    max_steps: Whole = arg(
+        -1, "above 0: exactly so many optimizer steps, whatever num_train_epochs says"
+    )
+    epoch_train_steps: Count = arg(100000, "steps of an epoch, for a dataset without a length")
 
     # Batches and data loading
-    per_device_train_batch_size: Annotated[Count, "samples of a micro-batch on each device"] = 16
-    per_device_eval_batch_size: Annotated[Count, "samples of an evaluation's batch"] = 16
-    gradient_accumulation_steps: Annotated[Count, "micro-batches of an optimizer step"] = 1
-    max_grad_norm: Annotated[Positive | None, "gradients are clipped to it; None does not clip"] = (
-        None
+    per_device_train_batch_size: Count = arg(16, "samples of a micro-batch on each device")
+    per_device_eval_batch_size: Count = arg(16, "samples of an evaluation's batch")
+    gradient_accumulation_steps: Count = arg(1, "micro-batches of an optimizer step")
+    max_grad_norm: Positive | None = arg(None, "gradients are clipped to it; None does not clip")
+    dataloader_num_workers: Natural = arg(0, "processes that load; 0: the main process")
+    dataloader_pin_memory: Flag = arg(True, "pinned host memory, for CUDA")
+    dataloader_persistent_workers: Flag = arg(False, "keep workers from epoch to epoch")
+    dataloader_prefetch_factor: Count | None = arg(
+        None, "batches that a worker loads ahead; None: 2, where there are workers"
     )
-    dataloader_num_workers: Annotated[Natural, "processes that load; 0: the main process"] = 0
-    dataloader_pin_memory: Annotated[Flag, "pinned host memory, for CUDA"] = True
-    dataloader_persistent_workers: Annotated[Flag, "keep workers from epoch to epoch"] = False
-    dataloader_prefetch_factor: Annotated[
-        Count | None, "batches that a worker loads ahead; None: 2, where there are workers"
-    ] = None
-    dataloader_drop_last: Annotated[Flag, "drop the short last batch"] = False
-    ignore_data_skip: Annotated[Flag, "a resumed run starts its epoch's data over"] = False
+    dataloader_drop_last: Flag = arg(False, "drop the short last batch")
+    ignore_data_skip: Flag = arg(False, "a resumed run starts its epoch's data over")
 
     # Evaluation and logging
-    eval_strategy: Annotated[Literal["no", "steps", "epoch"], "when to evaluate"] = "no"
-    eval_steps: Annotated[Period, "steps; below 1.0 it is a share of all steps"] = 100
-    eval_delay: Annotated[
-        Annotated[Whole, Ge(0)] | Number, "steps or epochs before the first evaluation"
-    ] = 0
-    eval_on_start: Annotated[Flag, "evaluate before the first step; never the best"] = False
-    logging_strategy: Annotated[Literal["no", "steps", "epoch"], "when to log"] = "steps"
-    logging_steps: Annotated[Period, "steps; below 1.0 it is a share of all steps"] = 50
-    logging_first_step: Annotated[Flag, "log step 1 too"] = False
-    logging_nan_inf_filter: Annotated[
-        Flag, "log the mean of the window instead of a loss that is not finite"
-    ] = False
-    include_num_input_tokens_seen: Annotated[
-        Flag | Literal["all", "non_padding", "no"], "count input tokens, and log them"
-    ] = False
-    report_to: Annotated[
-        Text | list[Text], AfterValidator(_reporters), "loggers: tensorboard, json, none"
-    ] = "none"
-    disable_tqdm: Annotated[Flag | None, "plain lines; None: a bar on a terminal"] = None
-    log_level: Annotated[Level, "of rank 0; passive leaves logging as it is"] = "passive"
-    log_level_replica: Annotated[Level, "of the other ranks"] = "warning"
+    eval_strategy: Strategy = arg("no", "when to evaluate")
+    eval_steps: Period = arg(100, "steps; below 1.0 it is a share of all steps")
+    eval_delay: Natural | Number = arg(0, "steps or epochs before the first evaluation")
+    eval_on_start: Flag = arg(False, "evaluate before the first step; never the best")
+    logging_strategy: Strategy = arg("steps", "when to log")
+    logging_steps: Period = arg(50, "steps; below 1.0 it is a share of all steps")
+    logging_first_step: Flag = arg(False, "log step 1 too")
+    logging_nan_inf_filter: Flag = arg(
+        False, "log the mean of the window instead of a loss that is not finite"
+    )
+    include_num_input_tokens_seen: Flag | Literal["all", "non_padding", "no"] = arg(
+        False, "count input tokens, and log them"
+    )
+    report_to: Reporters = arg("none", "loggers: tensorboard, json, none")
+    disable_tqdm: Flag | None = arg(None, "plain lines; None: a bar on a terminal")
+    log_level: Level = arg("passive", "of rank 0; passive leaves logging as it is")
+    log_level_replica: Level = arg("warning", "of the other ranks")
 
     # torch.compile
-    torch_compile: Annotated[Flag, "compile the model"] = False
-    torch_compile_backend: Annotated[Text | None, "one of torch's; does not turn it on"] = (
-        "inductor"
-    )
-    torch_compile_mode: Annotated[CompileMode | None, "what to optimise for"] = "default"
-    torch_compile_dynamic: Annotated[Flag, "dynamic shapes"] = True
-    torch_compile_full_graph: Annotated[Flag, "forbid breaks of the graph"] = False
+    torch_compile: Flag = arg(False, "compile the model")
+    torch_compile_backend: Text | None = arg("inductor", "one of torch's; does not turn it on")
+    torch_compile_mode: CompileMode | None = arg("default", "what to optimise for")
+    torch_compile_dynamic: Flag = arg(True, "dynamic shapes")
+    torch_compile_full_graph: Flag = arg(False, "forbid breaks of the graph")
 
     # Checkpoints
-    save_strategy: Annotated[
-        Literal["no", "steps", "epoch", "best"], "when to save; best: at each better evaluation"
-    ] = "steps"
-    save_steps: Annotated[Period, "steps; below 1.0 it is a share of all steps"] = 1000
-    save_total_limit: Annotated[
-        Count | None, "newest checkpoints that are kept, the best come on top; None keeps all"
-    ] = 2
-    save_safetensors: Annotated[Flag, "weights are safetensors always"] = True
-    save_on_each_node: Annotated[Flag, "each node writes all; not for shared storage"] = False
-    save_only_model: Annotated[Flag, "weights only: no run can go on from them"] = False
-    save_async: Annotated[Flag, "write in the background; the last save is waited for"] = True
-    overwrite_output_dir: Annotated[Flag, "start over where there are checkpoints"] = False
-    resume_from_checkpoint: Annotated[
-        Flag | Text, "True: the newest usable one, else a fresh start; or a path, or best"
-    ] = True
-    restore_callback_states_from_checkpoint: Annotated[Flag, "callbacks go on, too"] = True
-    enable_jit_checkpoint: Annotated[
-        Flag, "SIGTERM to any rank: all save the same step, and train() returns"
-    ] = False
-    on_world_size_change: Annotated[
-        Literal["error", "continue"], "continue: same data position, random streams start anew"
-    ] = "error"
-    load_best_model_at_end: Annotated[Flag, "end with the weights of the best evaluation"] = False
-    metric_for_best_model: Annotated[Text, "metric that ranks; eval_ may be left out"] = "loss"
-    greater_is_better: Annotated[Flag | None, "None: not for a name that ends in loss"] = None
+    save_strategy: Literal["no", "steps", "epoch", "best"] = arg(
+        "steps", "when to save; best: at each better evaluation"
+    )
+    save_steps: Period = arg(1000, "steps; below 1.0 it is a share of all steps")
+    save_total_limit: Count | None = arg(
+        2, "newest checkpoints that are kept, the best come on top; None keeps all"
+    )
+    save_safetensors: Flag = arg(True, "weights are safetensors always")
+    save_on_each_node: Flag = arg(False, "each node writes all; not for shared storage")
+    save_only_model: Flag = arg(False, "weights only: no run can go on from them")
+    save_async: Flag = arg(True, "write in the background; the last save is waited for")
+    overwrite_output_dir: Flag = arg(False, "start over where there are checkpoints")
+    resume_from_checkpoint: Flag | Text = arg(
+        True, "True: the newest usable one, else a fresh start; or a path, or best"
+    )
+    restore_callback_states_from_checkpoint: Flag = arg(True, "callbacks go on, too")
+    enable_jit_checkpoint: Flag = arg(
+        False, "SIGTERM to any rank: all save the same step, and train() returns"
+    )
+    on_world_size_change: Literal["error", "continue"] = arg(
+        "error", "continue: same data position, random streams start anew"
+    )
+    load_best_model_at_end: Flag = arg(False, "end with the weights of the best evaluation")
+    metric_for_best_model: Text = arg("loss", "metric that ranks; eval_ may be left out")
+    greater_is_better: Flag | None = arg(None, "None: not for a name that ends in loss")
 
     # Optimizer and schedule, unless the trainer is given factories
-    optim: Annotated[
-        Text, AfterValidator(known_optimizer), "an optimizer's name; else an optimizer_factory"
-    ] = "adamw_torch"
-    optim_args: Annotated[
-        Text | dict[str, Any] | None, "more of it: key=value,key=value with Python literals"
-    ] = None
-    learning_rate: Annotated[Number, "its highest value"] = 5e-5
-    weight_decay: Annotated[Number, "of all parameters, unless optimizer_groups differ"] = 0.0
-    adam_beta1: Annotated[Below1, "of Adam's kind of optimizers"] = 0.9
-    adam_beta2: Annotated[Below1, "of Adam's kind of optimizers"] = 0.999
-    adam_epsilon: Annotated[Number, "of Adam's kind of optimizers"] = 1e-8
-    lr_scheduler_type: Annotated[Schedule, "or give the trainer an lr_scheduler_factory"] = "linear"
-    lr_scheduler_kwargs: Annotated[
-        dict[str, Any] | None, "cosine_with_restarts: num_cycles; polynomial: power"
-    ] = field(default_factory=dict)
-    warmup_steps: Annotated[Natural, "steps of a ramp from 0; above 0 it wins"] = 0
-    warmup_ratio: Annotated[Share, "of all steps"] = 0.0
-    label_smoothing_factor: Annotated[Below1, "of the loss that the trainer computes"] = 0.0
+    optim: Optimizer = arg("adamw_torch", "an optimizer's name; else an optimizer_factory")
+    optim_args: Text | Options | None = arg(
+        None, "more of it: key=value,key=value with Python literals"
+    )
+    learning_rate: Number = arg(5e-5, "its highest value")
+    weight_decay: Number = arg(0.0, "of all parameters, unless optimizer_groups differ")
+    adam_beta1: Below1 = arg(0.9, "of Adam's kind of optimizers")
+    adam_beta2: Below1 = arg(0.999, "of Adam's kind of optimizers")
+    adam_epsilon: Number = arg(1e-8, "of Adam's kind of optimizers")
+    lr_scheduler_type: Schedule = arg("linear", "or give the trainer an lr_scheduler_factory")
+    lr_scheduler_kwargs: Options | None = arg(
+        dict, "cosine_with_restarts: num_cycles; polynomial: power"
+    )
+    warmup_steps: Natural = arg(0, "steps of a ramp from 0; above 0 it wins")
+    warmup_ratio: Share = arg(0.0, "of all steps")
+    label_smoothing_factor: Below1 = arg(0.0, "of the loss that the trainer computes")
 
     # Memory and processes
-    gradient_checkpointing: Annotated[Flag, "recompute activations in the backward pass"] = False
-    gradient_checkpointing_kwargs: Annotated[
-        dict[str, Any] | None, "of the model's gradient_checkpointing_enable"
-    ] = None
-    torch_empty_cache_steps: Annotated[Count | None, "steps; None never empties the cache"] = None
-    ddp_backend: Annotated[
-        Literal["nccl", "gloo", "mpi", "ccl", "hccl"] | None, "None: nccl on CUDA, gloo on the CPU"
-    ] = None
-    ddp_timeout: Annotated[Count, "seconds, of the process group"] = 1800
+    gradient_checkpointing: Flag = arg(False, "recompute activations in the backward pass")
+    gradient_checkpointing_kwargs: Options | None = arg(
+        None, "of the model's gradient_checkpointing_enable"
+    )
+    torch_empty_cache_steps: Count | None = arg(None, "steps; None never empties the cache")
+    ddp_backend: Backend | None = arg(None, "None: nccl on CUDA, gloo on the CPU")
+    ddp_timeout: Count = arg(1800, "seconds, of the process group")
 
     _process = Process()
 
@@ -244,84 +219,16 @@ class MinimalTrainingArguments(Arguments):
         if isinstance(said := self.include_num_input_tokens_seen, str) and said in counted:
             self.include_num_input_tokens_seen = counted[said]
 
-    def conflicts(self) -> Iterator[InvalidArgument]:
-        """What does not go together, judged from the arguments alone."""
-        if self.full_determinism and self.seed < 0:
-            reason = "nothing is determined without a seed"
-            yield self.fault("full_determinism", reason, "set seed, from 0 up")
-        if self.torch_compile_mode == "max-autotune" and self.gradient_accumulation_steps > 1:
-            reason = "its CUDA graphs do not go with gradient_accumulation_steps > 1"
-            yield self.fault("torch_compile_mode", reason, _NO_CUDAGRAPHS)
-        if self.save_strategy == "best" and self.eval_strategy == "no":
-            reason = "without evaluations no checkpoint is the best"
-            yield self.fault("save_strategy", reason, "set eval_strategy")
-        yield from self._conflicts_of_length()
-        for name, unset in (
-            ("dataloader_persistent_workers", False),
-            ("dataloader_prefetch_factor", None),
-        ):
-            if self.dataloader_num_workers == 0 and getattr(self, name) != unset:
-                instead = f"set dataloader_num_workers above 0, or {name} to {unset}"
-                yield self.fault(name, "there are no workers", instead)
-        known = SCHEDULES[self.lr_scheduler_type]
-        for name, value in (self.lr_scheduler_kwargs or {}).items():
-            shown = f"lr_scheduler_kwargs.{name}"
-            if name not in known:
-                takes = f"takes {', '.join(known)} only" if known else "takes none"
-                reason = f"unknown: the schedule {self.lr_scheduler_type} {takes}"
-                instead = "leave it out, or give the trainer an lr_scheduler_factory"
-                yield InvalidArgument(shown, value, reason, instead)
-            elif type(value) not in (int, float) or not 0 < value < math.inf:
-                yield InvalidArgument(shown, value, "out of range", "give a number above 0")
-        yield from option_conflicts(self.optim, self.optim_args)
-        yield from self._conflicts_of_best()
-
-    def _conflicts_of_length(self) -> Iterator[InvalidArgument]:
-        if self.max_steps > 0:
-            return
-        if self.num_train_epochs < 0:
-            reason = "no limit of epochs, and max_steps is not set"
-            instead = "set max_steps above 0, or num_train_epochs above 0"
-            yield self.fault("num_train_epochs", reason, instead)
-        elif self.num_train_epochs == 0:
-            instead = "give a number above 0, or set max_steps"
-            yield self.fault("num_train_epochs", "out of range", instead)
-        if self.on_world_size_change == "continue":
-            # The steps of an epoch depend on the number of ranks, so those done would count for
-            # more, or for less.
-            reason = "num_train_epochs is no fixed number of steps then"
-            yield self.fault("on_world_size_change", reason, "set max_steps")
-
-    def _conflicts_of_best(self) -> Iterator[InvalidArgument]:
-        """Hugging Face's rules: the best model must be among those saved."""
-        name, save, evaluate = "load_best_model_at_end", self.save_strategy, self.eval_strategy
-        if not self.load_best_model_at_end or save == "best":
-            return
-        if save != evaluate or save == "no":
-            reason = f"save_strategy={save!r} and eval_strategy={evaluate!r} do not match"
-            instead = "make both 'steps' or both 'epoch', or set save_strategy='best'"
-            yield self.fault(name, reason, instead)
-        elif save == "steps" and not getattr(self, "eval_on_save", False):
-            times = self.save_steps / self.eval_steps
-            same_kind = (self.save_steps < 1) == (self.eval_steps < 1)
-            if not same_kind or abs(times - max(1, round(times))) > 1e-9:
-                reason = (
-                    f"save_steps={self.save_steps} is no multiple of eval_steps={self.eval_steps}"
-                )
-                instead = "make it one, or set eval_on_save or save_strategy='best'"
-                yield self.fault(name, reason, instead)
-
     def check_trainer(self, kind: str, world_size: int) -> None:
         """For a trainer ("single", "ddp", "fsdp2", "pipeline", "accel") of so many ranks. Raises
         InvalidArgument."""
-        raise_any(trainer_checks.trainer_conflicts(self, kind, world_size))
+        conflicts.check_trainer(self, kind, world_size)
         data_parallel = 1 if kind == "pipeline" else world_size
         self._process = Process(world_size=world_size, data_parallel=data_parallel)
 
     def check_parts(self, kind: str, **given: Any) -> None:
-        """With what the trainer's constructor was given, see `trainer_checks.part_conflicts`.
-        Raises InvalidArgument."""
-        raise_any(trainer_checks.part_conflicts(self, kind, **given))
+        """With what the constructor was given, see conflicts.py. Raises InvalidArgument."""
+        conflicts.check_parts(self, kind, **given)
 
     def as_seen_by_callbacks(self, process: Process) -> Self:
         """A copy with the device, the logging_dir and the run_name that are in use."""
@@ -337,8 +244,7 @@ class MinimalTrainingArguments(Arguments):
 
     @property
     def train_batch_size(self) -> int:
-        """Samples of an optimizer step over the ranks of the trainer that has these arguments; of
-        one rank before."""
+        """Samples of an optimizer step over the trainer's ranks; of one rank before it is there."""
         return self.global_batch(self._process.data_parallel)
 
     @property
@@ -368,8 +274,7 @@ class MinimalTrainingArguments(Arguments):
 
     @property
     def best_is_greater(self) -> bool:
-        """The direction of the metric for the best model, found from its name where it was not
-        given."""
+        """The direction of the metric for the best model, by its name where it was not given."""
         if self.greater_is_better is not None:
             return self.greater_is_better
         return not self.metric_for_best_model.endswith("loss")
@@ -392,8 +297,7 @@ class MinimalTrainingArguments(Arguments):
         return exactness.digest(self.as_dict())
 
     def differences(self, stored: dict[str, Any]) -> list[str]:
-        """`name old -> new` for every argument that changes what is computed and is not as it was
-        stored."""
+        """`name old -> new` for each that changes what is computed and is not as it was stored."""
         return exactness.differences(stored, self.as_dict())
 
 
@@ -401,42 +305,34 @@ class MinimalTrainingArguments(Arguments):
 class BaseTrainingArguments(MinimalTrainingArguments):
     """Retention of checkpoints, precision, attention, debugging."""
 
-    default_dtype: Annotated[DType | None, "torch's default dtype while the model is built"] = None
-    max_eval_steps: Annotated[
-        Literal[-1] | Count, "batches of an evaluation; -1 evaluates on all"
-    ] = -1
-    preserve_best_model: Annotated[Flag, "the best checkpoints are not removed"] = False
-    best_model_metric: Annotated[Text, "the same as metric_for_best_model"] = "loss"
-    best_model_greater_is_better: Annotated[Flag | None, "the same as greater_is_better"] = None
-    preserve_n_best: Annotated[Count, "how many best checkpoints are not removed"] = 1
-    eval_on_save: Annotated[Flag, "evaluate right before each save"] = False
-    enable_activation_offloading: Annotated[Flag, "activations wait on the CPU"] = False
-    detect_anomaly: Annotated[Flag, "autograd's anomaly mode; slow"] = False
-    sdpa_backend: Annotated[
-        Annotated[Text | list[Text], AfterValidator(_kernels)] | None,
-        "kernels of attention: math, flash, efficient, cudnn",
-    ] = None
-    sdpa_set_priority: Annotated[Flag, "the order of sdpa_backend is one of preference"] = False
-    float32_matmul_precision: Annotated[
-        Literal["highest", "high", "medium"] | None, "high: TF32; None leaves torch's"
-    ] = None
-    dynamo_recompile_limit: Annotated[Count | None, "of the compiler; None leaves torch's"] = None
-    mixed_precision: Annotated[
-        Literal["no", "bf16", "fp16"] | None, "autocast; fp16 scales the loss"
-    ] = None
-    fp8_recipe: Annotated[
-        Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None,
-        "linear layers in float8; needs torchao and compute capability 8.9",
-    ] = None
-    fp8_dim_alignment: Annotated[
-        Natural, "layers whose dimensions are no multiples of it stay as they are; 0: none does"
-    ] = 16
-    fp8_emulate: Annotated[
-        Flag, "compute in float32 what fp8_recipe computes in float8: on any device, to try it"
-    ] = False
-    qat_recipe: Annotated[
-        QATRecipe | None, "linear layers train as if quantised; needs torchao"
-    ] = None
+    default_dtype: DType | None = arg(None, "torch's default dtype while the model is built")
+    max_eval_steps: Literal[-1] | Count = arg(-1, "batches of an evaluation; -1 evaluates on all")
+    preserve_best_model: Flag = arg(False, "the best checkpoints are not removed")
+    best_model_metric: Text = arg("loss", "the same as metric_for_best_model")
+    best_model_greater_is_better: Flag | None = arg(None, "the same as greater_is_better")
+    preserve_n_best: Count = arg(1, "how many best checkpoints are not removed")
+    eval_on_save: Flag = arg(False, "evaluate right before each save")
+    enable_activation_offloading: Flag = arg(False, "activations wait on the CPU")
+    detect_anomaly: Flag = arg(False, "autograd's anomaly mode; slow")
+    sdpa_backend: Kernels | None = arg(None, "kernels of attention: math, flash, efficient, cudnn")
+    sdpa_set_priority: Flag = arg(False, "the order of sdpa_backend is one of preference")
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = arg(
+        None, "high: TF32; None leaves torch's"
+    )
+    dynamo_recompile_limit: Count | None = arg(None, "of the compiler; None leaves torch's")
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = arg(
+        None, "autocast; fp16 scales the loss"
+    )
+    fp8_recipe: FP8Recipe | None = arg(
+        None, "linear layers in float8; needs torchao and compute capability 8.9"
+    )
+    fp8_dim_alignment: Natural = arg(
+        16, "layers whose dimensions are no multiples of it stay as they are; 0: none does"
+    )
+    fp8_emulate: Flag = arg(
+        False, "compute in float32 what fp8_recipe computes in float8: on any device, to try it"
+    )
+    qat_recipe: QATRecipe | None = arg(None, "linear layers train as if quantised; needs torchao")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -450,96 +346,63 @@ class BaseTrainingArguments(MinimalTrainingArguments):
         elif self.best_model_greater_is_better is None:
             self.best_model_greater_is_better = self.greater_is_better
 
-    def conflicts(self) -> Iterator[InvalidArgument]:
-        yield from super().conflicts()
-        for one, other in (
-            ("metric_for_best_model", "best_model_metric"),
-            ("greater_is_better", "best_model_greater_is_better"),
-        ):
-            if getattr(self, one) != getattr(self, other):
-                reason = f"contradicts {one}={getattr(self, one)!r}"
-                yield self.fault(other, reason, f"give one of {other} and {one}")
-        if self.fp8_recipe is not None and self.qat_recipe is not None:
-            reason = f"excludes qat_recipe={self.qat_recipe!r}"
-            yield self.fault("fp8_recipe", reason, "give one of the two")
-        if self.sdpa_set_priority and not isinstance(self.sdpa_backend, list):
-            reason = f"sdpa_backend={self.sdpa_backend!r} is no list to take an order from"
-            yield self.fault("sdpa_set_priority", reason, "give sdpa_backend a list")
-
 
 @dataclass(kw_only=True)
 class TrainingArguments(BaseTrainingArguments):
     """Arguments of `Trainer`: memory and compilation."""
 
-    gc_threshold: Annotated[Share, "of GPU memory: above it the cache is emptied"] = 0.5
-    construct_model_on: Annotated[
-        Literal["default", "device", "meta"], "meta: empty, and filled from the checkpoint"
-    ] = "default"
-    activation_memory_budget: Annotated[Share | None, "of the compiler's partitioner"] = None
-    fuse_optim_with_backward: Annotated[
-        Flag, "step each parameter once its gradient is there, and free the gradient"
-    ] = False
-    speed_metrics_start_step: Annotated[Natural, "speed is measured from this step on"] = 1
-    set_dataset_epoch: Annotated[Flag, "call set_epoch of the dataset, if it has it"] = True
-    debug_optimizer_groups: Annotated[Flag, "log the group of each parameter"] = False
-
-    def conflicts(self) -> Iterator[InvalidArgument]:
-        yield from super().conflicts()
-        if self.activation_memory_budget is not None and not self.torch_compile:
-            reason = "a setting of the compiler, and the model is not compiled"
-            yield self.fault("activation_memory_budget", reason, "set torch_compile")
-        for name, given, instead in (
-            ("max_grad_norm", self.max_grad_norm is not None, "set max_grad_norm to None"),
-            (
-                "gradient_accumulation_steps > 1",
-                self.gradient_accumulation_steps > 1,
-                "set it to 1",
-            ),
-            ("mixed_precision='fp16'", self.mixed_precision == "fp16", "use bf16"),
-        ):
-            if self.fuse_optim_with_backward and given:
-                reason = f"excludes {name}, since no gradient outlives its step"
-                yield self.fault("fuse_optim_with_backward", reason, f"{instead}, or do not fuse")
+    gc_threshold: Share = arg(0.5, "of GPU memory: above it the cache is emptied")
+    construct_model_on: Literal["default", "device", "meta"] = arg(
+        "default", "meta: empty, and filled from the checkpoint"
+    )
+    activation_memory_budget: Share | None = arg(None, "of the compiler's partitioner")
+    fuse_optim_with_backward: Flag = arg(
+        False, "step each parameter once its gradient is there, and free the gradient"
+    )
+    speed_metrics_start_step: Natural = arg(1, "speed is measured from this step on")
+    set_dataset_epoch: Flag = arg(True, "call set_epoch of the dataset, if it has it")
+    debug_optimizer_groups: Flag = arg(False, "log the group of each parameter")
 
 
 @dataclass(kw_only=True)
 class DDPArguments(Arguments):
     """Handed to `DistributedDataParallel`."""
 
-    broadcast_buffers: Annotated[Flag, "synchronise buffers in each forward pass"] = True
-    init_sync: Annotated[Flag, "synchronise parameters and buffers at the start"] = True
-    bucket_cap_mb: Annotated[Count | None, "None leaves torch's size"] = None
-    find_unused_parameters: Annotated[Flag, "walks the graph once more"] = False
-    gradient_as_bucket_view: Annotated[Flag, "saves memory"] = True
-    static_graph: Annotated[Flag, "the graph is the same in every step"] = False
-    skip_all_reduce_unused_params: Annotated[Flag, "newer torch only"] = False
+    broadcast_buffers: Flag = arg(True, "synchronise buffers in each forward pass")
+    init_sync: Flag = arg(True, "synchronise parameters and buffers at the start")
+    bucket_cap_mb: Count | None = arg(None, "None leaves torch's size")
+    find_unused_parameters: Flag = arg(False, "walks the graph once more")
+    gradient_as_bucket_view: Flag = arg(True, "saves memory")
+    static_graph: Flag = arg(False, "the graph is the same in every step")
+    skip_all_reduce_unused_params: Flag = arg(False, "newer torch only")
 
 
 @dataclass(kw_only=True)
 class PostLocalSGDArguments(Arguments):
     """Ranks step on their own gradients and average their parameters now and then."""
 
-    enabled: Annotated[Flag, "do so"] = False
-    start_step: Annotated[Natural, "ordinary all-reduce before this step"] = 500
-    period: Annotated[Count, "optimizer steps from one average to the next"] = 4
-    post_local_gradient_allreduce: Annotated[Flag, "gradients stay all-reduced"] = False
+    enabled: Flag = arg(False, "do so")
+    start_step: Natural = arg(500, "ordinary all-reduce before this step")
+    period: Count = arg(4, "optimizer steps from one average to the next")
+    post_local_gradient_allreduce: Flag = arg(False, "gradients stay all-reduced")
 
 
 @dataclass(kw_only=True)
 class FSDP2Arguments(Arguments):
     """Policies for `fully_shard`."""
 
-    reshard_after_forward: Annotated[
-        Flag | Count, "True: least memory; False: parameters stay whole; N: groups of N ranks"
-    ] = True
-    param_dtype: Annotated[DType | None, "that is computed in; None: no policy"] = None
-    reduce_dtype: Annotated[DType | None, "of the reduction of gradients"] = None
-    buffer_dtype: Annotated[DType | None, "of floating-point buffers"] = None
-    cpu_offload: Annotated[Flag, "parameters and gradients wait on the CPU"] = False
-    shard_transformer_layers: Annotated[Flag, "shard each block before the root"] = True
-    transformer_layers_path: Annotated[
-        Text, "of the list of blocks; empty, or not there: only the root is sharded"
-    ] = "causal_lm.layer_stack.layers"
+    reshard_after_forward: Flag | Count = arg(
+        True, "True: least memory; False: parameters stay whole; N: groups of N ranks"
+    )
+    param_dtype: DType | None = arg(None, "that is computed in; None: no policy")
+    reduce_dtype: DType | None = arg(None, "of the reduction of gradients")
+    buffer_dtype: DType | None = arg(None, "of floating-point buffers")
+    cpu_offload: Flag = arg(False, "parameters and gradients wait on the CPU")
+    shard_transformer_layers: Flag = arg(True, "shard each block before the root")
+    transformer_layers_path: Text = arg(
+        "causal_lm.layer_stack.layers",
+        "of the list of blocks; empty, or not there: only the root is sharded",
+    )
 
 
 @dataclass(kw_only=True)
@@ -547,22 +410,21 @@ class AccelTrainingArguments(TrainingArguments):
     """Arguments of `AccelTrainer`, whose Accelerator has its own precision and accumulation, which
     win."""
 
-    accelerator_config: Annotated[
-        dict[str, Any], "of the Accelerator's loaders: split_batches, dispatch_batches"
-    ] = field(default_factory=dict)
+    accelerator_config: dict[str, Any] = arg(
+        dict, "of the Accelerator's loaders: split_batches, dispatch_batches"
+    )
 
 
 @dataclass(kw_only=True)
 class DDPTrainingArguments(TrainingArguments):
     """Arguments of `DDPTrainer`."""
 
-    dispatch_batches: Annotated[
-        Flag | None,
-        "rank 0 reads all data; False: each rank its shard; None: False for map-style data",
-    ] = None
-    ddp: Annotated[DDPArguments, "of DistributedDataParallel"] = field(default_factory=DDPArguments)
-    post_local_sgd: Annotated[PostLocalSGDArguments, "average parameters now and then"] = field(
-        default_factory=PostLocalSGDArguments
+    dispatch_batches: Flag | None = arg(
+        None, "rank 0 reads all data; False: each rank its shard; None: False for map-style data"
+    )
+    ddp: DDPArguments = arg(DDPArguments, "of DistributedDataParallel")
+    post_local_sgd: PostLocalSGDArguments = arg(
+        PostLocalSGDArguments, "average parameters now and then"
     )
 
 
@@ -570,11 +432,10 @@ class DDPTrainingArguments(TrainingArguments):
 class FSDP2TrainingArguments(TrainingArguments):
     """Arguments of `FSDP2Trainer`."""
 
-    dispatch_batches: Annotated[
-        Flag | None,
-        "rank 0 reads all data; False: each rank its shard; None: False for map-style data",
-    ] = None
-    fsdp2: Annotated[FSDP2Arguments, "of fully_shard"] = field(default_factory=FSDP2Arguments)
+    dispatch_batches: Flag | None = arg(
+        None, "rank 0 reads all data; False: each rank its shard; None: False for map-style data"
+    )
+    fsdp2: FSDP2Arguments = arg(FSDP2Arguments, "of fully_shard")
 
 
 @dataclass(kw_only=True)
@@ -582,46 +443,29 @@ class PipelineTrainingArguments(TrainingArguments):
     """Arguments of `PipelineTrainer`. Batches have one shape, so the last short one is always
     dropped."""
 
-    n_microbatches: Annotated[Count, "parts of a batch that follow each other"] = 4
-    stages_per_rank: Annotated[Count, "above 1 with is_multistage only"] = 1
-    pp_stage_type: Annotated[Literal["loop", "v"], "v: for ScheduleZBVZeroBubble"] = "loop"
-    is_multistage: Annotated[Flag, "for schedules of the kind PipelineScheduleMulti"] = False
-    debug_pipeline: Annotated[Flag, "log the schedule"] = False
-    debug_split_model: Annotated[Flag, "log the stages"] = False
-    debug_model_params: Annotated[Flag, "log each parameter's shape, dtype, device"] = False
-    debug_model_init: Annotated[Flag, "log where the stages get their values"] = False
+    n_microbatches: Count = arg(4, "parts of a batch that follow each other")
+    stages_per_rank: Count = arg(1, "above 1 with is_multistage only")
+    pp_stage_type: Literal["loop", "v"] = arg("loop", "v: for ScheduleZBVZeroBubble")
+    is_multistage: Flag = arg(False, "for schedules of the kind PipelineScheduleMulti")
+    debug_pipeline: Flag = arg(False, "log the schedule")
+    debug_split_model: Flag = arg(False, "log the stages")
+    debug_model_params: Flag = arg(False, "log each parameter's shape, dtype, device")
+    debug_model_init: Flag = arg(False, "log where the stages get their values")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.dataloader_drop_last = True
-
-    def conflicts(self) -> Iterator[InvalidArgument]:
-        yield from super().conflicts()
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            if getattr(self, name) % self.n_microbatches:
-                reason = f"does not divide {name}={getattr(self, name)}"
-                yield self.fault("n_microbatches", reason, "give one that does")
-        if self.stages_per_rank > 1 and not self.is_multistage:
-            reason = "a rank has one stage unless is_multistage=True"
-            instead = "set is_multistage, with a schedule derived from PipelineScheduleMulti"
-            yield self.fault("stages_per_rank", reason, instead)
-        yield from trainer_checks.pipeline_conflicts(self)
 
 
 @dataclass(kw_only=True)
 class GPTArguments(Arguments):
     """Size of the byte-level GPT that the demonstrations and tests train."""
 
-    n_layer: Annotated[Count, "blocks"] = 4
-    n_head: Annotated[Count, "heads of attention"] = 4
-    n_embd: Annotated[Count, "width; a multiple of n_head"] = 128
-    block_size: Annotated[Count, "bytes of a sample"] = 64
-    dropout: Annotated[Below1, "share of activations"] = 0.1
-
-    def conflicts(self) -> Iterator[InvalidArgument]:
-        if self.n_embd % self.n_head:
-            reason = f"not a multiple of n_head={self.n_head}"
-            yield self.fault("n_embd", reason, "make it one")
+    n_layer: Count = arg(4, "blocks")
+    n_head: Count = arg(4, "heads of attention")
+    n_embd: Count = arg(128, "width; a multiple of n_head")
+    block_size: Count = arg(64, "bytes of a sample")
+    dropout: Below1 = arg(0.1, "share of activations")
 
 
 def steps_of(value: int | float, total_steps: int) -> int:

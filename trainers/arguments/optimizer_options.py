@@ -1,13 +1,26 @@
-"""`optim` and `optim_args`, as far as they can be judged without torch."""
+"""Optimizers and schedules by name, and their options, judged without torch."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from .errors import InvalidArgument
 from .hugging_face import INSIDE
+
+# lr_scheduler_type -> its own lr_scheduler_kwargs with their defaults.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "cosine": {},
+    "cosine_with_restarts": {"num_cycles": 1},
+    "constant": {},
+    "constant_with_warmup": {},
+    "polynomial": {"power": 1.0},
+}
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "polynomial"
+]
 
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit")
 OPTIMIZERS = (*ADAM, "adafactor", "sgd", "adagrad", "rmsprop")

@@ -6,46 +6,18 @@ Names are imported when they are first used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..diloco.callback import DiLoCoCallback as DiLoCoCallback
-    from .control import TrainerControlCallback as TrainerControlCallback
-    from .divergence import DivergenceDetector as DivergenceDetector
-    from .info import InfoCallback as InfoCallback
-    from .json_log import JsonLogger as JsonLogger
-    from .json_log import read_json_array as read_json_array
-    from .memory import PeakMemory as PeakMemory
-    from .metrics import CheckpointMetrics as CheckpointMetrics
-    from .metrics import DefaultMetrics as DefaultMetrics
-    from .norms import GradNormLogger as GradNormLogger
-    from .norms import ParameterNormLogger as ParameterNormLogger
-    from .norms import WeightNormLogger as WeightNormLogger
-    from .profiler import ProfilerCallback as ProfilerCallback
-    from .progress import ProgressCallback as ProgressCallback
-    from .protocol import CallbackHandler as CallbackHandler
-    from .protocol import TrainerCallback as TrainerCallback
-    from .protocol import TrainerControl as TrainerControl
-    from .protocol import TrainerState as TrainerState
-    from .stopping import EarlyStopping as EarlyStopping
-    from .tensorboard import ResumableSummaryWriter as ResumableSummaryWriter
-    from .tensorboard import TBLogger as TBLogger
-    from .textgen import TextgenCallback as TextgenCallback
+from typing import Any
 
 # Module: what it gives to users.
 _HOMES = """
 .diloco.callback: DiLoCoCallback
 control: TrainerControlCallback
-divergence: DivergenceDetector
-info: InfoCallback
-json_log: JsonLogger read_json_array
-memory: PeakMemory
-metrics: CheckpointMetrics DefaultMetrics
+logs: JsonLogger read_json_array
 norms: GradNormLogger ParameterNormLogger WeightNormLogger
-profiler: ProfilerCallback
-progress: ProgressCallback
+profiling: PeakMemory ProfilerCallback
+progress: CheckpointMetrics DefaultMetrics InfoCallback ProgressCallback
 protocol: CallbackHandler TrainerCallback TrainerControl TrainerState
-stopping: EarlyStopping
+stopping: DivergenceDetector EarlyStopping
 tensorboard: ResumableSummaryWriter TBLogger
 textgen: TextgenCallback
 """

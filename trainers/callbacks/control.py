@@ -8,13 +8,12 @@ import platform
 import queue
 import secrets
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..arguments.exactness import plain
 from .jobs import Endpoint, check_job_id
-from .protocol import TrainerCallback, TrainerControl, TrainerState
+from .protocol import Logs, TrainerCallback, TrainerControl, TrainerState
 
 try:
     from .control_server import ControlServer, bound_socket
@@ -52,6 +51,9 @@ class TrainerControlCallback(TrainerCallback):
     Raises InvalidArgument for a job_id that is no name of a folder.
     """
 
+    endpoint: Endpoint | None = None  # where it listens, on rank 0 while training runs
+    _server: ControlServer | None = None
+
     def __init__(
         self,
         job_id: str | None = None,
@@ -63,35 +65,21 @@ class TrainerControlCallback(TrainerCallback):
     ) -> None:
         default = f"job_{int(time.time())}_{platform.node()}_{os.getpid()}"
         self.job_id = check_job_id(default if job_id is None else job_id)
-        self.port, self.host = port, host or "127.0.0.1"
-        self.enable_http, self.disable_auth = enable_http, disable_auth
-        self._token = auth_token
+        self.port, self.host, self.enable_http = port, host or "127.0.0.1", enable_http
+        self.disable_auth, self._token = disable_auth, auth_token
         self._commands: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._server: ControlServer | None = None
-        self._endpoint: Endpoint | None = None
-        self._state = TrainerState()
-        self._metrics: dict[str, Any] = {}
-        self._status = "finished"
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """Where it listens, on rank 0 while training runs."""
-        return self._endpoint
+        self._state, self._metrics, self._status = TrainerState(), dict[str, Any](), "finished"
 
     # The server.
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, trainer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, trainer: Any = None, **_: Any) -> None:
         self.close()
         self._state, self._metrics, self._status = state, {}, "running"
         if not state.is_world_process_zero or self.enable_http is False:
             return
         if ControlServer is None:
-            log.warning(
-                "%s takes no commands: aiohttp is not installed (pip install ckptcore[control])",
-                self.name,
-            )
+            why = "aiohttp is not installed (pip install ckptcore[control])"
+            log.warning("%s takes no commands: %s", self.name, why)
             return
         try:
             self._start(args, trainer)
@@ -104,22 +92,16 @@ class TrainerControlCallback(TrainerCallback):
         listens = bound_socket(self.host, self.port)
         try:
             host, port = listens.getsockname()[:2]
-            endpoint = Endpoint(
-                job_id=self.job_id,
-                host=host,
-                port=port,
-                pid=os.getpid(),
-                hostname=platform.node(),
-                started_at=time.time(),
-                output_dir=_absolute(getattr(args, "output_dir", None)),
-                logging_dir=_absolute(getattr(trainer, "logging_dir", None)),
-                run_name=getattr(args, "run_name", None),
-            )
+            output_dir = _absolute(getattr(args, "output_dir", None))
+            logging_dir = _absolute(getattr(trainer, "logging_dir", None))
+            run_name = getattr(args, "run_name", None)
+            here, folders = (os.getpid(), platform.node(), time.time()), (output_dir, logging_dir)
+            endpoint = Endpoint(self.job_id, host, port, *here, *folders, run_name)
             endpoint.announce(token)
         except BaseException:
             listens.close()
             raise
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._server = ControlServer(
             listens, self.job_id, token, COMMANDS, self._commands.put, self._describe
         )
@@ -131,27 +113,21 @@ class TrainerControlCallback(TrainerCallback):
 
     def _describe(self) -> dict[str, Any]:
         """In the server's thread."""
-        state = self._state
-        progress = {
-            "global_step": state.global_step,
-            "epoch": state.epoch,
-            "max_steps": state.max_steps,
-        }
+        progress = {n: getattr(self._state, n) for n in ("global_step", "epoch", "max_steps")}
         return {**self._metrics, **progress, "status": self._status}
 
     def close(self) -> None:
         """Stop listening. Commands that nobody has obeyed are dropped."""
         self._status = "finished"
-        if self._endpoint is not None:
-            self._endpoint.withdraw()
-            self._endpoint = None
+        if self.endpoint is not None:
+            self.endpoint.withdraw()
         if self._server is not None:
             self._server.close()
-            self._server = None
+        self.endpoint = self._server = None
         if left := self._drain():
             log.warning("%s: training has ended; dropped: %s", self.name, ", ".join(left))
 
-    def on_train_end(self, **kwargs: Any) -> None:
+    def on_train_end(self, **_: Any) -> None:
         self.close()
 
     # The commands.
@@ -162,7 +138,8 @@ class TrainerControlCallback(TrainerCallback):
             found.append(self._commands.get())
         return found
 
-    def _obey(self, args: Any, control: TrainerControl) -> None:
+    def on_step_end(self, args: Any, control: TrainerControl, **_: Any) -> None:
+        """Obey what was asked for."""
         for command in self._drain():
             log.info("%s: %s was asked for", self.name, command)
             flags = COMMANDS[command]
@@ -176,17 +153,12 @@ class TrainerControlCallback(TrainerCallback):
             if "should_training_stop" in flags:
                 self._status = "stopping"
 
-    def on_step_end(self, args: Any, control: TrainerControl, **kwargs: Any) -> None:
-        self._obey(args, control)
-
     on_epoch_end = on_evaluate = on_step_end
 
-    def on_log(
-        self, args: Any, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any
-    ) -> None:
-        if self._endpoint is not None:
+    def on_log(self, args: Any, control: TrainerControl, logs: Logs, **_: Any) -> None:
+        if self.endpoint is not None:
             self._metrics = plain(dict(logs), not_finite=None)
-        self._obey(args, control)
+        self.on_step_end(args, control)
 
 
 def _absolute(path: Any) -> str | None:

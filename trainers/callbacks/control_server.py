@@ -33,8 +33,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def bound_socket(host: str, port: int | None) -> socket.socket:
-    """A socket that listens; port None: the first free one of FIRST_PORT to LAST_PORT. Raises
-    OSError."""
+    """A socket that listens; port None: the first free one from FIRST_PORT. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if port is not None:
         return socket.create_server((host, port), family=family)
@@ -83,14 +82,10 @@ class ControlServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_as_json(self._authorised)])
-        app.add_routes(
-            [
-                web.get("/jobs", self._jobs),
-                web.get("/jobs/{job_id}/status", self._status),
-                web.post("/jobs/{job_id}/control", self._control),
-            ]
-        )
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._answer])
+        app.router.add_get("/jobs", self._jobs)
+        app.router.add_get("/jobs/{job_id}/status", self._status)
+        app.router.add_post("/jobs/{job_id}/control", self._control)
         # Clients poll often: no access log.
         runner = web.AppRunner(app, access_log=None, logger=quiet, shutdown_timeout=GOODBYE)
         await runner.setup()
@@ -101,20 +96,34 @@ class ControlServer:
             await runner.cleanup()
             self._listens.close()
 
-    def _authorised(self, request: web.Request) -> bool:
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Who may not ask learns nothing else, and every answer is JSON."""
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        return self._expected is None or hmac.compare_digest(given, self._expected)
+        if self._expected is not None and not hmac.compare_digest(given, self._expected):
+            how = {"WWW-Authenticate": 'Bearer realm="trainer"'}
+            said = {"detail": "authentication required"}
+            return web.json_response(said, status=401, headers=how)
+        try:
+            if request.match_info.get("job_id", self.job_id) != self.job_id:
+                raise web.HTTPNotFound(text="no such job here")
+            return await handler(request)
+        except web.HTTPException as error:
+            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            return web.json_response({"error": error.text}, status=error.status, headers=allowed)
+        except Exception as error:
+            log.exception("a request to %s failed", request.path)
+            return web.json_response({"error": type(error).__name__}, status=500)
 
-    async def _jobs(self, request: web.Request) -> web.Response:
+    async def _jobs(self, _: web.Request) -> web.Response:
         return web.json_response({"jobs": [asdict(j) for j in announced_jobs() if j.is_alive()]})
 
-    async def _status(self, request: web.Request) -> web.Response:
-        self._check_job(request)
+    async def _status(self, _: web.Request) -> web.Response:
         answer = {**self.status(), "job_id": self.job_id, "timestamp": time.time()}
-        return web.Response(text=json.dumps(answer, allow_nan=False), content_type=JSON)
+        text = json.dumps(answer, allow_nan=False)
+        return web.Response(text=text, content_type="application/json")
 
     async def _control(self, request: web.Request) -> web.Response:
-        self._check_job(request)
         try:
             body = json.loads(await asyncio.wait_for(request.read(), PATIENCE))
         except TimeoutError:
@@ -131,33 +140,3 @@ class ControlServer:
         text = f"Command {command} queued for execution"
         found = {"status": "acknowledged", "command": command, "timestamp": time.time()}
         return web.json_response({**found, "message": text})
-
-    def _check_job(self, request: web.Request) -> None:
-        if request.match_info["job_id"] != self.job_id:
-            raise web.HTTPNotFound(text="no such job here")
-
-
-JSON = "application/json"
-
-
-def _as_json(is_authorised: Callable[[web.Request], bool]) -> Any:
-    """A middleware: who may not ask learns nothing else, and every answer is JSON."""
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not is_authorised(request):
-            return web.json_response(
-                {"detail": "authentication required"},
-                status=401,
-                headers={"WWW-Authenticate": 'Bearer realm="trainer"'},
-            )
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            return web.json_response({"error": error.text}, status=error.status, headers=allowed)
-        except Exception as error:
-            log.exception("a request to %s failed", request.path)
-            return web.json_response({"error": type(error).__name__}, status=500)
-
-    return middleware

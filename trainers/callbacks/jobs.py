@@ -86,22 +86,20 @@ class Endpoint:
 
     def is_alive(self) -> bool:
         """Whether its process runs; what another machine runs is not known here, and counts."""
-        if self.hostname != platform.node():
-            return True
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # another user's
-            return True
+        if self.hostname == platform.node():
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return False
+            except PermissionError:  # another user's
+                return True
         return True
 
     def token(self) -> str | None:
         """None for a job that asks for none."""
-        try:
+        with suppress(FileNotFoundError):
             return (self.folder / TOKEN).read_text(encoding="ascii").strip()
-        except FileNotFoundError:
-            return None
+        return None
 
     def announce(self, token: str | None) -> None:
         """Write both files. Raises OSError, and FileExistsError where a job of that name runs."""
@@ -149,15 +147,13 @@ def announced_jobs() -> Iterator[Endpoint]:
     for path in sorted(folder.glob(f"*/{ENDPOINT}")) if folder.is_dir() else ():
         try:
             endpoint = Endpoint.read(path)
+            if endpoint.job_id != path.parent.name:
+                raise ValueError(f"it is of job {endpoint.job_id}")
+            yield endpoint
         except FileNotFoundError:
             continue  # it ended just now
         except (OSError, ValueError) as error:
             log.warning("%s is skipped: %s", path, error)
-            continue
-        if endpoint.job_id == path.parent.name:
-            yield endpoint
-        else:
-            log.warning("%s is skipped: it is of job %s", path, endpoint.job_id)
 
 
 def find_job(job_id: str) -> Endpoint | None:

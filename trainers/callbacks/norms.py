@@ -10,47 +10,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
-from .json_log import JsonRecords
+from .logs import JsonRecords
 from .protocol import TrainerCallback, TrainerState
 
 log = logging.getLogger(__name__)
 
 
-def _is_spread(tensor: Tensor) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
-
-
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of each, on the device. Collective, on all ranks, where tensors are spread
-    over ranks."""
-    local: list[Tensor] = [
-        tensor.to_local() if _is_spread(tensor) else tensor  # type: ignore[attr-defined]
-        for tensor in tensors
-    ]
+    """Sum of squares of each, on the device. Collective where tensors are spread over ranks."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     with torch.no_grad():
         norms = torch._foreach_norm(local, 2, dtype=torch.float32)
         squares = torch.stack([norm.to(local[0].device) for norm in norms]).square()
     meshes: dict[Any, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if _is_spread(tensor):
-            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-            meshes.setdefault(mesh, []).append(place)
-            for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+    for number, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            meshes.setdefault(mesh, []).append(number)
+            for dim, placement in enumerate(tensor.placements):
                 if placement.is_replicate():  # counted by each of these ranks
-                    squares[place] /= mesh.size(dim)
-    for mesh, places in meshes.items():
-        part = squares[places]
+                    squares[number] /= mesh.size(dim)
+    for mesh, numbers in meshes.items():
+        part = squares[numbers]
         for dim in range(mesh.ndim):
             dist.all_reduce(part, group=mesh.get_group(dim))
-        squares[places] = part
+        squares[numbers] = part
     return squares
 
 
 class _Watcher(TrainerCallback):
-    """What the three have in common: they stay off, with one warning, where there is nothing to
-    look at."""
+    """They stay off, with one warning, where there is nothing to look at."""
 
     _off = False
 
@@ -64,15 +56,15 @@ class _Watcher(TrainerCallback):
         if not self._off and (not parameters or parameters[0].is_meta):  # a pipeline's shell
             self._turn_off(state, "the model has no weights here")
         # All ranks, where parameters are spread over them.
-        return not self._off and (state.is_world_process_zero or any(map(_is_spread, parameters)))
+        spread = any(isinstance(parameter, DTensor) for parameter in parameters)
+        return not self._off and (state.is_world_process_zero or spread)
 
 
 class WeightNormLogger(_Watcher):
-    """Adds weight_norm, that of all parameters together, to the logs. Steady growth hints at weak
-    weight decay."""
+    """Adds weight_norm, that of all parameters, to the logs; growth hints at weak weight decay."""
 
     def on_log_step(
-        self, state: TrainerState, logs: dict[str, Any], model: Any = None, **kwargs: Any
+        self, state: TrainerState, logs: dict[str, Any], model: Any = None, **_: Any
     ) -> None:
         if self._takes_part(state, model):
             logs["weight_norm"] = squared_norms(list(model.parameters())).sum().sqrt().item()
@@ -81,9 +73,9 @@ class WeightNormLogger(_Watcher):
 class _NormFile(JsonRecords, _Watcher):
     """One that writes a file of records; it is off, without a word, where there is no folder."""
 
-    def on_train_begin(self, args: Any, state: TrainerState, trainer: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, trainer: Any, **_: Any) -> None:
         self._off = trainer.logging_dir is None
-        super().on_train_begin(args, state, trainer, **kwargs)
+        super().on_train_begin(args, state, trainer)
 
 
 class GradNormLogger(_NormFile):
@@ -100,11 +92,11 @@ class GradNormLogger(_NormFile):
         super().__init__()
         self._gradients: dict[str, Tensor] = {}
 
-    def on_step_begin(self, **kwargs: Any) -> None:
+    def on_step_begin(self, **_: Any) -> None:
         self._gradients = {}
 
     def on_pre_optimizer_step(
-        self, args: Any, state: TrainerState, model: Any = None, **kwargs: Any
+        self, args: Any, state: TrainerState, model: Any = None, **_: Any
     ) -> None:
         if not self._off and getattr(args, "fuse_optim_with_backward", False):
             self._turn_off(state, "with fuse_optim_with_backward there are no gradients to look at")
@@ -112,15 +104,15 @@ class GradNormLogger(_NormFile):
             named = model.named_parameters()
             self._gradients = {name: p.grad for name, p in named if p.grad is not None}
 
-    def on_evaluate(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_evaluate(self, state: TrainerState, **_: Any) -> None:
         gradients, self._gradients = self._gradients, {}
         if gradients:
             norms = squared_norms(list(gradients.values())).sqrt().tolist()
             self.write(state, {"grad_norms": dict(zip(gradients, norms, strict=True))})
 
-    def on_train_end(self, **kwargs: Any) -> None:
+    def close(self) -> None:
         self._gradients = {}
-        super().on_train_end(**kwargs)
+        super().close()
 
 
 class ParameterNormLogger(_NormFile):
@@ -138,47 +130,36 @@ class ParameterNormLogger(_NormFile):
         self, log_norms: bool = True, log_spectral_norms: bool = True, power_iter_steps: int = 10
     ) -> None:
         super().__init__()
-        self.log_norms = log_norms
-        self.log_spectral_norms = log_spectral_norms
+        self.log_norms, self.log_spectral_norms = log_norms, log_spectral_norms
         self.power_iter_steps = power_iter_steps
         self._vectors: dict[str, Tensor] = {}
         self._first = True
 
-    def on_evaluate(self, state: TrainerState, model: Any = None, **kwargs: Any) -> None:
+    @torch.no_grad()
+    def on_evaluate(self, state: TrainerState, model: Any = None, **_: Any) -> None:
         if not self._takes_part(state, model):
             return
         parameters = dict(model.named_parameters())
-        norms = squared_norms(list(parameters.values())).sqrt().tolist()
-        found = dict(zip(parameters, norms, strict=True))
-        record = {"norms": found} if self.log_norms else {}
+        values = squared_norms(list(parameters.values())).sqrt().tolist()
+        norms = dict(zip(parameters, values, strict=True))
+        record = {"norms": norms} if self.log_norms else {}
         if self.log_spectral_norms:
-            wanted = state.is_world_process_zero
-            record["spectral_norms"] = self._spectral_norms(parameters, found, wanted)
+            sigmas: dict[str, Tensor] = {}
+            for name, p in parameters.items():
+                whole = p.full_tensor() if isinstance(p, DTensor) and p.ndim > 1 else p
+                if p.ndim > 1 and state.is_world_process_zero:
+                    sigmas[name] = self._largest(name, whole.float().reshape(len(whole), -1))
+            # One read from the device. Of vectors the norm is the same.
+            values = torch.stack(list(sigmas.values())).tolist() if sigmas else []
+            found = dict(zip(sigmas, values, strict=True))
+            record["spectral_norms"] = norms | found
+            for name, value in found.items():
+                if not value > 0:
+                    del self._vectors[name]  # leads nowhere
+            self._first = False
         self.write(state, record)
 
-    @torch.no_grad()
-    def _spectral_norms(
-        self, parameters: dict[str, nn.Parameter], norms: dict[str, float], wanted: bool
-    ) -> dict[str, float]:
-        steps = self.power_iter_steps * (2 if self._first else 1)
-        self._first = False
-        sigmas: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            if parameter.ndim < 2:
-                continue
-            whole: Tensor = parameter.full_tensor() if _is_spread(parameter) else parameter  # type: ignore[attr-defined]
-            if wanted:
-                matrix = whole.detach().float().reshape(len(whole), -1)
-                sigmas[name] = self._largest(name, matrix, steps)
-        # One read from the device. Of vectors the norm is the same.
-        values = torch.stack(list(sigmas.values())).tolist() if sigmas else []
-        found = norms | dict(zip(sigmas, values, strict=True))
-        for name in sigmas:
-            if not found[name] > 0:
-                del self._vectors[name]  # leads nowhere
-        return found
-
-    def _largest(self, name: str, matrix: Tensor, steps: int) -> Tensor:
+    def _largest(self, name: str, matrix: Tensor) -> Tensor:
         u = self._vectors.get(name)
         if u is None or len(u) != len(matrix):
             # A generator of its own: the process's random numbers are the model's.
@@ -186,7 +167,7 @@ class ParameterNormLogger(_NormFile):
             u = torch.randn(len(matrix), generator=source)
         u = u.to(matrix.device)
         v = u.new_zeros(matrix.shape[1])
-        for _ in range(steps):
+        for _ in range(self.power_iter_steps * (2 if self._first else 1)):
             v = normalize(matrix.T @ u, dim=0)
             u = normalize(matrix @ v, dim=0)
         self._vectors[name] = u

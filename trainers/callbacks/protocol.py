@@ -1,5 +1,4 @@
-"""How a trainer talks to callbacks: what it passes, in which order, and what of them a checkpoint
-keeps."""
+"""How a trainer talks to callbacks: what it passes, in which order, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ _EXTRAS = """
 EXTRAS = tuple(_EXTRAS.split())
 
 Handler = Callable[..., Any]
+Logs = Mapping[str, Any]
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,7 @@ class TrainerCallback:
 
     @property
     def name(self) -> str:
-        """Its name in log lines and checkpoints: that of its class, unless it was given another
-        one."""
+        """Its name in log lines and checkpoints: that of its class, unless it was given another."""
         return self._name or type(self).__name__
 
     @name.setter
@@ -60,9 +59,14 @@ class TrainerCallback:
 
 
 class KeptCallback(TrainerCallback):
-    """One that a checkpoint keeps. kept: the attributes that are its state."""
+    """One that a checkpoint keeps. kept: the attributes that are its state; the class has the
+    values that they begin with."""
 
     kept: ClassVar[tuple[str, ...]]
+
+    def reset(self) -> None:
+        """As before the first step of a run."""
+        self.load_state_dict({name: getattr(type(self), name) for name in self.kept})
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.kept}
@@ -128,18 +132,10 @@ class TrainerState:
     is_hyper_param_search = False
     trial_name = None
     trial_params = None
+    best_model_checkpoint = property(lambda self: self.best_checkpoint)
+    best_global_step = property(lambda self: self.best_step)
 
-    @property
-    def best_model_checkpoint(self) -> str | None:
-        """Hugging Face's name of best_checkpoint."""
-        return self.best_checkpoint
-
-    @property
-    def best_global_step(self) -> int | None:
-        """Hugging Face's name of best_step."""
-        return self.best_step
-
-    def note(self, values: Mapping[str, Any]) -> None:
+    def note(self, values: Logs) -> None:
         """Keep values in the history, where each step has one entry."""
         if not self.log_history or self.log_history[-1]["step"] != self.global_step:
             self.log_history.append({"step": self.global_step, "epoch": self.epoch})
@@ -160,7 +156,7 @@ _PERSISTED = (
 
 
 class CallbackHandler:
-    """The callbacks of one trainer, called in the order in which they were added, and their state.
+    """The callbacks of one trainer, called in the order in which they were added.
 
     context: gives the extras of every event when one is fired. An event that nobody handles costs
     one look-up. Its own state is that of the stateful callbacks, by name; `per_rank()` is a second
@@ -173,48 +169,44 @@ class CallbackHandler:
         self.context = context or dict
         self.callbacks: list[Any] = []
         self.requesters: dict[str, str] = {}  # flag -> who set it first
-        self._index: dict[str, list[tuple[str, Handler]]] | None = None
+        self._index: dict[str, list[tuple[str, Handler]]] = {}  # event -> name and handler of each
         self._beginning: dict[int, Any] = {}  # states of stateful callbacks as they were added
         for callback in callbacks:
             self.add(callback)
 
     def add(self, callback: Any) -> Any:
-        """Add a callback (or a class of one, made without arguments) after the others; returns
-        it."""
+        """Add a callback (or a class, made without arguments) after the others; returns it."""
         callback = callback() if isinstance(callback, type) else callback
-        self.callbacks.append(callback)
-        self._index = None
-        try:
-            self.stateful()
-        except InvalidArgument:
-            self.callbacks.pop()
-            raise
+        self.stateful(callback)
         if isinstance(callback, Stateful) and not hasattr(callback, "reset"):
             self._beginning[id(callback)] = copy.deepcopy(callback.state_dict())
+        self.callbacks.append(callback)
+        self._index.clear()
         return callback
 
     def remove(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class; returns it, or None if there is none."""
         for number, known in enumerate(self.callbacks):
             if known is callback or (isinstance(callback, type) and type(known) is callback):
-                self._index = None
+                self._index.clear()
                 return self.callbacks.pop(number)
         return None
 
     def handlers(self, event: str) -> list[tuple[str, Handler]]:
         """(name of the callback, its handler) in the order of calls."""
-        if self._index is None:
-            self._index = {}
-            for callback in self.callbacks:
-                for known in EVENTS:
-                    handler = getattr(callback, known, None)
-                    if callable(handler):
-                        self._index.setdefault(known, []).append((name_of(callback), handler))
-        return self._index.get(event, [])
+        if not self._index:
+            self._index = {known: list(self._each(known)) for known in EVENTS}
+        return self._index[event]
 
     def has(self, event: str) -> bool:
         """Whether anyone handles the event."""
         return bool(self.handlers(event))
+
+    def _each(self, method: str) -> Iterator[tuple[str, Handler]]:
+        """A method of those that have it."""
+        for callback in list(self.callbacks):
+            if callable(found := getattr(callback, method, None)):
+                yield name_of(callback), found
 
     def fire(
         self, event: str, args: Any, state: TrainerState, control: TrainerControl, **extra: Any
@@ -229,43 +221,30 @@ class CallbackHandler:
             before = control.flags()
             returned = handler(args=args, state=state, control=control, **kwargs)
             control = _replacement(control, returned, f"{name}.{event}")
-            self._note(name, before, control, state)
+            for entry, was, is_set in zip(fields(control), before, control.flags(), strict=True):
+                if is_set and not was:
+                    self.requesters.setdefault(entry.name, name)
+                    if entry.name == "should_training_stop" and state.stop_requested_by is None:
+                        state.stop_requested_by = name
         return control
-
-    def _note(
-        self, name: str, before: list[bool], control: TrainerControl, state: TrainerState
-    ) -> None:
-        for entry, was, is_set in zip(fields(control), before, control.flags(), strict=True):
-            if is_set and not was:
-                self.requesters.setdefault(entry.name, name)
-                if entry.name == "should_training_stop" and state.stop_requested_by is None:
-                    state.stop_requested_by = name
 
     def close(self) -> None:
         """Let those that can clean up do so; one that fails keeps nobody else from it."""
-        for close in self._each("close"):
+        for name, close in self._each("close"):
             try:
                 close()
             except Exception:
-                log.exception("%s could not be closed", name_of(close.__self__))
+                log.exception("%s could not be closed", name)
 
     def resumed_elsewhere(self) -> None:
-        """The state that was loaded is that of another run, in another root: its log files are not
-        this run's."""
-        for tell in self._each("resumed_elsewhere"):
-            tell()
+        """The state is another run's, in another root: its log files stay as they are."""
+        for _, drop in self._each("resumed_elsewhere"):
+            drop()
 
-    def _each(self, method: str) -> Iterator[Any]:
-        """A method of those that have it."""
-        found = (getattr(callback, method, None) for callback in list(self.callbacks))
-        return (method for method in found if callable(method))
-
-    # State.
-
-    def stateful(self) -> dict[str, Any]:
-        """The stateful callbacks by name. Raises InvalidArgument where two have one name."""
+    def stateful(self, *more: Any) -> dict[str, Any]:
+        """The stateful callbacks, and more, by name. Raises InvalidArgument where two have one."""
         found: dict[str, Any] = {}
-        for callback in self.callbacks:
+        for callback in (*self.callbacks, *more):
             name = name_of(callback)
             if isinstance(callback, Stateful) and found.setdefault(name, callback) is not callback:
                 reason = "two callbacks that are kept in checkpoints have this name"
@@ -299,8 +278,7 @@ class CallbackHandler:
 
 @dataclass(frozen=True)
 class CallbackStates:
-    """Those of the callbacks that a checkpoint keeps, by name: the same for all ranks, or each
-    rank's own."""
+    """Those that a checkpoint keeps, by name: the same for all ranks, or each rank's own."""
 
     handler: CallbackHandler
     per_rank: bool
@@ -329,8 +307,7 @@ class CallbackStates:
 
 
 def _replacement(control: TrainerControl, returned: Any, where: str) -> TrainerControl:
-    """The control after a handler has returned; one of another library is taken over field by
-    field."""
+    """The control after a handler has returned; another library's is taken field by field."""
     if returned is None or returned is control:
         return control
     if isinstance(returned, TrainerControl):
@@ -338,6 +315,5 @@ def _replacement(control: TrainerControl, returned: Any, where: str) -> TrainerC
     if not hasattr(returned, "should_training_stop"):
         what = f"{where} returned {type(returned).__name__}"
         raise TypeError(f"{what}; a handler returns None or a TrainerControl")
-    return TrainerControl(
-        **{e.name: bool(getattr(returned, e.name, False)) for e in fields(TrainerControl)}
-    )
+    names = (entry.name for entry in fields(TrainerControl))
+    return TrainerControl(**{name: bool(getattr(returned, name, False)) for name in names})

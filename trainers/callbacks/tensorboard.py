@@ -1,22 +1,18 @@
-"""TensorBoard: a writer that goes on in the curves of a resumed run, and the callback that fills
-it."""
+"""TensorBoard: a writer that goes on in a resumed run's curves, and what fills it."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..arguments.exactness import plain
-from .log_paths import KeptLog
-from .metrics import largest_in_gib
-from .protocol import TrainerCallback, TrainerState
-
-log = logging.getLogger(__name__)
+from .logs import AnyPath, KeptLog
+from .progress import largest_in_gib, merged
+from .protocol import Logs, TrainerCallback, TrainerState
 
 
 def _summary_writer() -> Any:
@@ -42,28 +38,22 @@ class ResumableSummaryWriter(KeptLog):
     _writer: Any = None
     _trainer: Any = None
 
-    def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, log_dir: AnyPath | None = None) -> None:
         super().__init__()
         self.given = None if log_dir is None else os.fspath(log_dir)
 
-    # The trainer.
-
-    def on_init_end(self, args: Any, trainer: Any = None, **kwargs: Any) -> None:
+    def on_init_end(self, args: Any, trainer: Any = None, **_: Any) -> None:
         self._root, self._trainer = getattr(args, "output_dir", None), trainer
 
     on_train_begin = on_init_end
 
-    def on_train_end(self, **kwargs: Any) -> None:
+    def on_train_end(self, **_: Any) -> None:
         self.flush()
-
-    # The writer.
 
     @property
     def log_dir(self) -> str | None:
         """Where it writes, or would."""
-        if self.path is not None:
-            return str(self.path)
-        found = self.given or getattr(self._trainer, "logging_dir", None)
+        found = self.path or self.given or getattr(self._trainer, "logging_dir", None)
         return None if found is None else os.fspath(found)
 
     def writer(self) -> Any:
@@ -133,42 +123,31 @@ class TBLogger(TrainerCallback):
         scalars: Mapping[str, Mapping[str, Any] | None] | None = None,
         experiment_info: Any = None,
     ) -> None:
-        self.writer = summary_writer
-        self.experiment_info = experiment_info
-        self.scalars: dict[str, dict[str, Any]] = {
-            tag: dict(entry) for tag, entry in DEFAULT_SCALARS.items()
-        }
         for tag, changes in (scalars or {}).items():
-            if changes is None:
-                self.scalars.pop(tag, None)
-            else:
-                if unknown := sorted(changes.keys() - {"source", "transform"}):
-                    may = "it may have 'source' and 'transform'"
-                    raise ValueError(f"scalars[{tag!r}] has {unknown}; {may}")
-                self.scalars[tag] = {**self.scalars.get(tag, {}), **changes}
+            if unknown := sorted((changes or {}).keys() - {"source", "transform"}):
+                may = "it may have 'source' and 'transform'"
+                raise ValueError(f"scalars[{tag!r}] has {unknown}; {may}")
+        self.writer, self.experiment_info = summary_writer, experiment_info
+        self.scalars = merged(DEFAULT_SCALARS, scalars)
         self._written: dict[str, int] = {}  # tag -> step: each step has one value
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, model: Any = None, **_: Any) -> None:
         self._written.clear()
-        # What the step that a run is resumed at has in its curves: an evaluation at the start is
-        # not added again.
+        # A step that is resumed at has its evaluation in the curves: one at the start is not added.
         goes_on = isinstance(self.writer, ResumableSummaryWriter)
-        for entry in state.log_history if goes_on else ():
+        for entry in state.log_history[-1:] if goes_on else ():
             if entry["step"] == state.global_step:
                 sources = {tag: how.get("source", tag) for tag, how in self.scalars.items()}
-                there = {tag for tag, source in sources.items() if entry.get(source) is not None}
+                there = [tag for tag, source in sources.items() if entry.get(source) is not None]
                 self._written |= dict.fromkeys(there, state.global_step)
         if not state.is_world_process_zero:
             return
         if self.experiment_info is not None:
             self._text("experiment", self.experiment_info, state)
-        as_dict = getattr(args, "as_dict", None)
         facts = {
             "model": None if model is None else type(model).__name__,
             "max_steps": state.max_steps,
-            "args": as_dict() if as_dict is not None else vars(args),
+            "args": args.as_dict() if hasattr(args, "as_dict") else vars(args),
         }
         self._text("training_info", facts, state)
         self.writer.flush()
@@ -177,35 +156,29 @@ class TBLogger(TrainerCallback):
         text = content if isinstance(content, str) else json.dumps(plain(content), indent=2)
         self.writer.add_text(tag, f"```\n{text}\n```", state.global_step)
 
-    def _scalars(self, record: Mapping[str, Any], step: int) -> None:
-        for tag, entry in self.scalars.items():
+    def on_log(self, state: TrainerState, logs: Logs, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        step = state.global_step
+        for tag, how in self.scalars.items():
             if tag in GROUPS:
-                for key, value in record.items():
+                for key, value in logs.items():
                     if key.startswith(tag[:-1]) and value is not None:
-                        self.writer.add_scalar(key, _number(value), step)
+                        self.writer.add_scalar(key, float(value), step)
                 continue
-            value = record.get(entry.get("source", tag))
-            transform: Callable[..., Any] | None = entry.get("transform")
-            if value is not None and transform is not None:
-                value = transform(value, record)
+            value = logs.get(how.get("source", tag))
+            if value is not None and how.get("transform") is not None:
+                value = how["transform"](value, logs)
             if value is not None and self._written.get(tag) != step:
-                self.writer.add_scalar(tag, _number(value), step)
+                self.writer.add_scalar(tag, float(value), step)
                 self._written[tag] = step
+        self.writer.flush()
 
-    def on_log(self, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self._scalars(logs, state.global_step)
-            self.writer.flush()
-
-    def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_evaluate(self, state: TrainerState, metrics: Logs, **_: Any) -> None:
         self.on_log(state, metrics)
 
-    def on_train_end(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_end(self, state: TrainerState, **_: Any) -> None:
         if state.is_world_process_zero:
             if state.log_history:
                 self._text("train_results", state.log_history[-1], state)
             self.writer.flush()
-
-
-def _number(value: Any) -> float:
-    return float(value.item() if hasattr(value, "item") else value)

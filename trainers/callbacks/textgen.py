@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .protocol import KeptCallback, TrainerState
@@ -43,6 +43,8 @@ class TextgenCallback(KeptCallback):
     """
 
     kept = ("next_step",)
+    next_step = 0
+    _off = False
 
     def __init__(
         self,
@@ -52,16 +54,16 @@ class TextgenCallback(KeptCallback):
         generation_steps: int | None = None,
         max_new_tokens: int = 200,
     ) -> None:
-        self.writer = summary_writer
-        self.prompts = _prompts(prompts)
+        where, texts = "", prompts
+        if isinstance(prompts, str):
+            where = f" ({prompts})"
+            texts = yaml.safe_load(Path(prompts).read_text(encoding="utf-8"))
+        if not isinstance(texts, list | tuple) or not all(isinstance(p, str) for p in texts):
+            instead = "give a list of texts, or the path of a YAML file that holds one"
+            raise ValueError(f"prompts{where}: {instead}")
+        self.writer, self.prompts = summary_writer, list(texts)
         self.config = dict(SAMPLING if generation_config is None else generation_config)
         self.generation_steps, self.max_new_tokens = generation_steps, max_new_tokens
-        self._off = False
-        self.reset()
-
-    def reset(self) -> None:
-        """As before the first text."""
-        self.next_step = 0
 
     def on_evaluate(
         self,
@@ -70,7 +72,7 @@ class TextgenCallback(KeptCallback):
         model: Any = None,
         processing_class: Any = None,
         trainer: Any = None,
-        **kwargs: Any,
+        **_: Any,
     ) -> None:
         if self._off or state.global_step < self.next_step:
             return
@@ -98,14 +100,12 @@ class TextgenCallback(KeptCallback):
         given = tokenizer(prompt, truncation=True)["input_ids"]
         ids = torch.tensor([given], device=trainer.device)
         end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-        tokens = {"eos_token_id": end, "pad_token_id": end if pad is None else pad}
+        options = {"eos_token_id": end, "pad_token_id": end if pad is None else pad}
+        options |= {"max_new_tokens": self.max_new_tokens, **self.config}
         if piped:
-            found: Tensor = trainer.pipeline_generate(
-                input_ids=ids, max_new_tokens=self.max_new_tokens, **tokens, **self.config
-            )
+            found: Tensor = trainer.pipeline_generate(input_ids=ids, **options)
         else:
-            beginning = {"bos_token_id": tokenizer.bos_token_id}
-            options = {**tokens, **beginning, "max_new_tokens": self.max_new_tokens, **self.config}
+            options = {"bos_token_id": tokenizer.bos_token_id, **options}
             with trainer.computing(training=False):
                 found = trainer.model.generate(
                     ids,
@@ -116,17 +116,6 @@ class TextgenCallback(KeptCallback):
                 )
         completion = tokenizer.decode(found[0, len(given) :].tolist(), skip_special_tokens=True)
         return f"{prompt} [START] {completion}"
-
-
-def _prompts(prompts: Any) -> list[str]:
-    where = ""
-    if isinstance(prompts, str):
-        where = f" ({prompts})"
-        prompts = yaml.safe_load(Path(prompts).read_text(encoding="utf-8"))
-    if not isinstance(prompts, list | tuple) or not all(isinstance(p, str) for p in prompts):
-        instead = "give a list of texts, or the path of a YAML file that holds one"
-        raise ValueError(f"prompts{where}: {instead}")
-    return list(prompts)
 
 
 def _missing(model: Any, processing_class: Any, piped: bool) -> str | None:
@@ -141,36 +130,24 @@ def _missing(model: Any, processing_class: Any, piped: bool) -> str | None:
 
 @contextmanager
 def undisturbed(trainer: Any, seed: int) -> Iterator[None]:
-    """Evaluation mode, no gradients, nothing compiled, random numbers from a seed; afterwards all
-    of it is as it was."""
-    modules = list(trainer.wrapped.modules())
-    modules += [module for module in trainer.model.modules() if module not in set(modules)]
-    training = [module for module in modules if module.training]
-    compiled = {m: m._compiled_call_impl for m in modules if m._compiled_call_impl is not None}
+    """Evaluation mode, no gradients, nothing compiled, a seed of its own; all undone afterwards."""
     device: torch.device = trainer.device
-    with ExitStack() as afterwards:
-        afterwards.callback(_restore, modules, training, compiled)
+    on_cpu = device.type == "cpu"
+    modules = list(dict.fromkeys([*trainer.wrapped.modules(), *trainer.model.modules()]))
+    before = [(module, module.training, module._compiled_call_impl) for module in modules]
+    try:
         for module in modules:
-            module.training = False
-            module._compiled_call_impl = None
-        on_cpu = device.type == "cpu"
-        afterwards.enter_context(
-            torch.random.fork_rng([] if on_cpu else [device], device_type=device.type)
-        )
-        torch.default_generator.manual_seed(seed)
-        if not on_cpu:
-            torch.get_device_module(device).manual_seed(seed)
+            module.training, module._compiled_call_impl = False, None
+        streams = torch.random.fork_rng([] if on_cpu else [device], device_type=device.type)
         # Not inference mode: what FSDP gathers meanwhile is used for training, too.
-        afterwards.enter_context(torch.no_grad())
-        yield
-
-
-def _restore(modules: list[nn.Module], training: list[nn.Module], compiled: dict[Any, Any]) -> None:
-    for module in training:
-        module.training = True
-    for module, call in compiled.items():
-        module._compiled_call_impl = call
-    for module in modules:
-        reshard = getattr(module, "reshard", None)  # FSDP: no backward pass will do it
-        if callable(reshard):
-            reshard()
+        with streams, torch.no_grad():
+            torch.default_generator.manual_seed(seed)
+            if not on_cpu:
+                torch.get_device_module(device).manual_seed(seed)
+            yield
+    finally:
+        for module, training, call in before:
+            module.training, module._compiled_call_impl = training, call
+            reshard = getattr(module, "reshard", None)  # FSDP: no backward pass will do it
+            if callable(reshard):
+                reshard()

@@ -76,6 +76,5 @@ class EvaluationBatches:
                 yield held[min(self.rank, len(held) - 1)], self.rank < len(held)
 
     def _loader(self, **how: Any) -> DataLoader[Any]:
-        # A generator of its own: making an iterator draws a number, and training must not depend on
-        # evaluations.
+        # A generator of its own: making an iterator draws a number, which training must not notice.
         return DataLoader(self.dataset, generator=torch.Generator(), **self.loader, **how)

@@ -11,8 +11,18 @@ import torch
 from ckptcore import Stateful, StateMismatch
 
 from ..arguments import InvalidArgument
-from .position import Counted, Loader, is_stream, refuse_mismatch, rows_of, shut_down
-from .randomness import random_state, restored_random, seed_random, set_random_state
+from .position import (
+    Counted,
+    Loader,
+    is_stream,
+    random_state,
+    refuse_mismatch,
+    rows_of,
+    seed_random,
+    seeded_random,
+    set_random_state,
+    shut_down,
+)
 
 
 def counted_by_rows(batch: Any) -> Counted:
@@ -55,9 +65,7 @@ class ForeignLoader(Loader):
         except (TypeError, NotImplementedError):
             length = None
         super().__init__(length)
-        self.loader = loader
-        self.seed, self.rank = seed, rank
-        self.counted = counted
+        self.loader, self.counted, self.seed, self.rank = loader, counted, seed, rank
         self.call_set_epoch, self.draws = call_set_epoch, draws
         self.stateful = isinstance(loader, Stateful)
         self._primed = False
@@ -70,10 +78,9 @@ class ForeignLoader(Loader):
         self._began = self._generator_states()
 
     def _parts(self) -> list[Any]:
-        loader = self.loader
-        batches = getattr(loader, "batch_sampler", None)
+        batches = getattr(self.loader, "batch_sampler", None)
         found = [batches, getattr(batches, "sampler", None)]
-        found += [getattr(loader, name, None) for name in ("sampler", "dataset")]
+        found += [getattr(self.loader, name, None) for name in ("sampler", "dataset")]
         return list({id(part): part for part in found if part is not None}.values())
 
     def _generators(self) -> list[torch.Generator]:
@@ -89,7 +96,7 @@ class ForeignLoader(Loader):
 
     def next_group(self, count: int) -> list[Counted]:
         taken: list[Counted] = []
-        with restored_random():
+        with seeded_random():
             if self._iterator is None:
                 self._open()
             else:
@@ -100,7 +107,10 @@ class ForeignLoader(Loader):
             if not taken:
                 kind = type(self.loader).__name__
                 raise InvalidArgument("train_dataset", kind, "gives no batch", "give it data")
-            self._here = self._state_here()
+            if self.stateful:
+                random = random_state() if self.draws else None
+                state = copy.deepcopy(self.loader.state_dict())
+                self._here = {"loader": state, "random": random}
             # Also at the length that it has: loaders clean up when they are read to their end.
             if (self._length is None or self.position >= self._length) and not self._read():
                 self.go_to_epoch(self.epoch + 1)
@@ -119,8 +129,7 @@ class ForeignLoader(Loader):
         """Begin the epoch, or go on in it."""
         persists = getattr(self.loader, "persistent_workers", False) and not self.stateful
         if persists and not self._primed:
-            # The first iteration starts the workers and draws a seed for them, later ones do not:
-            # make it a later one.
+            # The first iteration alone draws a seed for the workers: make it a later one.
             seed_random(self.seed)
             before = self._generator_states()
             iter(self.loader)
@@ -150,21 +159,14 @@ class ForeignLoader(Loader):
                 )
 
     def go_to_epoch(self, epoch: int) -> None:
-        self.epoch, self.position = epoch, 0
+        super().go_to_epoch(epoch)
         self._iterator = self._resume = self._here = None
         self._ahead = []
         self._began = self._generator_states()
 
-    def _state_here(self) -> dict[str, Any] | None:
-        if not self.stateful:
-            return None
-        random = random_state() if self.draws else None
-        return {"loader": copy.deepcopy(self.loader.state_dict()), "random": random}
-
     def state_dict(self) -> dict[str, Any]:
         return {
-            "epoch": self.epoch,
-            "position": self.position,
+            **super().state_dict(),
             "seed": self.seed,
             "batches_per_epoch": self._length,
             "generators": [state.clone() for state in self._began],
@@ -172,8 +174,7 @@ class ForeignLoader(Loader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position. A loader of another length, or with other generators, is
-        refused."""
+        """Go to a stored position. One of another length or other generators is refused."""
         stored = state["generators"]
         refuse_mismatch(
             {"batches_per_epoch": state["batches_per_epoch"], "generators": len(stored)},

@@ -22,22 +22,20 @@ from ckptcore import Stateful, StateMismatch
 
 from ..arguments import InvalidArgument
 from .foreign import ForeignLoader
-from .position import Counted, Loader, is_stream, refuse_mismatch, shut_down
-from .randomness import seed_random, seeded_random
+from .position import Counted, Loader, is_stream, refuse_mismatch, seeded_random, shut_down
 
 
 def collate(samples: list[Any]) -> Any:
     """torch's way to make a batch of samples, and columns that are lists of numbers become tensors,
     as Hugging Face's does."""
-    return default_collate([_with_tensors(sample) for sample in samples])
-
-
-def _with_tensors(sample: Any) -> Any:
-    if not isinstance(sample, Mapping) or not any(map(_is_numbers, sample.values())):
-        return sample
-    return {
-        name: torch.tensor(value) if _is_numbers(value) else value for name, value in sample.items()
-    }
+    return default_collate(
+        [
+            {name: torch.tensor(v) if _is_numbers(v) else v for name, v in sample.items()}
+            if isinstance(sample, Mapping) and any(map(_is_numbers, sample.values()))
+            else sample
+            for sample in samples
+        ]
+    )
 
 
 def _is_numbers(value: Any) -> bool:
@@ -134,12 +132,11 @@ class ResumableLoader(Loader):
             batch_size, seed, shuffle, drop_last, rank, world_size, collate_fn, call_set_epoch
         )
         self._iterator: Any = None
-        self._open(
+        size = self._open(
             epoch_steps,
             batch_size=None,
             collate_fn=_as_it_is,
-            # Without one of its own torch's loader draws a number from the process's at the start
-            # of each epoch.
+            # Without one torch's loader draws a number from the process's at each epoch's start.
             generator=torch.Generator(),
             num_workers=num_workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
@@ -147,25 +144,20 @@ class ResumableLoader(Loader):
             prefetch_factor=prefetch_factor if num_workers > 0 else None,
         )
         fingerprint = getattr(dataset, "fingerprint", None)
-        self._data: dict[str, Any] = dict(fingerprint()) if callable(fingerprint) else self._size()
+        self._data: dict[str, Any] = dict(fingerprint()) if callable(fingerprint) else size
 
-    def _open(self, epoch_steps: int | None, **how: Any) -> None:
-        """Make torch's loader; how: what it is given."""
+    def _open(self, epoch_steps: int | None, **how: Any) -> dict[str, Any]:
+        """Make torch's loader; how: what it is given. Returns what tells these data from others,
+        where they do not say it themselves."""
         raise NotImplementedError
-
-    def _size(self) -> dict[str, Any]:
-        """What tells these data from others, where they do not say it themselves."""
-        return {}
 
     def _drop(self) -> None:
         """Let go of what was read ahead."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         options = self.options
         return {
-            "epoch": self.epoch,
-            "position": self.position,
+            **super().state_dict(),
             "seed": options.seed,
             "shuffle": options.shuffle,
             "batch_size": options.batch_size,
@@ -174,8 +166,7 @@ class ResumableLoader(Loader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position, and on in its order: the seed is taken over. Other data are
-        refused."""
+        """Go to a stored position, and on in its order: the seed counts. Other data are refused."""
         then, now = (
             {name: found.get(name) for name in self.fixed}
             | {f"data {name}": value for name, value in found["data"].items()}
@@ -184,7 +175,7 @@ class ResumableLoader(Loader):
         refuse_mismatch(then, now)
         self._drop()
         self.options.seed = state["seed"]
-        self.epoch, self.position = state["epoch"], state["position"]
+        super().load_state_dict(state)
 
 
 def _as_it_is(item: Any) -> Any:
@@ -210,21 +201,16 @@ class _Batches(Dataset[Any]):
         if self.call_set_epoch and self.epoch != epoch:
             self.dataset.set_epoch(epoch)
             self.epoch = epoch
-        if get_worker_info() is not None:
-            seed_random(seed, epoch, position, self.rank)
-            return self._make(indices)
-        with seeded_random(seed, epoch, position, self.rank):
-            return self._make(indices)
-
-    def _make(self, indices: list[int]) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
-        return self.collate(many(indices) if many else [self.dataset[index] for index in indices])
+        with seeded_random(seed, epoch, position, self.rank):
+            samples = many(indices) if many else [self.dataset[index] for index in indices]
+            return self.collate(samples)
 
 
 class MapLoader(ResumableLoader):
     """A position is the epoch, and how many of its samples all ranks had."""
 
-    def _open(self, epoch_steps: int | None, **how: Any) -> None:
+    def _open(self, epoch_steps: int | None, **how: Any) -> dict[str, Any]:
         self.samples, options = len(self.dataset), self.options
         self._length = options.batches(self.samples)
         self._order: tuple[tuple[int, int, bool], np.ndarray] | None = None
@@ -237,8 +223,6 @@ class MapLoader(ResumableLoader):
                 "give a smaller batch or more data",
             )
         self._loader = DataLoader(_Batches(self.dataset, options), sampler=_Sampler(self), **how)
-
-    def _size(self) -> dict[str, Any]:
         return {"samples": self.samples}
 
     def order(self, epoch: int) -> np.ndarray:
@@ -292,7 +276,7 @@ class MapLoader(ResumableLoader):
 
     def go_to_epoch(self, epoch: int) -> None:
         self._drop()
-        self.epoch, self.position = epoch, 0
+        super().go_to_epoch(epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -385,7 +369,7 @@ class StreamLoader(ResumableLoader):
     # Who reads which part of a stream is a matter of their number.
     fixed = (*ResumableLoader.fixed, "batch_size", "world_size", "num_workers")
 
-    def _open(self, epoch_steps: int | None, **how: Any) -> None:
+    def _open(self, epoch_steps: int | None, **how: Any) -> dict[str, Any]:
         try:
             self._length, self.epoch_steps = self.options.batches(len(self.dataset)) or None, None
         except TypeError:
@@ -394,6 +378,7 @@ class StreamLoader(ResumableLoader):
         how |= {"persistent_workers": False, "generator": None}
         reader = StatefulDataLoader(_Stream(self.dataset, self.options), **how)
         self.reader = ForeignLoader(reader, seed=self.options.seed, counted=_as_it_is, draws=False)
+        return {}
 
     def next_group(self, count: int) -> list[Counted]:
         if self.epoch_steps is None:
@@ -411,7 +396,7 @@ class StreamLoader(ResumableLoader):
     def go_to_epoch(self, epoch: int) -> None:
         self.close()
         self.reader.go_to_epoch(epoch)
-        self.epoch, self.position = epoch, 0
+        super().go_to_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -1,10 +1,15 @@
-"""What a trainer takes as its training data: batches without end, and a position among them."""
+"""What a trainer takes as its training data: batches without end, and a position among them; and
+random numbers of their own for every batch."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
 from ckptcore import StateMismatch
@@ -57,13 +62,13 @@ class Loader:
 
     def go_to_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
-        raise NotImplementedError
+        self.epoch, self.position = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
+        return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
+        self.epoch, self.position = state["epoch"], state["position"]
 
     def close(self) -> None:
         """End the workers."""
@@ -105,8 +110,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def has_its_part(loader: Any) -> bool:
-    """Whether the sampler of a DataLoader gives each rank other samples, as torch's
-    DistributedSampler does."""
+    """Whether a DataLoader's sampler gives each rank other samples, as DistributedSampler does."""
     batches = getattr(loader, "batch_sampler", None)
     found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     return any(getattr(sampler, "num_replicas", 1) > 1 for sampler in found)
@@ -114,9 +118,7 @@ def has_its_part(loader: Any) -> bool:
 
 def shut_down(iterator: Any) -> None:
     """End the workers of an iterator of torch's loader now, not when it is collected."""
-    end = getattr(iterator, "_shutdown_workers", None)
-    if end is not None:
-        end()
+    getattr(iterator, "_shutdown_workers", lambda: None)()
 
 
 def refuse_mismatch(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -137,3 +139,41 @@ def refuse_mismatch(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             "another one in a new output_dir",
             mismatched=mismatched,
         )
+
+
+# Random numbers.
+
+
+def seed_random(*key: int) -> None:
+    """Seed what data sets draw from (random, numpy, torch on the CPU) from some numbers."""
+    sequence = np.random.SeedSequence([number & (2**64 - 1) for number in key])
+    first, second = sequence.generate_state(2, np.uint64)
+    random.seed(int(first))
+    np.random.seed(int(second) & 0xFFFFFFFF)
+    # Not torch.manual_seed: that one seeds the accelerators too.
+    torch.default_generator.manual_seed(int(first))
+
+
+def random_state() -> tuple[Any, Any, torch.Tensor]:
+    """The state of the three generators."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_random_state(state: tuple[Any, Any, torch.Tensor]) -> None:
+    """Go back to a state that `random_state` gave."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+@contextmanager
+def seeded_random(*key: int) -> Iterator[None]:
+    """Within it the random numbers are a function of `key`, if there is one; the process's
+    generators are left as they were found."""
+    before = random_state()
+    try:
+        if key:
+            seed_random(*key)
+        yield
+    finally:
+        set_random_state(before)

@@ -1,5 +1,4 @@
-"""Loaders of several ranks: one that reads for all of them, and one on which they agree when an
-epoch ends."""
+"""Loaders of several ranks: one reads for all, or they agree when an epoch ends."""
 
 from __future__ import annotations
 
@@ -90,12 +89,8 @@ class DispatchedLoader(Loader):
 
     def _lead(self, act: Callable[[], list[Counted] | None]) -> list[Counted]:
         """Rank 0 acts; each rank gets its share of what came of it, or what it raised."""
-        env = self.env
-        if env.rank != 0:
-            message = env.scatter_objects(None)
-            if isinstance(message, Exception):
-                raise message
-        else:
+        env, messages = self.env, None
+        if env.rank == 0:
             try:
                 messages = self._messages(act() or [])
             except Exception as error:
@@ -103,7 +98,9 @@ class DispatchedLoader(Loader):
                 raised = error if isinstance(error, StateMismatch) else RuntimeError(what)
                 env.scatter_objects([raised] * env.world_size)
                 raise
-            message = env.scatter_objects(messages)
+        message = env.scatter_objects(messages)
+        if isinstance(message, Exception):
+            raise message
         shares, (self.epoch, self.position, self._length, self._left, self._state) = message
         return list(shares)
 
@@ -111,14 +108,12 @@ class DispatchedLoader(Loader):
         """For each rank: its shares, and how far the loader is."""
         size, of = self.env.world_size, self.loader
         standing = (of.epoch, of.position, of.batches_per_epoch, of.batches_left, of.state_dict())
+
+        def share(rank: int, batch: Any, rows: int) -> Counted:
+            return Counted(share_of(batch, rows, rank, size), len(range(rank, rows, size)), rows)
+
         return [
-            (
-                [
-                    Counted(share_of(batch, rows, rank, size), len(range(rank, rows, size)), rows)
-                    for batch, _, rows in group
-                ],
-                standing,
-            )
+            ([share(rank, batch, rows) for batch, _, rows in group], standing)
             for rank in range(size)
         ]
 
@@ -174,15 +169,15 @@ class Agreed(Loader):
         ]
 
     def go_to_epoch(self, epoch: int) -> None:
-        self.epoch, self.position = epoch, 0
+        super().go_to_epoch(epoch)
         self.loader.go_to_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, "loader": self.loader.state_dict()}
+        return {**super().state_dict(), "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state["loader"])
-        self.epoch, self.position = state["epoch"], state["position"]
+        super().load_state_dict(state)
 
     def close(self) -> None:
         self.loader.close()

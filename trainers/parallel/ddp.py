@@ -1,5 +1,4 @@
-"""The same training on several ranks: DistributedDataParallel, and every rank its own share of the
-data."""
+"""The same training on several ranks, each with its share of the data: DDP."""
 
 from __future__ import annotations
 
@@ -34,13 +33,8 @@ class RanksTrainer(Trainer):
 
     def __init__(self, args: Any, **what: Any) -> None:
         super().__init__(args, **what)
-        if self.world_size > 1:
-            self.part_streams()
-
-    def part_streams(self) -> None:
-        """The model is the same everywhere; from here on every rank has random streams of its
-        own."""
-        if self.args.seed >= 0:
+        # The model is the same everywhere; from here on every rank has random streams of its own.
+        if self.args.seed >= 0 and self.world_size > 1:
             seed_everything(self.args.seed + self.rank)
         elif self.rank:
             # Unseeded, torch starts at the same number in every process.
@@ -73,8 +67,7 @@ class RanksTrainer(Trainer):
 
 
 class DDPTrainer(RanksTrainer):
-    """A `Trainer` on every rank of the running process group. Each makes one, and calls
-    `train()`."""
+    """A `Trainer` on every rank of the running process group: each makes one and trains."""
 
     kind = "ddp"
     averager: PeriodicModelAverager | None = None
@@ -84,8 +77,7 @@ class DDPTrainer(RanksTrainer):
         if self.world_size == 1:
             return
         known = inspect.signature(DistributedDataParallel.__init__).parameters
-        # Not what is its default in any case: names come and go between versions of torch, with
-        # warnings.
+        # Not what is its default in any case: names come and go between versions of torch.
         given, ours = asdict(self.args.ddp), asdict(DDPArguments())
         options = {
             name: value

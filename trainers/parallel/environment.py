@@ -1,5 +1,4 @@
-"""Where this process stands among those of the job, and the small messages between them that need
-no device."""
+"""Where this process stands among those of the job, and messages that need no device."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_workspace(args: Any) -> None:
-    """For full_determinism: cuBLAS reads this when CUDA is initialised, so it comes before anything
-    touches a device."""
+    """cuBLAS reads this when CUDA is initialised, so it comes before anything touches a device."""
     if not args.full_determinism or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
         return
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -32,8 +30,7 @@ def choose_workspace(args: Any) -> None:
 
 
 def choose_device(args: Any, local_rank: int = 0, world_size: int = 1) -> torch.device:
-    """The device that the arguments name; by default one per process where there is CUDA, else the
-    CPU."""
+    """The device that the arguments name; by default cuda, one a process, else the CPU."""
     if args.use_cpu:
         return torch.device("cpu")
     name = str(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -76,8 +73,7 @@ class DistributedEnvironment:
 
     @classmethod
     def from_environ(cls, args: Any) -> DistributedEnvironment:
-        """What the launcher said. Starts the process group where there are several ranks and none
-        is running."""
+        """What the launcher said; starts the process group of several ranks if none is running."""
         choose_workspace(args)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if dist.is_available() and dist.is_initialized():
@@ -91,8 +87,7 @@ class DistributedEnvironment:
         if started:
             timeout = timedelta(seconds=args.ddp_timeout)
             store, rank, _ = next(rendezvous("env://", timeout=timeout))
-            # Ranks that are started again find the same store, with what those before them left
-            # there.
+            # Ranks that are started again find the same store, with what was left there.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
             how = {"rank": rank, "world_size": world_size, "timeout": timeout}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -57,8 +57,9 @@ class FSDP2Trainer(RanksTrainer):
         self.model = model = self.build_on_no_more_than_one_device()
         empty = any(parameter.is_meta for parameter in model.parameters())
         if not empty and self.args.seed < 0 and not self.restorable:
-            for tensor in self.tensors():  # every rank drew its own
-                dist.broadcast(tensor, 0, group=self.env.cpu_group if tensor.is_cpu else None)
+            for tensor in (*model.parameters(), *model.buffers()):  # every rank drew its own
+                group = self.env.cpu_group if tensor.is_cpu else None
+                dist.broadcast(tensor.detach(), 0, group=group)
         names = (options.param_dtype, options.reduce_dtype)
         dtypes = [name and getattr(torch, name) for name in names]
         policies = {
@@ -95,26 +96,15 @@ class FSDP2Trainer(RanksTrainer):
     def layers(self) -> list[nn.Module]:
         """Those that are sharded one by one."""
         options = self.args.fsdp2
-        if not options.shard_transformer_layers:
-            return []
-        try:
-            found = list(self.model.get_submodule(options.transformer_layers_path).children())
-        except AttributeError:
-            found = []
-        if not options.transformer_layers_path or not found:
-            if self.rank == 0:
-                log.warning(
-                    "fsdp2.transformer_layers_path=%r: %s has no layers there, so it is sharded "
-                    "as one piece, and a forward pass holds all of it",
-                    options.transformer_layers_path,
-                    type(self.model).__name__,
-                )
-            return []
+        path, found = options.transformer_layers_path, list[nn.Module]()
+        if options.shard_transformer_layers and path:
+            with suppress(AttributeError):
+                found = list(self.model.get_submodule(path).children())
+        if options.shard_transformer_layers and not found and self.rank == 0:
+            why = "has no layers there, so it is sharded as one piece, and a forward pass holds all"
+            kind = type(self.model).__name__
+            log.warning("fsdp2.transformer_layers_path=%r: %s %s of it", path, kind, why)
         return found
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (parameter.detach() for parameter in self.model.parameters())
-        yield from self.model.buffers()
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or self.world_size == 1 else self.unsynchronised()

@@ -1,5 +1,4 @@
-"""A model too large for one device, cut into stages: batches go through the ranks in
-micro-batches."""
+"""A model too large for one device, in stages: batches go through the ranks in parts."""
 
 from __future__ import annotations
 
@@ -24,23 +23,20 @@ from ..data.position import Counted
 from ..losses import count_labels
 from ..optim import make_optimizer, parameter_groups
 from .ddp import RanksTrainer
-from .splitting import ModelSplitter, place_stages
-from .stages import Stages
+from .stages import ModelSplitter, Stages, place_stages
 
 debugging = logging.getLogger("ckpt_trainers.debugging")
 
 
 class PipelineOutput(NamedTuple):
-    """What a loss function gets where the last stage returns one tensor: as a whole model would
-    give it."""
+    """What a loss function gets for a stage that returns one tensor: as a whole model gives it."""
 
     logits: Tensor
     loss: None = None
 
 
 class _Stage(nn.Module):
-    """A stage as a schedule calls it: with the trainer's settings around its forward pass, and not
-    around backward."""
+    """A stage as a schedule calls it, with the trainer's settings around its forward pass alone."""
 
     def __init__(self, module: nn.Module, trainer: PipelineTrainer) -> None:
         super().__init__()
@@ -118,18 +114,18 @@ class PipelineTrainer(RanksTrainer):
     def build_model(self) -> None:
         args = self.args
         assert self.model_splitter is not None
-        place = place_stages(self.world_size, args.stages_per_rank, args.pp_stage_type)
-        mine = [number for number, rank in enumerate(place) if rank == self.rank]
+        ranks = place_stages(self.world_size, args.stages_per_rank, args.pp_stage_type)
+        mine = [number for number, rank in enumerate(ranks) if rank == self.rank]
         self.model = self.builder.build("meta")
         modules, self.pipeline_stages = self.model_splitter(
             copy.deepcopy(self.model),
-            n_stages=len(place),
+            n_stages=len(ranks),
             stage_indices=mine,
             device=self.device,
             group=None,
         )
-        self.stages = Stages(dict(zip(mine, modules, strict=True)), place, self.env, self.model)
-        self.tell("debug_split_model", "stages %s of the placement %s: %s", mine, place, modules)
+        self.stages = Stages(dict(zip(mine, modules, strict=True)), ranks, self.env, self.model)
+        self.tell("debug_split_model", "stages %s of the placement %s: %s", mine, ranks, modules)
         self.stages.allocate(self.device)
         self.fill_stages()
         for name, p in self.stages.parameters().items():
@@ -143,15 +139,13 @@ class PipelineTrainer(RanksTrainer):
         self.schedule = self.make_schedule()
 
     def fill_stages(self) -> None:
-        """From the checkpoint, where there is one to go on from; else rank 0 builds the model once
-        and deals it out."""
+        """From the checkpoint, if there is one to go on from; else rank 0 builds and deals out."""
         builder = self.builder
-        assert builder.model_init is not None
         # Buffers that are in no checkpoint come from the constructor in either case.
         builder.filled = not self.restorable or self.stages.has_derived
         source = "rank 0" if builder.filled else "the checkpoint"
         self.tell("debug_model_init", "stages get their values from %s", source)
-        if builder.filled:
+        if builder.filled and builder.model_init is not None:
             with builder.default_dtype():
                 whole = builder.prepare(builder.model_init()) if self.rank == 0 else None
                 self.stages.fill(whole)
@@ -190,7 +184,8 @@ class PipelineTrainer(RanksTrainer):
         rows = {
             name: value
             for name, value in others.items()
-            if name not in whole and is_by_sample(value, first)
+            if isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(first)
+            if name not in whole
         }
         shared = {name: value for name, value in others.items() if name not in rows}
         for stage in self.callable.values():
@@ -219,20 +214,14 @@ class PipelineTrainer(RanksTrainer):
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach().float()
 
-    def rehearse(self, batch: Any) -> None:
-        """A first step that is thrown away.
-
-        Stages find out by computing what shapes they exchange, which must leave no trace: a run
-        that resumes does so where the run that did not stop had no need to.
-        """
-        with without_trace(self.wrapped):
-            self.run_schedule(batch, 1.0)
-        self._rehearsed = True
-
     def forward_backward(self, group: list[Counted], items: float) -> Tensor:
         total = torch.zeros((), device=self.device)
         if not self._rehearsed:
-            self.rehearse(group[0][0])
+            # Stages find out by computing what shapes they exchange, which must leave no trace: a
+            # run that resumes does so where the run that did not stop had no need to.
+            with without_trace(self.wrapped):
+                self.run_schedule(group[0][0], 1.0)
+            self._rehearsed = True
         for number, (batch, _, _) in enumerate(group, start=1):
             self.fire("on_forward_backward_begin")
             total += self.run_schedule(batch, items)
@@ -259,8 +248,7 @@ class PipelineTrainer(RanksTrainer):
     def build_optimizer(self) -> None:
         modules = list(self.stages.modules.values())
         self.optimizer = make_optimizer(self.args, modules, **self.optimizer_choice)
-        # The groups of the whole model, so that they are the same on all ranks, and on a single
-        # one.
+        # The groups of the whole model, so that they are the same on all ranks, and on one.
         whole = parameter_groups(self.model, self.optimizer_choice["groups"])
         names, mine = {group["name"] for group in whole}, self.optimizer.param_groups
         self.optimizer.param_groups = [group for group in mine if group["name"] in names]
@@ -372,11 +360,6 @@ def next_tokens(
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1)[:, 0]
-
-
-def is_by_sample(value: Any, first: Tensor) -> bool:
-    """Whether something of a batch has one row for each sample, as its input has."""
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(first)
 
 
 def _no_loss(*_: Any) -> Tensor:

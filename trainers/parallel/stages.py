@@ -1,17 +1,63 @@
-"""The stages of one rank of a pipeline, and what they exchange with those of other ranks besides
-training itself."""
+"""How a model becomes the stages of a pipeline: what a splitter promises, the stages of one rank
+and what they exchange with those of other ranks, and the splitter of the byte-level GPT."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
 
 from ..arguments import InvalidArgument
+from ..model import ByteGPT, next_byte_loss
 from .environment import DistributedEnvironment
+
+
+class ModelSplitter(Protocol):
+    """Cuts a model that has no storage yet into the stages of one rank.
+
+    model: built on the meta device; it may be taken apart. stage_indices: the stages of this rank,
+    out of `n_stages`. Returns the modules of these stages and a PipelineStage around each. The
+    trainer gives the modules storage and values afterwards, in place, so the splitter must not copy
+    them.
+
+    Names are the model's own: a stage with the model's third block has it as `blocks.2`, whatever
+    stage it is. That is what makes a checkpoint of four stages one of two stages, or of none. A
+    parameter that the model uses in several stages goes by its first name in each of them, and by
+    its other names too where the model has them there; the trainer adds up the gradients of its
+    copies. Stages of one rank share a module or parameter rather than have two of one name.
+
+    The first stage is called with `input_ids`, every other one with what the stage before it
+    returned (a tensor or a tuple of them), and all with the other entries of the batch, but the
+    labels, by name; those that have one row for each sample are cut into micro-batches. A splitter
+    names in `shared_inputs` what only happens to have as many rows as there are samples. What the
+    last one returns goes to the loss function. A splitter may bring that:
+    `loss(outputs, labels, num_items_in_batch)`, used where the trainer is given none.
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        n_stages: int,
+        stage_indices: Sequence[int],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[list[nn.Module], list[PipelineStage]]: ...
+
+
+def place_stages(ranks: int, per_rank: int, kind: str) -> list[int]:
+    """The rank of each stage: "loop" deals them out in turn, "v" goes down and back up."""
+    down = list(range(ranks))
+    return [
+        rank
+        for turn in range(per_rank)
+        for rank in (down[::-1] if kind == "v" and turn % 2 else down)
+    ]
 
 
 class Stages:
@@ -29,11 +75,11 @@ class Stages:
         model: nn.Module,
     ) -> None:
         self.modules, self.place, self.env = dict(modules), list(place), env
-        told = env.gather_objects((list(self.tensors()), list(self.parameters())))
+        every = env.gather_objects((list(self.tensors()), list(self.parameters())))
         self.holders: dict[str, list[int]] = {}  # name of a tensor -> the ranks that have it
         # The same for parameters, each under its first name only.
         self.trained_by: dict[str, list[int]] = {}
-        for rank, (tensors, parameters) in enumerate(told):
+        for rank, (tensors, parameters) in enumerate(every):
             for names, by_name in ((tensors, self.holders), (parameters, self.trained_by)):
                 for name in names:
                     by_name.setdefault(name, []).append(rank)
@@ -79,32 +125,28 @@ class Stages:
             for name, tensor in named(remove_duplicate=False):
                 names.setdefault(id(tensor), []).append(name)
         self.first_name = {name: group[0] for group in names.values() for name in group}
-        unknown = self.holders.keys() - self.first_name.keys()
+        unknown = sorted(self.holders.keys() - self.first_name.keys())
         lost = [group[0] for group in names.values() if not self.holders.keys() & set(group)]
-        twice = [
-            n
-            for group in names.values()
-            for n in group[1:]
-            if n in self.trained_by and group[0] in self.trained_by
-        ]
-        if unknown:
-            reason = "the model has no tensor of this name"
-            instead = "give stages the names of the model"
-            raise InvalidArgument("model_splitter", min(unknown), reason, instead)
-        if lost:
-            raise InvalidArgument("model_splitter", lost[0], "is in no stage", "put it in one")
-        if twice:
-            reason = "is another name of a parameter of another rank"
-            instead = "have it under its first name there too"
-            raise InvalidArgument("model_splitter", twice[0], reason, instead)
+        trained = ([n for n in group if n in self.trained_by] for group in names.values())
+        twice = [names[1] for names in trained if len(names) > 1]
+        for wrong, reason, instead in (
+            (unknown, "the model has no tensor of this name", "give stages the names of the model"),
+            (lost, "is in no stage", "put it in one"),
+            (
+                twice,
+                "is another name of a parameter of another rank",
+                "have it under its first name there too",
+            ),
+        ):
+            if wrong:
+                raise InvalidArgument("model_splitter", wrong[0], reason, instead)
 
     # Memory and values.
 
     def allocate(self, device: torch.device) -> None:
         """Memory in the place of what has none; what was one tensor stays one."""
-        made: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # old and new: an old one must live, or its id might be used again
+        # Old and new: an old one must live, or its id might be used again.
+        made: dict[int, tuple[Tensor, Tensor]] = {}
         for module in {part: None for stage in self.modules.values() for part in stage.modules()}:
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
@@ -119,7 +161,10 @@ class Stages:
 
     def fill(self, whole: nn.Module | None) -> None:
         """Give every stage its values out of a whole model, which is on rank 0."""
-        values = {} if whole is None else dict(_named(whole))
+        values: dict[str, Tensor] = {}
+        if whole is not None:
+            values |= {n: p.detach() for n, p in whole.named_parameters(remove_duplicate=False)}
+            values |= dict(whole.named_buffers(remove_duplicate=False))
         mine = self.tensors()
         with torch.no_grad():
             for name in self.holders:
@@ -128,8 +173,7 @@ class Stages:
                     mine[name].copy_(value)
 
     def gather(self) -> dict[str, Tensor]:
-        """The parameters and kept buffers of all stages, on the CPU of rank 0; nothing on other
-        ranks."""
+        """Parameters and kept buffers of all stages, on rank 0's CPU; nothing on other ranks."""
         mine, rank = self.tensors(), self.env.rank
         kept = {name for module in self.modules.values() for name in module.state_dict()}
         kept = set().union(*self.env.gather_objects(kept & mine.keys()))
@@ -221,7 +265,71 @@ class Stages:
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
-def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    buffers = model.named_buffers(remove_duplicate=False)
-    return [*((name, p.detach()) for name, p in parameters), *buffers]
+class ByteGPTStage(nn.Module):
+    """Some blocks of a `ByteGPT`; the first stage has embeddings too, the last norm and head."""
+
+    def __init__(
+        self, model: ByteGPT, layers: range, *, first: bool, last: bool, own_embedding: bool
+    ) -> None:
+        super().__init__()
+        self.first, self.last, self.saves_memory = first, last, model.saves_memory
+        if first or own_embedding:
+            # Before the head, so that the matrix which they share goes by the model's name for it.
+            self.embedding = model.embedding
+        if first:
+            self.position, self.dropout = model.position, model.dropout
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in layers})
+        if last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            places = torch.arange(x.shape[1], device=x.device)
+            x = self.dropout(self.embedding(x) + self.position(places))
+        for block in self.blocks.values():
+            x = (
+                checkpoint(block, x, use_reentrant=False)
+                if self.saves_memory and self.training
+                else block(x)
+            )
+        return self.head(self.norm(x)) if self.last else x
+
+
+class ByteGPTSplitter:
+    """Stages with equally many blocks, give or take one. Embedding and head stay one matrix: where
+    they are on different ranks, each has a copy, and the trainer adds up their gradients."""
+
+    loss = staticmethod(next_byte_loss)
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        n_stages: int,
+        stage_indices: Sequence[int],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[list[nn.Module], list[PipelineStage]]:
+        if not isinstance(model, ByteGPT):
+            reason = f"the model is a {type(model).__name__}"
+            raise InvalidArgument("model_splitter", "ByteGPTSplitter", reason, "give one for it")
+        blocks, last = len(model.blocks), n_stages - 1
+        if blocks < n_stages:
+            stages = n_stages // dist.get_world_size(group)
+            reason = f"{n_stages} stages, and the model has {blocks} blocks"
+            instead = "use fewer ranks or stages, or a model with more blocks"
+            raise InvalidArgument("stages_per_rank", stages, reason, instead)
+        modules: list[nn.Module] = [
+            ByteGPTStage(
+                model,
+                range(index * blocks // n_stages, (index + 1) * blocks // n_stages),
+                first=index == 0,
+                last=index == last,
+                own_embedding=index == last and 0 not in stage_indices,
+            )
+            for index in stage_indices
+        ]
+        return modules, [
+            PipelineStage(module, index, n_stages, device, group=group)
+            for module, index in zip(modules, stage_indices, strict=True)
+        ]

@@ -33,7 +33,7 @@ from ckpt_trainers.parallel.ddp import DDPTrainer
 from ckpt_trainers.parallel.environment import DistributedEnvironment
 from ckpt_trainers.parallel.fsdp2 import FSDP2Trainer
 from ckpt_trainers.parallel.pipeline import PipelineTrainer
-from ckpt_trainers.parallel.splitting import ByteGPTSplitter
+from ckpt_trainers.parallel.stages import ByteGPTSplitter
 from ckpt_trainers.trainer import Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule

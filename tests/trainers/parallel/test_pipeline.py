@@ -14,7 +14,7 @@ import torch
 from ckpt_trainers.arguments import InvalidArgument
 from ckpt_trainers.parallel import pipeline
 from ckpt_trainers.parallel.pipeline import PipelineTrainer
-from ckpt_trainers.parallel.splitting import ByteGPTSplitter, place_stages
+from ckpt_trainers.parallel.stages import ByteGPTSplitter, place_stages
 from safetensors.numpy import load_file
 from torch import nn
 
