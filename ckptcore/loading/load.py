@@ -418,7 +418,11 @@ def _misfit(
         what = (
             f" and the live state have different keys: missing in the checkpoint: {_some(sources)}"
         )
-        what += f"; unexpected in the checkpoint: {_some(unexpected)}; strict=False loads the rest"
+        what += f"; unexpected in the checkpoint: {_some(unexpected)}"
+        what += "; strict=False loads what both have"
+        if request.whole and not missing and all(name in saved for name in unexpected):
+            keys = [component.key for component in job.components]
+            what += f", and only={keys[:5]!r} loads these components alone"
     else:
         return None
     return StateMismatch(

@@ -166,7 +166,10 @@ class CheckpointView:
             self.manifest: CheckpointManifest = read_manifest(storage, folder)
         except CheckpointNotFound as error:
             if names := checkpoints_in(storage, folder):
-                error.message += f"; it is a root with {', '.join(names)}: say which one"
+                error.message += (
+                    f"; it is a root with {', '.join(names)}: say which one "
+                    "(CheckpointManager(root).find() gives the newest that verifies)"
+                )
             elif foreign := foreign_format(storage, folder):
                 kind, file = foreign
                 error.message += (

@@ -389,11 +389,11 @@ class BoardCommunicator(Communicator):
             what = (
                 f"the heartbeat of {_rank_names(lost)} stopped {self.liveness_timeout:g} s ago: "
                 "dead, stopped or cut off"
+                if lost
+                else f"{_rank_names(left)} left the job: its manager was closed before this call, "
+                "by an error (see its log) or because the call is not made on every rank"
             )
-            raise RankLost(
-                f"{self._named_as(topic)}: {what if lost else _rank_names(left) + ' left the job'}",
-                ranks=lost or left,
-            )
+            raise RankLost(f"{self._named_as(topic)}: {what}", ranks=lost or left)
 
 
 class _BoardRound(Round):

@@ -519,10 +519,11 @@ def _mismatch(
         )
     elif component.sharing_pattern.value == "REPLICATED":
         hint = (
-            "; state that is each rank's own (random streams, data loaders) is PER_RANK, and "
-            "state of which rank 0's is the "
-            "truth is GLOBAL, or named by ignore= (BatchNorm statistics under DDP: "
-            "StateComponent(..., ignore=['*.running_*', '*.num_batches_tracked']))"
+            "; if it should be the same, find what made the ranks differ (weights that began from "
+            "another seed, a model without DDP, a gradient that was not reduced); if each rank has "
+            "its own (a data loader, random streams), it is PER_RANK; if only rank 0's counts, "
+            "GLOBAL; BatchNorm statistics under DDP go to ignore=['*.running_*', "
+            "'*.num_batches_tracked']"
         )
         if component.inferred:
             hint += (

@@ -677,6 +677,7 @@ def test_what_nobody_declared_is_not_called_declared(tmp_path, errors_of, on_all
             "component 'm' was taken to be REPLICATED (a dict's value, on 2 ranks), but 'n' on "
             "rank 1" in str(error)
         )
+        assert "if it should be the same, find what made the ranks differ" in str(error)
         assert str(error).endswith(
             ": StateComponent('m', ..., 'PER_RANK') as the dict's value says so"
         )

@@ -195,6 +195,9 @@ def test_only_some_components(tmp_path: Path) -> None:
         ckpt.save(2, state)
         assert [info.step for info in ckpt.list()] == [1, 2]
         state = {"progress": {"epoch": 7}}
+        with pytest.raises(StateMismatch, match=r"and only=\['progress'\] loads these"):
+            ckpt.restore(state)
+        assert state == {"progress": {"epoch": 7}}
         ckpt.restore(state, 1, only="progress")
         assert state == {"progress": {"epoch": 1}}
         ckpt.restore(state, only=lambda key: key == "progress")
