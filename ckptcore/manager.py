@@ -308,8 +308,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for a save in the background, and leave the job's blackboard.
 
-        Raises AsyncSaveError when that save failed and nobody was told, or has not ended after
-        `drain_timeout` seconds.
+        Raises AsyncSaveError when that save failed and this was not raised before, or when it has
+        not ended after `drain_timeout` seconds.
         """
         try:
             self._saves.close()

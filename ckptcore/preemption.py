@@ -35,11 +35,9 @@ NEVER_CAUGHT = frozenset({"SIGKILL", "SIGSTOP"})
 class PreemptionGuard:
     """Catches signals, and has all ranks stop after the same step, without a collective.
 
-    Make it on every rank at the same point of the program, in the main thread. At a step boundary
-    every rank says how far it is, then asks whether there is something to stop for. Rank 0, when a
-    signal came to any rank, first announces that there is, then reads how far the others are, and
-    names the step after the furthest. A rank that asked before the announcement has said its step
-    before it, too, so it is counted.
+    Make it on every rank at the same point of the program, in the main thread. After each step ask
+    `should_stop(step)`; when it is True, save and leave the loop. As a context manager it puts the
+    former handlers back at the end.
 
     of: the CheckpointManager, or Communicator, of the job (default None: the running
         torch.distributed job).
@@ -47,8 +45,13 @@ class PreemptionGuard:
     repeat_after: seconds for which more signals are the same request; later ones act as without a
         guard (default 5).
 
-    Raises InvalidState in another thread than the main one.
+    Raises InvalidState in any thread but the main one.
     """
+
+    # Every rank posts its step, then reads whether there is something to stop for. When a signal
+    # came to any rank, rank 0 first announces that, then reads the steps of the others, and names
+    # the step after the furthest. A rank that asked before the announcement had posted its step
+    # before it, too, so it is counted.
 
     def __init__(
         self,

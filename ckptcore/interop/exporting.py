@@ -41,17 +41,17 @@ _WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "flo
 class ExportReport:
     """What an export wrote, or would write.
 
-    source: the checkpoint.
-    folder: where it went.
-    format: that of the files.
-    components: that were taken.
-    tensors: how many.
-    size_bytes: of them all.
-    files: sizes in bytes by name.
-    left: what was not taken, and why.
-    cast: how many tensors have another dtype than in the checkpoint.
-    quantized: how many weights of linear layers are in few bits.
-    verified: how many tensors were read back and compared.
+    source: text, path or URL of the checkpoint.
+    folder: text, path or URL of what was written.
+    format: text, "hf", "torch" or "dcp".
+    components: list of the keys that were taken.
+    tensors: int, how many.
+    size_bytes: int, bytes of all of them.
+    files: dict of name -> size in bytes.
+    left: list of text, what was not taken, and why.
+    cast: int, how many tensors have another dtype than in the checkpoint.
+    quantized: int, how many weights of linear layers are in few bits.
+    verified: int, how many tensors were read back and compared.
     """
 
     source: str
@@ -101,9 +101,9 @@ def export_checkpoint(
         None); for "hf". The one file has torchao's names, and the recipe in its header.
     model: what makes the model, or "module:function": it says which layers are linear.
     linear: patterns of names of their weights, where there is no `model`.
-    storage_options: of `source` (default None).
-    target_options: of `folder` (default: those of `source`).
-    dry_run: only say what would be written (default False).
+    storage_options: dict for the filesystem of `source` (default None).
+    target_options: dict for the filesystem of `folder` (default None: that of `source`).
+    dry_run: bool, only report what would be written (default False).
     scratch: a folder for what "torch" and "dcp" pass through (default: that of temporary files).
 
     Raises InvalidState, CheckpointExists, CheckpointNotFound, CheckpointCorrupt, StorageError,

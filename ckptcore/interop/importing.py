@@ -62,14 +62,14 @@ class ImportedComponent:
 class ImportReport:
     """What an import found, or would do.
 
-    source: what was read.
-    format: as it was recognised.
-    step: of the checkpoint.
-    components: that it has.
-    left: what was not taken, and why.
-    checks: what was compared.
-    info: the checkpoint; None for a dry run.
-    verified: how many tensors were read back and compared.
+    source: text, path or URL of what was read.
+    format: text, the format as it was recognised.
+    step: int, of the checkpoint.
+    components: list of ImportedComponent, those of the checkpoint.
+    left: list of text, what was not taken, and why.
+    checks: list of text, what was compared.
+    info: CheckpointInfo, what was made; None for a dry run.
+    verified: int, how many tensors were read back and compared.
     """
 
     source: str
@@ -105,17 +105,20 @@ def import_checkpoint(
     root: the root that gets the checkpoint, or its folder where the last name is
         checkpoint-<number>.
     format: "auto" (default), or one of `ckptcore.interop.sources.FORMATS`.
-    step: by default what the source says, else 0.
+    step: int, of the checkpoint (default None: what the source says, else 0).
     model: the model whose state it is, or what makes it, also as text "module:function"; on the
         meta device is enough. It says the names of an optimizer's parameters, and which are tied.
         Default: by config.json, where transformers knows it.
-    names: of the optimizer's parameters by group, where the model cannot tell.
-    components: other keys for components, by those that the import gives them; "" leaves one out.
-    rename: from the names of a model's tensors to those that are stored.
-    storage_options: of `root` (default None).
-    source_options: of `source` (default: those of `root`).
-    overwrite: replace a checkpoint that is there (default False).
-    dry_run: only say what would be done (default False).
+    names: sequence of groups, each a sequence of the names of the optimizer's parameters, where
+        there is no model to give them (default None).
+    components: dict of the key that the import gives a component -> another key; "" leaves it out
+        (default None).
+    rename: function of the name of a model's tensor that returns the name to store it by (default
+        None: as it is).
+    storage_options: dict for the filesystem of `root` (default None).
+    source_options: dict for the filesystem of `source` (default None: that of `root`).
+    overwrite: bool, replace a checkpoint that is there (default False).
+    dry_run: bool, only report what would be done (default False).
     scratch: a folder for what is downloaded or put together from parts (default: that of temporary
         files).
     max_download: bytes; a remote source with more is refused (default: nine tenths of what is free

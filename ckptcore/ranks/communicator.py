@@ -34,8 +34,14 @@ class Round:
 
 
 class Communicator(ABC):
-    """The ranks of one job. `nodes` lists the ranks of every node, in order of their lowest rank
-    (known from the first round on). number: of the call that is being made."""
+    """The ranks of one job, and how they talk. Made by CheckpointManager where `comm` is None.
+
+    rank: int, of this process.
+    world_size: int, number of ranks.
+    nodes: list of the ranks of each node, in order of their lowest rank; known from the first round
+        on.
+    number: int, of the call that is being made.
+    """
 
     rank: int
     world_size: int
@@ -137,7 +143,7 @@ class Turn:
 
 
 class SingleProcess(Communicator):
-    """One rank: nothing to agree about."""
+    """The communicator of a single process, which waits for nobody."""
 
     rank = 0
     world_size = 1

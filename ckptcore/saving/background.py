@@ -70,11 +70,12 @@ def warn_all(texts: Iterable[str]) -> None:
 
 
 class SaveHandle(Future["CheckpointInfo | None"]):
-    """A save that was begun in the background: a Future of its checkpoint.
+    """A save in the background: a Future of its checkpoint. `save_async` returns it.
 
-    skipped: it was not, because another one was still being written and `when_busy` is "skip", or
-        because the step has a checkpoint and `exists` is "skip", which is the result then.
-    error: what it has failed with.
+    step: int, of the checkpoint.
+    skipped: bool, nothing is saved: another save was still being written (when_busy="skip"), or the
+        step had a checkpoint (exists="skip"), which is then the result.
+    error: the exception that the save failed with; None while there is none.
     """
 
     def __init__(
@@ -115,17 +116,17 @@ class SaveHandle(Future["CheckpointInfo | None"]):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes of tensor files that this rank has written, and has to write."""
+        """Bytes of tensor files: written so far by this rank, and in all."""
         return self._record.written, self._record.total
 
     def result(self, timeout: float | None = None) -> CheckpointInfo | None:
-        """The committed checkpoint, when it is; None for a save that was skipped since another one
-        was still being written.
+        """Wait for the commit, and return the checkpoint. None for a save that was skipped because
+        another one was still being written.
 
         timeout: seconds to wait (default None: for as long as it takes).
 
-        Raises AsyncSaveError, from what the save failed with, and TimeoutError when it has not
-        ended by then (it goes on).
+        Raises AsyncSaveError when the save failed (`__cause__` says why), and TimeoutError when it
+        has not ended by then; it goes on.
         """
         timeout = checked_timeout(timeout)
         if self._pid != os.getpid():
@@ -143,11 +144,11 @@ class SaveHandle(Future["CheckpointInfo | None"]):
         return super().result()
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether the save has ended.
+        """Wait for the end of the save, good or bad. Returns whether it has ended.
 
         timeout: seconds to wait at most; None for as long as it takes.
 
-        Raises InvalidState on the thread that ends it.
+        Raises InvalidState on the thread that writes the save, as in `on_event`.
         """
         if self._finisher == threading.get_ident() and not self.done():
             raise InvalidState(
@@ -160,7 +161,7 @@ class SaveHandle(Future["CheckpointInfo | None"]):
         return self.done()
 
     def collect(self) -> None:
-        """Raise, or warn of, its failure, unless somebody was told before."""
+        """Raise, or warn of, its failure, unless that was done before."""
         self._warn()
         if self.error is not None and self in _untold:
             self.give_up()
@@ -174,15 +175,15 @@ class SaveHandle(Future["CheckpointInfo | None"]):
 
     @property
     def untold(self) -> bool:
-        """Whether it has failed and nobody was told."""
+        """Whether it has failed and that was neither raised nor a warning yet."""
         return self.done() and self.error is not None and self in _untold
 
     def give_up(self) -> None:
-        """Nothing more is to be said of it at the end of the program."""
+        """Have the end of the program not report it."""
         _untold.discard(self)
 
     def failure(self) -> AsyncSaveError:
-        """What there is to raise for a failed save."""
+        """The error to raise for a failed save."""
         what = f"{self.what} in the background failed: {self.error}"
         made = AsyncSaveError(what, step=self.step, causes=getattr(self.error, "causes", None))
         made.__cause__ = self.error

@@ -47,7 +47,7 @@ SAVE = (
 )
 RESTORE = (
     Box(780, 226, "find", ("the newest manifest", "that verifies")),
-    Box(590, 226, "check", ("names, shapes, sizes;", "all ranks agree")),
+    Box(590, 226, "check", ("names, shapes, sizes;", "the same on all ranks")),
     Box(400, 226, "read", ("only what each rank", "needs, verified")),
     Box(210, 226, "apply", ("into the live tensors,", "in place")),
     Box(20, 226, "go on", ("at the step after it,", "bit for bit"), main=True),
