@@ -12,6 +12,8 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# It excludes the fsspec that s3fs needs, by its pin of a library for data sets.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchtitan spmd_types
 	@touch $@
 
 demo: $(STAMP)

@@ -70,7 +70,8 @@ class EngineCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self.folder = join_url(base_folder, config.folder) if base_folder else config.folder
         self.model = ModelWrapper(model_parts)
         # Pipeline stages have their own names, and loaders one for each rank of the data.
-        parts = {MODEL: self.model, OPTIMIZER: optimizers, DATALOADER: dataloader}
+        loader = None if dataloader is None else Loader(dataloader)
+        parts = {MODEL: self.model, OPTIMIZER: optimizers, DATALOADER: loader}
         others = {LR_SCHEDULER: lr_schedulers, **states}
         self.components = {
             **{k: StateComponent(k, v, SHARDED) for k, v in parts.items() if v is not None},
@@ -137,3 +138,20 @@ class EngineCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _close(self) -> None:
         self.manager.close()
+
+
+class Loader:
+    """The loader of a Trainer, which iterates anew after the load."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state_dict)
+        # Makes the iterator now, which draws a seed: later that would come out of the random
+        # streams, which are restored last.
+        self.loader.state_dict()

@@ -1,4 +1,4 @@
-"""A loop of Accelerate's on real ranks, with DDP or FSDP2."""
+"""A loop of Accelerate's on one rank or two, with DDP or FSDP2."""
 
 from __future__ import annotations
 

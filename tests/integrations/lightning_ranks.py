@@ -1,4 +1,4 @@
-"""A Trainer of Lightning's on real ranks, with DDP, or FSDP2 by its ModelParallelStrategy."""
+"""A Trainer of Lightning's on one rank or two, with DDP, or FSDP2 by its ModelParallelStrategy."""
 
 from __future__ import annotations
 
@@ -71,12 +71,13 @@ def lightning_fit(
         loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
     else:
         kind = StatefulDistributedSampler if order == "torchdata" else DistributedSampler
-        sampler = kind(data, 2, rank, shuffle=True, seed=3)
+        sampler = kind(data, world_size, rank, shuffle=True, seed=3)
         loader = StatefulDataLoader(data, batch_size=2, sampler=sampler)
+    strategies = {"one": "auto", "ddp": DDPStrategy(), "fsdp2": ModelParallelStrategy(2, 1)}
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=DDPStrategy() if mode == "ddp" else ModelParallelStrategy(2, 1),
+        devices=world_size,
+        strategy=strategies[mode],
         max_epochs=3,
         callbacks=[keeper],
         logger=False,

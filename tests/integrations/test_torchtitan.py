@@ -1,5 +1,5 @@
-"""torchtitan's protocol BaseCheckpointManager as it is in the source of 0.3, and torchtitan itself
-where it is installed."""
+"""torchtitan's own Trainer on CPUs; and its protocol BaseCheckpointManager in a smaller loop, whose
+optimizers, schedulers and loader keep their state as torchtitan's do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 
+pytest.importorskip("torchtitan")
+
 from ckptcore import open_checkpoint, scan_root
+
+PARTS = {"model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"}
 
 
 def steps_in(root: Path) -> list[int | None]:
@@ -20,9 +24,24 @@ def steps_in(root: Path) -> list[int | None]:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_by_the_protocol_of_the_source_a_killed_run_goes_on(
+def test_the_real_trainer_on_cpus_goes_on_after_a_kill(
     tmp_path: Path, processes: Any, number: int
 ) -> None:
+    run = partial(processes, "torchtitan_trainer_ranks.py", "titan_trainer", number)
+    run = partial(run, last_save_model_only=False)
+    expected = run(root=str(tmp_path / "whole"), seed=0)
+    assert run(root=str(tmp_path / "run"), seed=0, kill_at=5) == [-9] * number
+    resumed = run(root=str(tmp_path / "run"), seed=1)
+    for before, after in zip(expected, resumed, strict=True):
+        logged = {step: x for step, x in before["logged"].items() if int(step) > 4}
+        assert len(logged) == 2 and after == {**before, "logged": logged}
+    assert steps_in(tmp_path / "run") == [2, 4, 6]
+    stored = open_checkpoint(tmp_path / "run" / "checkpoint" / "checkpoint-6").manifest.components
+    assert set(stored) == PARTS
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_by_the_protocol_a_killed_run_goes_on(tmp_path: Path, processes: Any, number: int) -> None:
     run = partial(processes, "torchtitan_ranks.py", "titan_loop", number)
     run = partial(run, last_save_model_only=False)
     expected = run(root=str(tmp_path / "whole"), seed=0)
@@ -35,13 +54,10 @@ def test_by_the_protocol_of_the_source_a_killed_run_goes_on(
         assert after == {**before, "loaded": True, "losses": losses, "start": start}
     assert steps_in(tmp_path / "run") == [3, 6, 9, 10]
     stored = open_checkpoint(tmp_path / "run" / "checkpoint" / "checkpoint-10").manifest.components
-    parts = {"model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"}
-    assert set(stored) == parts
+    assert set(stored) == PARTS
 
 
-def test_by_the_protocol_of_the_source_the_settings_do_what_they_say(
-    tmp_path: Path, processes: Any
-) -> None:
+def test_by_the_protocol_the_settings_do_what_they_say(tmp_path: Path, processes: Any) -> None:
     run = partial(processes, "torchtitan_ranks.py", "titan_loop")
     root = str(tmp_path)
     first = run(2, root=root, seed=0, keep_latest_k=2, export_dtype="bfloat16")
@@ -62,7 +78,7 @@ def test_by_the_protocol_of_the_source_the_settings_do_what_they_say(
     assert begun["start"] == [0, 0, one["start"][2]]
 
 
-def test_by_the_protocol_of_the_source_the_last_save_is_a_hugging_face_folder(
+def test_by_the_protocol_the_last_save_is_a_hugging_face_folder(
     tmp_path: Path, processes: Any
 ) -> None:
     run = partial(processes, "torchtitan_ranks.py", "titan_loop", 2)

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
+peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 from ckptcore import (  # noqa: E402
@@ -50,6 +51,13 @@ class StopAt(transformers.TrainerCallback):
             raise Stopped
 
 
+def base() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
 def trainer(
     root: Path,
     init: int,
@@ -61,9 +69,6 @@ def trainer(
 ) -> Any:
     """Six batches an epoch, of a model with dropout."""
     torch.manual_seed(init)
-    config = transformers.GPT2Config(
-        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    )
     args = transformers.TrainingArguments(
         output_dir=str(root),
         max_steps=10,
@@ -78,7 +83,7 @@ def trainer(
         **more,
     )
     return EngineTrainer(
-        model=transformers.GPT2LMHeadModel(config),
+        model=base(),
         args=args,
         train_dataset=Samples(),
         eval_dataset=eval_dataset,
@@ -155,8 +160,6 @@ def test_stock_readers_read_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_of_a_model_with_lora_the_adapter_is_stored(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
     def with_lora(root: Path, init: int, stop_at: int = -1) -> Any:
         made = trainer(root, 0, stop_at=stop_at)
         torch.manual_seed(init)
@@ -270,20 +273,35 @@ def test_a_limit_is_said_once(tmp_path: Path) -> None:
         trainer(tmp_path, 0, save_total_limit=2)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_processes_that_were_killed_go_on(tmp_path: Path, processes: Any, mode: str) -> None:
-    run = partial(processes, "transformers_ranks.py", "transformers_run", 2, mode=mode)
+@pytest.mark.parametrize(
+    ("mode", "lora"),
+    [("one", False), ("ddp", False), ("fsdp2", False), ("one", True), ("ddp", True)],
+)
+def test_processes_that_were_killed_go_on(
+    tmp_path: Path, processes: Any, mode: str, lora: bool
+) -> None:
+    number = 1 if mode == "one" else 2
+    run = partial(
+        processes, "transformers_ranks.py", "transformers_run", number, mode=mode, lora=lora
+    )
     expected = run(root=str(tmp_path / "whole"), seed=0)
     killed = run(root=str(tmp_path / "run"), seed=0, kill_at=9)
-    assert killed == [-9, -9]
+    assert killed == [-9] * number
     resumed = run(root=str(tmp_path / "run"), seed=1)
     assert resumed == [{**found, "resumed": 8} for found in expected]
-    assert expected[0]["draw"] != expected[1]["draw"]
-    manifest = open_checkpoint(tmp_path / "run" / "checkpoint-10").manifest
-    wanted = "SHARDED" if mode == "fsdp2" else "REPLICATED"
-    assert manifest.components["model"].pattern == wanted
+    assert len({str(found["draw"]) for found in expected}) == number
     folder = tmp_path / "run" / "checkpoint-10"
-    if mode == "fsdp2":
-        export_checkpoint(folder, folder := tmp_path / "exported")
-    read = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    stored = open_checkpoint(folder).manifest.components
+    if lora:
+        assert "model" not in stored
+        read = peft.PeftModel.from_pretrained(base(), folder, is_trainable=True)
+    else:
+        wanted = {"one": "GLOBAL", "ddp": "REPLICATED", "fsdp2": "SHARDED"}
+        assert stored["model"].pattern == wanted[mode]
+        if mode == "fsdp2":
+            export_checkpoint(folder, folder := tmp_path / "exported")
+        read = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        other = base()
+        safetensors.torch.load_model(other, folder / "model.safetensors")
+        assert bits(other.parameters()) == resumed[0]["weights"]
     assert bits(read.parameters()) == resumed[0]["weights"]

@@ -1,14 +1,12 @@
-"""A loop as torchtitan's Trainer has it, with FSDP2, around its checkpoint manager or ours."""
+"""A loop as torchtitan's Trainer has it, with FSDP2, around our checkpoint manager."""
 
 from __future__ import annotations
 
 import pickle
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchtitan_protocol
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,9 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from two_ranks import die, digest, facts
-
-if find_spec("torchtitan") is None:
-    torchtitan_protocol.stand_in()
 
 from ckptcore.integrations.torchtitan import EngineCheckpointManager
 

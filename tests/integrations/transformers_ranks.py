@@ -1,9 +1,10 @@
-"""The Trainer of transformers on real ranks, with DDP or FSDP2."""
+"""The Trainer of transformers on one rank or several, with DDP or FSDP2, and with LoRA."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import peft
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -54,12 +55,23 @@ def transformers_run(
     seed: int,
     kill_at: int = -1,
     best: bool = False,
+    lora: bool = False,
 ) -> dict[str, Any]:
     """Ten steps, six an epoch, of a model with dropout; a save every fourth."""
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
     )
+    model: Any = GPT2LMHeadModel(config)
+    if lora:
+        torch.manual_seed(0)
+        adapter = peft.LoraConfig(
+            r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.5
+        )
+        model = peft.get_peft_model(GPT2LMHeadModel(config), adapter)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(seed * parameter.requires_grad)
     more = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True}
     args = TrainingArguments(
         output_dir=root,
@@ -74,8 +86,8 @@ def transformers_run(
         **(more if best else {}),
     )
     death = Death(kill_at)
-    trainer = (EngineTrainer if mode == "ddp" else Sharded)(
-        model=GPT2LMHeadModel(config),
+    trainer = (Sharded if mode == "fsdp2" else EngineTrainer)(
+        model=model,
         args=args,
         train_dataset=Samples(),
         eval_dataset=Samples(),
