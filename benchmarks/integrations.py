@@ -352,6 +352,7 @@ def measure(processes: Any, library: str, ours: bool, ranks: int, width: int) ->
 def main(width: int = 512, rounds: int = 2, *libraries: str) -> None:
     from ckptcore.testing.processes import RankProcesses
 
+    os.environ.setdefault("CKPTCORE_TEST_PATIENCE", "5")
     for library in libraries or LIBRARIES:
         files = [Path(__file__), TITAN] if library == "torchtitan" else [Path(__file__)]
         needs = {"lightning": "lightning.pytorch", "torchtitan": "ckptcore.integrations.torchtitan"}

@@ -72,8 +72,14 @@ def moments(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def test_the_examples(names: dict, capsys: pytest.CaptureFixture) -> None:
-    find, weights, part, renamed, only, cast, meta, fused, no_model, on_mesh = examples("Loading")
+    out, find, weights, part, renamed, only, cast, meta, fused, no_model, on_mesh = examples(
+        "Loading"
+    )
     model, optimizer = names["model"], names["optimizer"]
+    exec(out, names)
+    assert values(model) == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
     exec(find, names)
     assert names["sizes"]["head.weight"].shape == (2, 4) and names["info"].step == 500
     exec(weights, names)
