@@ -1,4 +1,4 @@
-"""`python -m benchmarks.inference [WIDTH]`: the weights of a run, for inference.
+"""`python -m benchmarks.inference [WIDTH [disk] [S3]]`: the weights of a run, for inference.
 
 Four FSDP2 ranks save a model of ten square layers (default width 2890: 334 MB in float32) and its
 AdamW. One new process then loads the weights, from the disk and from S3 (moto, over HTTP): how much
@@ -154,7 +154,7 @@ class Wire:
             sink.close()
 
 
-def main(width: int = 2890) -> None:
+def main(width: int = 2890, *only: str) -> None:
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -170,7 +170,12 @@ def main(width: int = 2890) -> None:
     _, port = server.get_host_and_port()
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         wire = Wire(port, Path(folder) / "counter")
-        keys = {"key": "key", "secret": "secret", "client_kwargs": {"region_name": "us-east-1"}}
+        keys: dict[str, Any] = {
+            "key": "key",
+            "secret": "secret",
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
+        keys["config_kwargs"] = {"read_timeout": 300}  # the server takes its time for a byte
         near = {**keys, "endpoint_url": f"http://127.0.0.1:{port}"}
         far = {**keys, "endpoint_url": f"http://127.0.0.1:{wire.port}"}
         boto3.client(
@@ -184,7 +189,8 @@ def main(width: int = 2890) -> None:
             "disk": (f"{folder}/run", None, None, None),
             "S3": ("s3://bench/run", near, far, str(wire.counter)),
         }
-        for place, (url, to_save, to_load, counter) in places.items():
+        for place in only or places:
+            url, to_save, to_load, counter = places[place]
             start = time.perf_counter()
             where = {"width": width, "url": url, "options": to_save}
             processes.run("save", RANKS, where, backend="gloo", deadline=500.0)
@@ -198,4 +204,4 @@ def main(width: int = 2890) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*(int(x) if x.isdigit() else x for x in sys.argv[1:]))
