@@ -389,6 +389,13 @@ def _explain_parts(
         if r.leads:
             r.verdict = _differing_parts(found)
     wrong: list[tuple[str, tuple[int, ...], list[int]]] = r.verdict
+    if not wrong:  # no part has two values, so the ranks differ in what they hold
+        raise ReplicationMismatch(
+            f"component {component.key!r} is SHARDED, and ranks that hold the same parts do not "
+            "hold them of the same tensors: make its DTensors with the same device mesh and "
+            "placements on every rank; nothing was committed",
+            component=component.key,
+        )
     held = {t.spec.name: t for t in replicas.snapshots[component.key].tensors}
     numbers, tolerable = distances(
         comm, component, [(name, holders) for name, holders, _ in wrong], held
