@@ -22,7 +22,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -305,14 +304,15 @@ def one_process(
     """What `main` runs on each rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    random.seed(1)
     torch.manual_seed(1)
     return LIBRARIES[library](Run(Path(folder), ours, phase, width, ranks))
 
 
 def size_of(folder: Path) -> int:
     """Of the checkpoint of the last save."""
-    with suppress(FileNotFoundError):
-        folder = next(path for path in folder.iterdir() if path.name == "checkpoint")
+    if (folder / "checkpoint").is_dir():  # torchtitan's
+        folder = folder / "checkpoint"
     newest = next(path for path in folder.iterdir() if str(SAVES[1]) in path.name)
     files = newest.rglob("*") if newest.is_dir() else [newest]
     return sum(path.stat().st_size for path in files if path.is_file())
