@@ -234,13 +234,13 @@ def read_manifest(storage: Storage, folder: str) -> CheckpointManifest:
 def _manifest_in(storage: Storage, folder: str, file: str) -> CheckpointManifest:
     """The manifest that a file is. One that is no file is damage."""
     try:
-        data = storage.read(join(folder, file), SIZE_LIMIT)
+        data = [storage.read(join(folder, file), SIZE_LIMIT)]  # popped: errors keep frames alive
     except StorageError as error:
         if error.errno not in (errno.EISDIR, errno.EINVAL):
             raise
         where = storage.at(folder)
         raise CheckpointCorrupt(str(error), path=where, file=file, kind="format") from None
-    return CheckpointManifest.decode(data, storage.at(folder))
+    return CheckpointManifest.decode(data.pop(), storage.at(folder))
 
 
 def checkpoints_in(storage: Storage, folder: str, most: int = 5) -> list[str]:

@@ -535,29 +535,36 @@ class CheckpointManifest:
                 expected=expected,
                 actual=actual,
             )
+        failure = None
         try:
-            document = read_json(str(body, "utf-8") + "\n}")
-            if document.pop("format") != FORMAT:
-                raise ValueError(f"format is not {FORMAT!r}")
-            version = document["format_version"]
-            if int(version.split(".")[0]) > int(VERSION.split(".")[0]):
-                raise UnsupportedVersion(
-                    f"{where}: format version {version} is newer than {VERSION}, the newest that "
-                    "this ckptcore reads; install a newer ckptcore",
-                    path=path or None,
-                    found=version,
-                    supported=VERSION,
-                )
-            mode = document.pop("storage_mode", "shared")
-            manifest: CheckpointManifest = typed(cls, document)
-            if mode != manifest.storage_mode:
-                raise ValueError(
-                    f"storage mode {short(mode)} with node {manifest.node} makes no sense"
-                )
+            manifest = cls._parsed(body, where, path)
         except MALFORMED as error:
             what = f"{where}: not a valid manifest"
-            raise malformed(what, error, MANIFEST_NAME, path or None) from None
+            failure = malformed(what, error, MANIFEST_NAME, path or None)
+        if failure is not None:  # an error that is kept keeps neither bytes nor half a document
+            del data, body
+            raise failure
         manifest.digest = expected
+        return manifest
+
+    @classmethod
+    def _parsed(cls, body: memoryview, where: str, path: str) -> CheckpointManifest:
+        document = read_json(str(body, "utf-8") + "\n}")
+        if document.pop("format") != FORMAT:
+            raise ValueError(f"format is not {FORMAT!r}")
+        version = document["format_version"]
+        if int(version.split(".")[0]) > int(VERSION.split(".")[0]):
+            raise UnsupportedVersion(
+                f"{where}: format version {version} is newer than {VERSION}, the newest that "
+                "this ckptcore reads; install a newer ckptcore",
+                path=path or None,
+                found=version,
+                supported=VERSION,
+            )
+        mode = document.pop("storage_mode", "shared")
+        manifest: CheckpointManifest = typed(cls, document)
+        if mode != manifest.storage_mode:
+            raise ValueError(f"storage mode {short(mode)} with node {manifest.node} makes no sense")
         return manifest
 
 
