@@ -694,15 +694,19 @@ def read_converted(files: StoredFiles, fills: Iterable[Fill], threads: int) -> N
     """Fill what has another dtype than was saved: as many bytes at a time as may be in memory
     twice."""
     for batch in _batches(fills):
-        staged = [torch.empty(shape, dtype=fill.dtype) for fill, (_, shape) in batch]
-        reads: list[TensorRead] = []
-        for (fill, box), memory in zip(batch, staged, strict=True):
-            reads += _reads_into(fill, box, memory)
-        files.read(reads, threads)
-        for (fill, (offset, shape)), memory in zip(batch, staged, strict=True):
-            ranges = zip(offset, fill.box[0], shape, strict=True)
-            here = tuple(slice(o - s, o - s + n) for o, s, n in ranges)
-            fill.memory.detach()[here].copy_(memory)
+        _read_converted(files, batch, threads)  # its memory is free before the next one begins
+
+
+def _read_converted(files: StoredFiles, batch: Iterable[tuple[Fill, Box]], threads: int) -> None:
+    staged = [torch.empty(shape, dtype=fill.dtype) for fill, (_, shape) in batch]
+    reads: list[TensorRead] = []
+    for (fill, box), memory in zip(batch, staged, strict=True):
+        reads += _reads_into(fill, box, memory)
+    files.read(reads, threads)
+    for (fill, (offset, shape)), memory in zip(batch, staged, strict=True):
+        ranges = zip(offset, fill.box[0], shape, strict=True)
+        here = tuple(slice(o - s, o - s + n) for o, s, n in ranges)
+        fill.memory.detach()[here].copy_(memory)
 
 
 def _batches(fills: Iterable[Fill]) -> Iterator[list[tuple[Fill, Box]]]:

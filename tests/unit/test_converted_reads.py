@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,33 @@ def test_portion_by_portion(tmp_path: Path, made: list[int], how: str) -> None:
     total = sum(t.nbytes for n, t in saved.state_dict().items() if t.is_floating_point())
     assert sum(made) == total and max(made) <= PORTION
     assert set(report.cast.values()) == {"F32 -> BF16"}
+
+
+def test_the_memory_of_a_portion_is_free_before_the_next(
+    tmp_path: Path, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[int] = []
+    held: list[weakref.ref[torch.Tensor]] = []
+    batches, reads_into = placement._batches, placement._reads_into
+
+    def counted(parts: Any) -> Any:
+        for batch in batches(parts):
+            alive.append(sum(memory() is not None for memory in held))
+            held.clear()
+            yield batch
+
+    def noted(fill: Any, box: Any, memory: torch.Tensor) -> Any:
+        held.append(weakref.ref(memory))
+        return reads_into(fill, box, memory)
+
+    monkeypatch.setattr(placement, "_batches", counted)
+    with CheckpointManager(tmp_path, io_threads=1) as ckpt:
+        ckpt.save(1, {"model": net(1)})
+        live = net(2).double()
+        monkeypatch.setattr(placement, "_reads_into", noted)
+        ckpt.load({"model": live}, 1, cast=True)
+    # The first time the tensor of integers is there, which is not converted.
+    assert len(made) > 3 and alive[1:] == [0] * (len(made) - 1)
 
 
 def test_slices_are_converted_where_they_lie(tmp_path: Path, made: list[int]) -> None:
